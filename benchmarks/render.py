@@ -302,10 +302,13 @@ def fail_over() -> str:
     found, cost = _load("cpu/fail_over.json"), _load("cpu/replica_cost.json")
     pauses = []
     for name, what in (("SIGKILL", "a kill"), ("SIGSTOP", "a stop")):
-        gap = found[f"gap_{name}_s"]
+        gap = found.get(f"gap_{name}_s")
+        if gap is None:
+            continue
         most = f"median {gap['median']:.1f} s, at most {gap['max']:.1f} s, predicted {gap['predicted']:.1f} s"
         pauses.append(f"after {what} {most}")
     alone, behind = cost["alone"], cost["replicas"]
+    more, ratio = cost["first_token_ms_more"], cost["tokens_per_s_ratio"]
     pairs = {
         "first token at one stream, ms": "first_token_ms",
         f"tokens/s of {cost['streams']} streams": "tokens_per_s",
@@ -316,12 +319,15 @@ def fail_over() -> str:
         f"`{found['command']}`: {found['signals']} signals at random tokens to three replicas of {found['model']}, "
         f"{found['kills']} of them `kill -9` and {found['stops']} SIGSTOP. Of {found['answers']} answers "
         f"{found['broken']} were dropped and {found['differing']} differed from an undisturbed one. The longest pause "
-        f"in a round's streams: {'; '.join(pauses)}. The prediction counts the time until a death is noticed and a "
-        "prefill on idle cores; a replica that starts again takes cores from the others. "
+        f"in a round's streams, with one signal and without other work on the machine: {'; '.join(pauses)}. The "
+        "prediction is the time until a death is noticed and a prefill of the longest prompt and answer. The longest "
+        f"pause of all rounds, on a machine with much other work, was {found['longest_gap_s']:.0f} s. "
         f"On {found['runs'][-1]['processor']}, {record.made_at(found['runs'])}.\n\n"
         f"`{cost['command']}`: an engine behind replicas beside the same engine alone, without a model and without a "
-        f"failure, median and extremes of {alone['tokens_per_s']['runs']} rounds: {'; '.join(costs)}. On a busy 2-core "
-        f"machine ({cost['processor']}), {record.made_at([cost])}.\n"
+        f"failure, median and extremes of {alone['tokens_per_s']['runs']} rounds: {'; '.join(costs)}. Within a round "
+        f"replicas add {more['median']:.2f} ms ({more['min']:.2f} to {more['max']:.2f}) to the first token, and have "
+        f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}) of the tokens/s. On a 2-core machine "
+        f"({cost['processor']}), {record.made_at([cost])}.\n"
     )
 
 

@@ -57,7 +57,7 @@ def measure(which: tuple[str, str, str], device: str) -> dict[str, Any]:
     if not findings:
         return row | {"reason": "it takes none of the examples"}
 
-    def ratio(finding: accuracy.Finding) -> float:
+    def ratio(finding: accuracy.Comparison) -> float:
         if not finding.same_special:
             return float("inf")
         return op.error_ratio * finding.error / finding.allowed if finding.allowed else finding.error

@@ -8,10 +8,12 @@ from __future__ import annotations
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import _paths  # noqa: F401
+from transect.engine.executors.gpu import setup
 from transect.engine.executors.gpu.options import GPUOptions
 from transect.engine.frontends.llm import LLM
 from transect.engine.scheduling.sampling_params import SamplingParams
@@ -21,17 +23,25 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "CUDA graphs off": {"cuda_graphs": "off"},
     "async scheduling off": {"async_scheduling": False},
     "device sampling off": {"gpu": GPUOptions(device_sampling=False)},
-    "prefill graphs off": {"gpu": GPUOptions(prefill_graphs=False)},
-    "prompt attention off": {"gpu": GPUOptions(prompt_attention=False)},
-    "last layer in full": {"gpu": GPUOptions(prune_last_layer=False)},
+    "prefill graphs off": {"tricks": {"graph_tokens": 0}},
+    "prompt attention off": {"tricks": {"whole_prompts": None}},
+    "last layer in full": {"tricks": {"prune_last_layer": False}},
     "dependent launch off": {"gpu": GPUOptions(dependent_launch=False)},
     "fused operators off": {"gpu": GPUOptions(fused_operators=False)},
-    "copy kernels off": {"gpu": GPUOptions(copy_kernels=False)},
+    "copy kernels off": {"tricks": {"copy_kernels": False}},
 }
+"""Settings of the engine; ``tricks`` replaces options of ``GPURunner``, which users cannot set."""
 BATCHES = (256, 64, 1)
 STEPS = 48
 LONGEST_S = 1.0
 """After so many seconds at one batch no further steps are timed."""
+
+
+def built(build: Callable[..., LLM], tricks: Mapping[str, Any] | None = None, **settings: Any) -> LLM:
+    """Build an engine whose ``GPURunner`` has other options than the shipping ones."""
+    shipping = setup.runner_tricks
+    with mock.patch.object(setup, "runner_tricks", lambda *arguments: shipping(*arguments) | dict(tricks or {})):
+        return build(**settings)
 
 
 def short_work(llm: LLM, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -73,7 +83,7 @@ def ablation(
     for name, settings in ABLATIONS.items():
         llm = None
         try:
-            llm = build(**settings)
+            llm = built(build, **settings)
             for prompt in prompts[:warm]:
                 llm.submit(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
             while llm.has_work:

@@ -2,10 +2,10 @@
 
     python benchmarks/engine/sinks.py [--rows 1,16,64] [--context 2048] [--out FILE]
 
-``tiles``: the kernel that reads the cache in tiles, the default; ``streamed``: the one that streams it
-(``GPUOptions(streamed_sinks=True)``). Random weights in bfloat16. The log-probabilities that both give the likeliest
-tokens of the first decode step are compared, beside those of one engine with the same prompts in batches of another
-size, whose sums have another order: with random weights greedy tokens part soon, because many are nearly as likely.
+``streamed``: the kernel that streams the cache, which engines use; ``tiles``: the one that reads it in tiles. Random
+weights in bfloat16. The log-probabilities that both give the likeliest tokens of the first decode step are compared,
+beside those of one engine with the same prompts in batches of another size, whose sums have another order: with random
+weights greedy tokens part soon, because many are nearly as likely.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -22,9 +24,11 @@ import _paths  # noqa: F401
 from benchmarks import record
 from benchmarks.server.load import model_folder
 from transect.bench.offline import decode_steps
-from transect.engine.executors.gpu.options import GPUOptions
+from transect.engine.executors.gpu import setup
 from transect.engine.frontends.llm import LLM
 from transect.engine.scheduling.sampling_params import SamplingParams
+from transect.ops.attention.paged.dispatch import PagedTriton
+from transect.ops.opset import OpSet
 
 CONFIG = {
     "architectures": ["GptOssForCausalLM"],
@@ -58,7 +62,6 @@ CONFIG = {
     "eos_token_id": 200002,
 }
 """What the config.json of openai/gpt-oss-20b says."""
-WAYS = {"tiles": False, "streamed": True}
 TOP = 5
 
 
@@ -75,7 +78,16 @@ def engines(folder: Path, context: int, config: dict[str, Any]) -> dict[str, LLM
     settings: dict[str, Any] = {"load_format": "dummy", "max_model_len": context + 512, "enable_prefix_caching": False}
     # Two engines share the GPU, so each gets the cache that it needs and no more.
     settings |= {"kv_cache_tokens": 64 * (context + 512), "max_num_seqs": 64, "seed": 0}
-    return {name: LLM(model, gpu=GPUOptions(streamed_sinks=asked), **settings) for name, asked in WAYS.items()}
+    resolve = setup.resolve_ops
+
+    def in_tiles(*arguments: Any, **options: Any) -> OpSet:
+        ops = resolve(*arguments, **options)
+        assert isinstance(ops.paged_attention, PagedTriton)
+        return replace(ops, paged_attention=replace(ops.paged_attention, decode=None))
+
+    with mock.patch.object(setup, "resolve_ops", in_tiles):
+        tiles = LLM(model, **settings)
+    return {"tiles": tiles, "streamed": LLM(model, **settings)}
 
 
 Second = tuple[int, dict[int, float]]

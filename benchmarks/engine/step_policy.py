@@ -26,7 +26,7 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import record
-from transect.bench.arrivals import random_arrivals
+from transect.bench.levels import random_arrivals
 from transect.costs.steps import StepLoad
 from transect.engine.executors.gpu.step_sizes import row_bucket, token_bucket
 from transect.engine.scheduling.batch import ScheduledBatch, StepResult

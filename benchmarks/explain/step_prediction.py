@@ -35,7 +35,7 @@ from transect import LLM, SamplingParams
 from transect.costs.fitting import FittedSteps
 from transect.engine.executors.gpu.runner import GPURunner
 from transect.explain.engine.calibration import measured_steps
-from transect.explain.engine.log import RunLog, load
+from transect.explain.engine.log import DecisionRunLog, load
 from transect.explain.engine.rates import rates_for
 from transect.explain.engine.replay import replay
 from transect.explain.engine.simulate import recorded
@@ -162,7 +162,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def residuals(log: RunLog, work: StepWork, path: Path) -> None:
+def residuals(log: DecisionRunLog, work: StepWork, path: Path) -> None:
     """Every step with its work and its times; the model is that of the first half."""
     loads, seconds = measured_steps(log, work)
     model = FittedSteps.fit(loads[: len(loads) // 2], seconds[: len(loads) // 2])

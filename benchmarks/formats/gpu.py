@@ -3,8 +3,7 @@
     python benchmarks/formats/gpu.py bf16 fp8 int8 int4 [--model llama-3.1-8b] [--batches 1,8,64,256] [--out FILE]
     python benchmarks/formats/gpu.py products             one layer's matrices, times of their products by rows
 
-``q4_k_m``: blocks of GGUF files of random bits, of the types that llama.cpp gives the matrices of such a file;
-``q4_k_m-apart``: with ``GPUOptions(chained_blocks=False)``.
+``q4_k_m``: blocks of GGUF files of random bits, of the types that llama.cpp gives the matrices of such a file.
 
 Random weights of a true shape. Decode: prompts of 512 tokens; the wall time of a step as the caller of ``LLM.step``
 sees it. A format's floor is of the bytes that its own weights take, at the rates of ``engine/gpu.py``; arithmetic
@@ -34,7 +33,6 @@ from transect.costs.floors import batch_floor, step_floor
 from transect.costs.model import Row
 from transect.costs.storage import Storage, storage_for
 from transect.engine.executors.gpu import build
-from transect.engine.executors.gpu.options import GPUOptions
 from transect.engine.frontends.llm import LLM
 from transect.models.stored import BlockCodes, Stored
 from transect.models.weights.kinds import kinds_for
@@ -54,11 +52,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bf16-kv8": {"kv_cache_dtype": "fp8"},
     "bf16-kv-int8": {"kv_cache_dtype": "int8"},
     "q4_k_m": {},
-    "q4_k_m-apart": {"gpu": GPUOptions(chained_blocks=False)},
     "q8_0": {},
 }
 """Settings of the engine by format."""
-FILES = {"q4_k_m": "q4_k_m", "q4_k_m-apart": "q4_k_m", "q8_0": "q8_0"}
+FILES = {"q4_k_m": "q4_k_m", "q8_0": "q8_0"}
 """The file of each format of GGUF files."""
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Outputs and inputs of the matrices of a layer of Llama 3.1 8B."""

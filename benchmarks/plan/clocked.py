@@ -43,7 +43,7 @@ from transect.explain.engine.log import build
 from transect.plan.calibrate import profile
 from transect.plan.capacity import MixLoad, highest_rate, summary_of
 from transect.plan.fleet import Fleet
-from transect.plan.target import Target
+from transect.plan.target import LatencyTarget
 
 LIMITS = SchedulerConfig(
     num_blocks=2000, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=1024, itl_target=0.0, seed=0
@@ -190,7 +190,7 @@ def main() -> None:
     print(
         made.measured, made.errors, f"intake {1e3 * made.intake:.2f} ms, outlet {1e3 * made.outlet:.2f} ms", flush=True
     )
-    knee, _ = highest_rate(made.engine, MixLoad(mix(1.0), 300), Target.parse(KNEE), 5.0)
+    knee, _ = highest_rate(made.engine, MixLoad(mix(1.0), 300), LatencyTarget.parse(KNEE), 5.0)
     assert knee is not None, "the target is missed at any rate"
     print(f"knee {knee.rate:.2f} requests/s", flush=True)
     seeds = [int(each) for each in options.seeds.split(",")]

@@ -23,8 +23,8 @@ from transect.costs.presets import preset
 from transect.plan.capacity import MixLoad, Shape
 from transect.plan.choices import CardChoice, choices
 from transect.plan.report import as_json
-from transect.plan.serving import Demand, ServingPlan, plan_serving
-from transect.plan.target import Target
+from transect.plan.serving import Demand, FleetPlan, plan_serving
+from transect.plan.target import LatencyTarget
 from transect.spec.shapes import PRESETS
 
 MODEL = "llama-3.3-70b"
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "plan_fleet.json")
     options = parser.parse_args()
     mix = Mix(prompt=Lengths.parse(PROMPT), output=Lengths.parse(OUTPUT), longest=CONTEXT)
-    load, target = MixLoad(mix, options.requests), Target.parse(TARGET)
+    load, target = MixLoad(mix, options.requests), LatencyTarget.parse(TARGET)
     demand = Demand(load=load, users=options.users, think=options.think)
     ways = list(
         choices(
@@ -121,7 +121,7 @@ def main() -> None:
             context=CONTEXT,
         )
     )  # fmt: skip
-    whole: ServingPlan | None = None
+    whole: FleetPlan | None = None
     for card in CARDS:
         own = [way for way in ways if way[0].card.name == card]
         found = plan_serving(own, demand, target, prices=PRICES, simulated=options.simulated)

@@ -26,7 +26,7 @@ from transect.engine.scheduling.policies.scaling import Concurrency, Fixed, Fore
 from transect.plan.capacity import MixLoad, highest_rate, summary_of
 from transect.plan.choices import CardChoice
 from transect.plan.fleet import Fleet
-from transect.plan.target import Target
+from transect.plan.target import LatencyTarget
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.shapes import PRESETS
 
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "plan_scaling.json")
     options = parser.parse_args()
     model = CardChoice(PRESETS[MODEL], preset(CARD), RankLayout(), "bf16", "auto", 2048).engine
-    best, _ = highest_rate(model, MixLoad(MIX, 300), Target.parse(TARGET), 1.0)
+    best, _ = highest_rate(model, MixLoad(MIX, 300), LatencyTarget.parse(TARGET), 1.0)
     assert best is not None, "the target is missed at any rate"
     enough = math.ceil(options.peak / best.rate)
     asked = day(options.hours, options.peak)

@@ -36,8 +36,7 @@ from benchmarks import record
 from benchmarks.server.generators import own_level
 from transect.bench.lengths import Lengths
 from transect.bench.levels import Level, Result, run_levels
-from transect.bench.target import Target as Server
-from transect.bench.target import served_model
+from transect.bench.target import Target, served_model
 from transect.bench.traces.asked import Asked, work_of
 from transect.bench.traces.mix import Mix
 from transect.bench.traces.reading import read_trace
@@ -46,14 +45,14 @@ from transect.costs.presets import preset
 from transect.engine.scheduling.batch import ScheduledBatch
 from transect.engine.scheduling.simulation import SimulatedEngine
 from transect.explain.engine.calibration import known_steps
-from transect.explain.engine.log import RunLog, load
+from transect.explain.engine.log import DecisionRunLog, load
 from transect.explain.engine.rates import rates_for
 from transect.plan.calibrate import profile, sweep
 from transect.plan.capacity import MixLoad, highest_rate, summary_of
 from transect.plan.choices import CardChoice
 from transect.plan.fleet import EngineModel, Fleet
 from transect.plan.profile import Loads, Profile
-from transect.plan.target import Target
+from transect.plan.target import LatencyTarget
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.shapes import PRESETS
 
@@ -110,7 +109,7 @@ class AtSpeed(EngineModel):
         return engine
 
 
-def at_speed(engine: EngineModel, made: Profile, log: RunLog, result: Result) -> tuple[EngineModel, float]:
+def at_speed(engine: EngineModel, made: Profile, log: DecisionRunLog, result: Result) -> tuple[EngineModel, float]:
     """Return the engine on the machine as it was during a measured run, and by how much that was slower in all."""
     loads, fitted = Loads(log.header, made.bytes_per_second, made.flops_per_second), made.times.fitted
     end = result.began + result.summary["seconds"]
@@ -145,7 +144,7 @@ def cpu(options: argparse.Namespace) -> dict[str, Any]:
 async def _cpu(
     options: argparse.Namespace, url: str, file: Path, mixes: dict[float, Mix], seeds: list[int]
 ) -> dict[str, Any]:
-    target = Server(url, await served_model(url))
+    target = Target(url, await served_model(url))
     warm = work_of(mixes[1.0].generate(1.0, 4, "warm"))
     levels = sweep(8, 512, options.sweep)
     began, results = time.monotonic(), []
@@ -157,7 +156,7 @@ async def _cpu(
     made = profile(log, results, known, options.model, record.environment())
     print(f"sweep of {time.monotonic() - began:.0f} s: {made.measured}, {made.errors}", flush=True)
     engine = made.engine
-    knee, _ = highest_rate(engine, MixLoad(mixes[1.0], 200), Target.parse(KNEE), 2.0)
+    knee, _ = highest_rate(engine, MixLoad(mixes[1.0], 200), LatencyTarget.parse(KNEE), 2.0)
     assert knee is not None, "the target is missed at any rate"
     print(f"knee {knee.rate:.2f} requests/s", flush=True)
     cells = [(share, burst, seed) for seed in [seeds[0], *seeds] for burst in BURSTINESS for share in SHARES]
@@ -182,7 +181,7 @@ async def _cpu(
 
 
 async def _cell(
-    target: Server, engine: EngineModel, made: Profile, file: Path, asked: list[Asked], repeated: bool
+    target: Target, engine: EngineModel, made: Profile, file: Path, asked: list[Asked], repeated: bool
 ) -> dict[str, Any]:
     """Measure requests at their times, and predict them."""
     load_before = os.getloadavg()[0]

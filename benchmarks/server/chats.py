@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import msgspec
 
 import _paths  # noqa: F401
-from transect.bench.arrivals import random_arrivals
 from transect.bench.http_stream import HttpClient, RequestFailed
+from transect.bench.levels import random_arrivals
 from transect.bench.load import Record, Run
 from transect.bench.target import Stream, Target
 from transect.bench.workload import Work

@@ -20,12 +20,12 @@ from typing import Any
 import _paths  # noqa: F401
 from transect.bench.load import Record
 from transect.bench.summary import percentile
-from transect.explain.engine.log import Life, RunLog
+from transect.explain.engine.log import DecisionRunLog, Life
 
 STAGES = ("late", "to the engine", "to a plan", "to the device", "prompt", "to the client")
 
 
-def in_engine(log: RunLog, life: Life) -> dict[str, float] | None:
+def in_engine(log: DecisionRunLog, life: Life) -> dict[str, float] | None:
     """The stages of one request that the engine knows, in seconds; None where its prompt was not finished."""
     prompt = [log.steps[index] for index, row in life.steps if row[1] < life.added.prompt_tokens]
     if not prompt or prompt[-1].at is None:
@@ -39,7 +39,7 @@ def in_engine(log: RunLog, life: Life) -> dict[str, float] | None:
     }
 
 
-def matched(log: RunLog, records: Sequence[Record], began: float) -> list[tuple[Record, Life]]:
+def matched(log: DecisionRunLog, records: Sequence[Record], began: float) -> list[tuple[Record, Life]]:
     """Each request that got its answer, with what the log knows of it.
 
     They are matched by the length of their prompts, in the order in which they were sent.
@@ -64,7 +64,7 @@ def matched(log: RunLog, records: Sequence[Record], began: float) -> list[tuple[
     return found
 
 
-def request_stages(log: RunLog, records: Sequence[Record], began: float) -> dict[str, Any]:
+def request_stages(log: DecisionRunLog, records: Sequence[Record], began: float) -> dict[str, Any]:
     """How long each stage of all requests took: mean, p50 and p99 in seconds, and means of the slowest hundredth."""
     rows = []
     for record, life in matched(log, records, began):

@@ -1,9 +1,10 @@
 """Latencies of ordinary users beside attackers, and memory of the server, for minutes or hours.
 
-Users ask short questions one after another, in a stream. After a while attackers join: large bodies, crowds that leave
-at once, requests of many long answers, long prompts, schemas that are refused late, paths that nobody serves. The
-users' times to the first token and between tokens are compared with and without attackers, and the memory of the
-server's processes at the beginning with that at the end.
+Users ask short questions one after another, in a stream. In every second window of time attackers join, in a process of
+their own: large bodies, crowds that leave at once, requests of many long answers, long prompts, schemas that are
+refused late, paths that do not exist. The users' times to the first token and between tokens are compared with and
+without attackers. Windows are short and alternate, so both see the same of what else the machine does; the beginning of each is
+left out. The memory of the server's processes in attacked windows at the beginning is compared with that at the end.
 
     python benchmarks/server/soak.py [--minutes 60] [--users 4] [--out benchmarks/results/cpu/soak.json]
 """
@@ -14,6 +15,8 @@ import argparse
 import contextlib
 import itertools
 import json
+import multiprocessing
+import os
 import random
 import socket
 import tempfile
@@ -32,19 +35,24 @@ from benchmarks.server.clients import BUILTIN, server
 from benchmarks.server.fair_sharing import HOSTILE, WORDS, of
 
 PATIENCE_S = 300
-QUIET_SHARE = 0.3
-"""The share of the time without attackers, which comes first."""
+WINDOW_S = 60.0
+"""Time with attackers, and as much without."""
+SETTLE_S = 15.0
+"""The beginning of a window, which is left out: the requests of the one before end."""
 SAMPLE_S = 5.0
 """Between two looks at memory."""
 SETTLED = 0.2
-"""Memory is compared from this share of the attackers' time on: before, caches fill."""
+"""Memory is compared from this share of the time on: before, caches fill."""
+POLITENESS = 10
+"""Attackers leave the processor to server and users: it is not their machine."""
 
 
 class Times:
     """Seconds that users felt, with and without attackers."""
 
     def __init__(self) -> None:
-        self.attacked = False
+        self.attacked: bool | None = None
+        """Attackers are there, or None where that has just changed."""
         self.first: dict[bool, list[float]] = {False: [], True: []}
         self.between: dict[bool, list[float]] = {False: [], True: []}
         self.refused: dict[str, int] = {}
@@ -64,7 +72,8 @@ def user(url: str, key: str, times: Times, over: threading.Event) -> None:
                 for line in answer.iter_lines():
                     if line.startswith("data: {"):
                         now = time.perf_counter()
-                        (times.first if last is None else times.between)[attacked].append(now - (last or began))
+                        if attacked is not None and attacked == times.attacked:
+                            (times.first if last is None else times.between)[attacked].append(now - (last or began))
                         last = now
             time.sleep(0.2)
 
@@ -105,17 +114,26 @@ def attacks(url: str) -> list[Callable[[httpx.Client, int], None]]:
     ]
 
 
-def attacker(attack: Callable[[httpx.Client, int], None], times: Times, over: threading.Event) -> None:
-    """Attack until the end, from when it is time on."""
+def attacker(attack: Callable[[httpx.Client, int], None], on: Any, over: Any) -> None:
+    """Attack until the end, while it is time."""
     with httpx.Client(timeout=PATIENCE_S) as client:
         for number in itertools.count():
-            while not times.attacked and not over.is_set():
-                time.sleep(0.1)
+            while not on.wait(1.0) and not over.is_set():
+                pass
             if over.is_set():
                 return
             with contextlib.suppress(httpx.HTTPError, OSError):
                 attack(client, number)
             time.sleep(0.2)
+
+
+def all_attackers(url: str, on: Any, over: Any) -> None:
+    """Attack in all ways; in a process of its own, so that users do not wait for what attackers compute."""
+    os.nice(POLITENESS)
+    threads = [threading.Thread(target=attacker, args=(each, on, over), daemon=True) for each in attacks(url)]
+    for thread in threads:
+        thread.start()
+    over.wait()
 
 
 def memory(process: psutil.Process) -> int:
@@ -142,27 +160,35 @@ def soak(minutes: float, users: int) -> dict[str, Any]:
         with server("--api-key-file", str(keys)) as url:
             me = psutil.Process()
             process = next(each for each in me.children() if "serve" in each.cmdline())
-            threads = [
-                *(threading.Thread(target=user, args=(url, f"user-{n}", times, over)) for n in range(users)),
-                *(threading.Thread(target=attacker, args=(each, times, over)) for each in attacks(url)),
-            ]
+            context = multiprocessing.get_context("spawn")
+            active, ended = context.Event(), context.Event()
+            hostile = context.Process(target=all_attackers, args=(url, active, ended), daemon=True)
+            hostile.start()
+            threads = [threading.Thread(target=user, args=(url, f"user-{n}", times, over)) for n in range(users)]
             for thread in threads:
                 thread.daemon = True
                 thread.start()
             began, seconds, samples = time.perf_counter(), 60 * minutes, list[tuple[float, int]]()
             while (passed := time.perf_counter() - began) < seconds:
-                times.attacked = passed > QUIET_SHARE * seconds
-                samples.append((passed, memory(process)))
-                time.sleep(min(SAMPLE_S, seconds / 20))
+                attacked, within = bool(int(passed / WINDOW_S) % 2), passed % WINDOW_S
+                (active.set if attacked else active.clear)()
+                times.attacked = attacked if within > SETTLE_S else None
+                if times.attacked:
+                    samples.append((passed, memory(process)))
+                time.sleep(min(SAMPLE_S, SETTLE_S, seconds / 20))
+            times.attacked = None
             over.set()
+            ended.set()
             for thread in threads:
                 thread.join(PATIENCE_S)
-    begin = (QUIET_SHARE + SETTLED * (1 - QUIET_SHARE)) * seconds
-    late = [nbytes for passed, nbytes in samples if passed >= begin]
+            hostile.kill()
+            hostile.join()
+    late = [nbytes for passed, nbytes in samples if passed >= SETTLED * seconds]
     third = max(1, len(late) // 3)
     return {
         "minutes": minutes,
         "users": users,
+        "window_s": WINDOW_S,
         "first_token_s": {name: percentiles(times.first[on]) for name, on in (("quiet", False), ("attacked", True))},
         "between_tokens_s": {
             name: percentiles(times.between[on]) for name, on in (("quiet", False), ("attacked", True))

@@ -27,7 +27,7 @@ from transect.costs.learning import StepTimes
 from transect.costs.steps import StepLoad
 from transect.engine.executors.gpu.step_sizes import row_bucket, token_bucket
 from transect.engine.scheduling.decisions import Done, Planned
-from transect.explain.engine.log import RunLog, StepRow, last_rows_on, load, rows_of
+from transect.explain.engine.log import DecisionRunLog, StepRow, last_rows_on, load, rows_of
 
 PARTS = ("commit", "take", "plan", "launch", "device")
 LONGEST = 16
@@ -70,7 +70,7 @@ def load_of(rows: Sequence[StepRow]) -> StepLoad:
     return StepLoad.of((start, new) for _, start, new in rows)
 
 
-def gaps(log: RunLog) -> Iterator[Gap]:
+def gaps(log: DecisionRunLog) -> Iterator[Gap]:
     """All gaps of a log, in their order; only those between steps that share a sequence."""
     times = StepTimes()
     work: dict[int, list[StepRow]] = {}
@@ -118,7 +118,7 @@ def gaps(log: RunLog) -> Iterator[Gap]:
             last = {row[0] for row in mine}
 
 
-def timeline(log: RunLog, begin: float = -math.inf, end: float = math.inf) -> dict[str, Any]:
+def timeline(log: DecisionRunLog, begin: float = -math.inf, end: float = math.inf) -> dict[str, Any]:
     """What happened from ``begin`` to ``end`` (seconds of the system's monotonic clock, which is the engine's).
 
     Returns:

@@ -57,7 +57,7 @@ def _trained(work: str, contender: str) -> dict[str, Any]:
 
 
 def lead() -> str:
-    """Two results in one sentence."""
+    """Return two results in one sentence."""
     decode = _cpu()["work"]["decode"]["ratio"]["median"]
     share = _engine("throughput")["of_floor"]
     return (
@@ -71,7 +71,7 @@ def first_answer() -> str:
     result = json.loads((record.RESULTS / "cpu" / "first_answer.json").read_text())
     machine, first = result["environment"], result["first_token_s"]
     return (
-        f"A new server answers its first token after {first['median']:.1f} s ({first['min']:.1f} to {first['max']:.1f} "
+        f"A new server returns its first token after {first['median']:.1f} s ({first['min']:.1f} to {first['max']:.1f} "
         f"in {first['runs']} starts; {machine['cores']} cores of an {machine['processor']}, "
         f"{record.made_at([machine])}).\n"
     )

@@ -86,10 +86,10 @@ def configuration(folder: Path, name: str, steps: int) -> dict[str, Any]:
 def measure(ranks: Any, folder: Path, name: str, steps: int) -> dict[str, Any]:
     """One run."""
     from transect.parallel.compressed import full_sum_bytes
-    from transect.train.loop.follow import JOB, Run
+    from transect.train.loop.follow import JOB, RunArguments
     from transect.train.optim import OneBitAdam
 
-    run = Run(configuration(folder, name, steps))
+    run = RunArguments(configuration(folder, name, steps))
     ranks.call(JOB, run)
     trainer = run.trainer(ranks.world)
     losses: list[float] = []

@@ -1,4 +1,5 @@
-"""Transect: one readable codebase straight through the LLM stack, measured at every level against the hardware's floor.
+"""Transect: one readable codebase that covers the whole LLM stack, measured at every level against the hardware's
+floor.
 
 The levels, lowest first, are the folders: spec, hardware, formats, ops, models, checkpoints, text, parallel, engine,
 train, bench, explain, plan, learn, server, cluster, cli. Importing ``transect`` loads none of them; the names below

@@ -8,9 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from transect.bench.arrivals import random_arrivals
 from transect.bench.lengths import Lengths
-from transect.bench.levels import WorkSource, concurrency_levels, rate_levels
+from transect.bench.levels import WorkSource, concurrency_levels, random_arrivals, rate_levels
 from transect.bench.workload import random_work, read_conversations, throughput_protocol
 
 
@@ -42,7 +41,7 @@ def test_lengths_are_distributed_as_they_say():
     "text", ["0", "x", "uniform:5", "uniform:9-3", "lognormal:0,1", "lognormal:5,-1", "normal:1,2"]
 )
 def test_lengths_that_are_none(text):
-    with pytest.raises(ValueError, match="no distribution of lengths: give a number"):
+    with pytest.raises(ValueError, match="not a distribution of lengths: give a number"):
         Lengths.parse(text)
 
 

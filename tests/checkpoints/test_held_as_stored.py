@@ -287,7 +287,7 @@ def test_on_a_gpu_products_are_of_a_gguf_files_blocks(tmp_path, type_name):
 Q = "model.layers.0.self_attn.q_proj"
 DAMAGE = [
     ("gptq", lambda t: t[f"{Q}.scales"].fill_(torch.nan), r"scales of '.*q_proj\.weight' hold infinite or NaN"),
-    ("gptq-act-order", lambda t: t[f"{Q}.g_idx"].fill_(99), r"q_proj\.g_idx' names groups that are not there"),
+    ("gptq-act-order", lambda t: t[f"{Q}.g_idx"].fill_(99), r"q_proj\.g_idx' names groups that do not exist"),
     ("awq", lambda t: t[f"{Q}.scales"].fill_(torch.inf), r"scales of '.*q_proj\.weight' hold infinite or NaN"),
     ("awq", lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"][:-1]}), r"q_proj\.qzeros' should have shape"),
     ("packed", lambda t: t[f"{Q}.weight_scale"].fill_(torch.nan), r"scales of '.*q_proj\.weight' hold infinite or NaN"),

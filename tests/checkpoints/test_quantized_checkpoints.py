@@ -181,7 +181,7 @@ def damaged(folder, target, change):
         ("gptq", lambda t: t.pop(f"{Q}.scales"), r"q_proj\.scales' is missing"),
         ("gptq", lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:-1]}), r"q_proj\.scales' should have shape"),
         ("gptq", lambda t: t[f"{Q}.scales"].fill_(torch.nan), r"scales of '.*q_proj\.weight' hold infinite or NaN"),
-        ("gptq-act-order", lambda t: t[f"{Q}.g_idx"].fill_(99), r"q_proj\.g_idx' names groups that are not there"),
+        ("gptq-act-order", lambda t: t[f"{Q}.g_idx"].fill_(99), r"q_proj\.g_idx' names groups that do not exist"),
         ("awq", lambda t: t.pop(f"{Q}.qzeros"), r"q_proj\.qzeros' is missing"),
         (
             "packed",

@@ -89,8 +89,8 @@ def test_unknown_names_get_the_nearest(name, nothing_pulled):
 
 def test_unknown_names_without_a_near_one(nothing_pulled):
     fails("xyzzy", r"unknown model 'xyzzy'; give a model directory, .* built-in name \(smollm2-135m\)")
-    fails("", "is no model name")
-    fails("a\0b", "is no model name")
+    fails("", "is not a model name")
+    fails("a\0b", "is not a model name")
     fails("x" * 5000, "cannot read 'xxx|unknown model")
 
 
@@ -102,7 +102,7 @@ def test_paths_that_do_not_exist(tmp_path):
 
 
 def test_files_and_directories_that_are_no_model(tmp_path, smollm2):
-    fails(str(tmp_path), "has no config.json, so it is no model in Hugging Face layout$")
+    fails(str(tmp_path), "has no config.json, so it is not a model in Hugging Face layout$")
     (tmp_path / "last").mkdir()
     fails(str(tmp_path), r"it is a training run, whose newest checkpoint is .*last$")
     (tmp_path / "last").rmdir()
@@ -110,7 +110,7 @@ def test_files_and_directories_that_are_no_model(tmp_path, smollm2):
     fails(str(tmp_path), "give one of its GGUF files: a.gguf")
     fails(str(tmp_path / "a.gguf"), "is not a GGUF file")
     (tmp_path / "a.txt").write_text("hello")
-    fails(str(tmp_path / "a.txt"), "is no .gguf file")
+    fails(str(tmp_path / "a.txt"), "is not a .gguf file")
     (tmp_path / "config.json").write_text("{")
     fails(str(tmp_path), "config.json is not valid JSON")
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')

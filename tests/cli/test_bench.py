@@ -115,4 +115,4 @@ def test_a_share_above_all_is_explained(capsys):
     about.explain([part])
     assert not capsys.readouterr().out
     about.explain([part, part | {"mbu": 1.22}])
-    assert "122% of what the device can do means that this was measured on 2026-01-02" in capsys.readouterr().out
+    assert "122% of the device's ceiling means that the ceiling, measured on 2026-01-02" in capsys.readouterr().out

@@ -65,7 +65,7 @@ def test_help_loads_nothing_heavy(arguments):
         (["bench", "serve", "--url", "nowhere"], "give a URL such as"),
         (["bench", "serve", "--url", "http://127.0.0.1:1"], "does not answer"),
         (["bench", "serve", "--request-rate", "1", "--concurrency", "2"], "give one of"),
-        (["bench", "serve", "--prompt-tokens", "many"], "no distribution of lengths"),
+        (["bench", "serve", "--prompt-tokens", "many"], "not a distribution of lengths"),
         (["bench", "serve", "--model", "m", "--extra-body", "[]"], "JSON object"),
         (["bench", "serve", "--plot", "load.bmp"], "load.bmp must end in .png"),
         (["generate", "qwen3-0.6b", "x"], "load_format dummy"),

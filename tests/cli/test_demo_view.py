@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 from rich.console import Console
 
 from transect.cli.demo_picture import svg_of
-from transect.cli.demo_view import Gauges, Talk, View, summary
+from transect.cli.demo_view import DemoView, Gauges, Talk, summary
 
 METRICS = """# HELP transect_kv_cache_usage_ratio Share of the KV pool in use, 0 to 1
 transect_kv_cache_usage_ratio 0.25
@@ -29,7 +29,7 @@ def picture(width, height):
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
     gauges = Gauges()
     gauges.take(METRICS)
-    console.print(View(console, talks(), gauges)._picture())
+    console.print(DemoView(console, talks(), gauges)._picture())
     return console.file.getvalue()
 
 
@@ -66,7 +66,7 @@ def test_summary_has_a_row_for_each_and_one_for_all():
 
 def test_a_picture_is_kept_when_the_second_talk_ends():
     every, gauges = talks(), Gauges()
-    view = View(Console(file=io.StringIO(), width=80), every, gauges, picture_width=132)
+    view = DemoView(Console(file=io.StringIO(), width=80), every, gauges, picture_width=132)
     view.finished(every[0])
     assert view.pictures == []
     every[1].finish_reason = "length"

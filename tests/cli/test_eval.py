@@ -65,7 +65,7 @@ def test_formats_side_by_side(capsys, model, tmp_path):
     code, _, err = run(capsys, model, *files, "--formats", "int3")
     assert code == 2 and "--formats knows plain, int4, fp8, int8" in err
     code, _, err = run(capsys, model, *files, "--formats", "plain", "--adapter", "a", "--quantization", "int8")
-    assert code == 2 and "--adapter, --quantization means nothing to --formats" in err
+    assert code == 2 and "--adapter, --quantization has no effect with --formats" in err
     plain = ("--formats", "plain", "--kv-cache-dtype", "int8", "--no-native", "--max-model-len", 64, "--json")
     (row,) = json.loads(run(capsys, model, *files, *plain)[1])
     assert "torch" in row["kernels"] and row["perplexity"] != rows["plain"]["perplexity"]

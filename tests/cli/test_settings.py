@@ -219,7 +219,7 @@ def test_a_file_that_cannot_be_written_is_said_before_the_work(run, tmp_path, co
     (tmp_path / "file").write_text("")
     rest = ("--", "python", "nothing.py") if command[0] == "explain" else ()
     code, out, errors = run(*command, str(tmp_path / "file" / "o.svg"), *rest)
-    assert (code, out) == (2, "") and "cannot be written (a file stands where its folder would be)" in errors
+    assert (code, out) == (2, "") and "cannot be written (a file has the path of its folder)" in errors
     code, out, errors = run(*command, str(tmp_path), *rest)
     assert (code, out) == (2, "") and errors == (
         f"transect: error: {tmp_path} cannot be written (it is a folder): choose another file\n"
@@ -293,9 +293,9 @@ def test_settings_of_earlier_versions_say_what_to_give_now(run, tmp_path):
         ("--itl-target", "30ms"),
     ):
         code, _, errors = run("serve", option, "1")
-        assert code == 2 and f"{option} is gone: give --mixed-step-limit" in errors and words in errors
+        assert code == 2 and f"{option} was removed: give --mixed-step-limit" in errors and words in errors
     (tmp_path / "old.yaml").write_text("itl-target: 30\n")
-    assert "itl-target is gone: give mixed_step_limit" in run("serve", "--config", str(tmp_path / "old.yaml"))[2]
+    assert "itl-target was removed: give mixed_step_limit" in run("serve", "--config", str(tmp_path / "old.yaml"))[2]
 
 
 def test_names_of_vllm_are_options_too(serve):

@@ -92,12 +92,26 @@ def test_the_most_tokens_that_fit():
     assert times.most_tokens(12e-3, beside, 30_000, 4000) < tokens, "tokens that attend to much take longer"
 
 
+def test_scored_tokens_fill_a_step_sooner():
+    """Logits of each take as long as another token and a half."""
+    rng, times = random.Random(4), StepTimes()
+    for _ in range(500):
+        work = some_work(rng)
+        work = work._replace(scored=rng.choice((0, work.tokens // 2)))
+        times.learn(work, device(work) + 30e-6 * work.scored)
+    beside = StepLoad(16, 16_000)
+    plain, scored = (times.most_tokens(30e-3, beside, 0, 4000, scored=each) for each in (False, True))
+    assert scored == pytest.approx(plain / 2.5, rel=0.15)
+
+
 def test_the_work_of_a_batch():
     def row(start: int, count: int) -> ScheduledRow:
         return ScheduledRow(start, start, count, (0,) * 100, [], [])
 
     batch = ScheduledBatch(1, (row(9, 1), row(4, 1), row(10, 3)))
-    assert StepLoad.of((row.start, row.num_tokens) for row in batch.rows) == StepLoad(5, 15, 11 + 12 + 13, 3, 1, 5)
+    assert StepLoad.of((row.start, row.num_tokens) for row in batch.rows) == StepLoad(
+        5, 15, 11 + 12 + 13, 3, 1, 5, context=13
+    )
 
 
 def test_what_is_unsure_may_be_over_sooner():

@@ -35,16 +35,14 @@ def test_no_more_threads_than_the_environment_says(monkeypatch, said, threads):
 
 
 def test_switches_for_a_gpu_are_options_of_their_own():
-    made = EngineConfig(model="x", gpu=GPUOptions(dependent_launch=False, copy_kernels=False))
-    assert (
-        str(made) == "model=x, dependent_launch=False, copy_kernels=False" and str(EngineConfig(model="x")) == "model=x"
-    )
-    with pytest.raises(TypeError, match="copy_kernels"):
-        EngineConfig(model="x", copy_kernels=False)
-    with pytest.raises(ValueError, match=r"gpu must be GPUOptions\(...\), not {'copy_kernels': False}"):
-        EngineConfig(model="x", gpu={"copy_kernels": False})
-    with pytest.raises(ValueError, match="copy_kernels must be True or False, not 'off'"):
-        GPUOptions(copy_kernels="off")
+    made = EngineConfig(model="x", gpu=GPUOptions(dependent_launch=False, peer_sums=False))
+    assert str(made) == "model=x, dependent_launch=False, peer_sums=False" and str(EngineConfig(model="x")) == "model=x"
+    with pytest.raises(TypeError, match="peer_sums"):
+        EngineConfig(model="x", peer_sums=False)
+    with pytest.raises(ValueError, match=r"gpu must be GPUOptions\(...\), not {'peer_sums': False}"):
+        EngineConfig(model="x", gpu={"peer_sums": False})
+    with pytest.raises(ValueError, match="peer_sums must be True or False, not 'off'"):
+        GPUOptions(peer_sums="off")
 
 
 def test_flags_of_commands_reach_the_switches(monkeypatch):
@@ -76,7 +74,7 @@ def test_one_setting_limits_steps_by_tokens_by_time_or_by_when_all_ends():
 
 def test_settings_of_earlier_versions_say_what_to_give_now():
     for old, words in (("max_mixed_tokens", "512tokens"), ("fill_steps", "fill or full"), ("itl_target", "30ms")):
-        with pytest.raises(TypeError, match=f"{old} is gone: give mixed_step_limit.*{words}"):
+        with pytest.raises(TypeError, match=f"{old} was removed: give mixed_step_limit.*{words}"):
             engine_settings({old: 1})
 
 

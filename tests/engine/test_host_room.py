@@ -7,8 +7,8 @@ from tiny_llm import save_tiny_llm
 from transect import LLM
 from transect.checkpoints.resolve import resolve
 from transect.costs.units import GIB
+from transect.engine.build import check_weights
 from transect.engine.config import EngineConfig
-from transect.engine.host_room import check_weights
 
 
 @pytest.mark.parametrize(

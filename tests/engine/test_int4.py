@@ -10,13 +10,13 @@ from transect import LLM, SamplingParams
 from transect.checkpoints.load import fill, load_model, stored_weights
 from transect.checkpoints.resolve import resolve
 from transect.costs.storage import storage_for
+from transect.engine.build import storage_of_model
 from transect.engine.config import EngineConfig
 from transect.models.context import VarlenContext
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
 from transect.models.weights.int4_serving import ServingInt4
 from transect.models.weights.kinds import kinds_for
-from transect.models.weights.measure import storage_of_model
 from transect.models.weights.packed import Packed
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.opset import resolve_ops

@@ -4,11 +4,16 @@ import shutil
 
 import pytest
 import torch
+from peft_models import make_adapter
+from tiny_checkpoints import make_model, write_gguf
 from tiny_llm import save_tiny_llm
 
+from transect import SamplingParams
 from transect.checkpoints.resolve import resolve
+from transect.engine.build import build_engine
 from transect.engine.config import EngineConfig
 from transect.engine.numerics import Numerics, numerics_of, weights_digest
+from transect.engine.scheduling.request import Request
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +58,71 @@ def test_one_byte_of_the_weights_is_seen(tiny, tmp_path):
 def test_differences_are_named():
     one, other = Numerics({"a": "1", "b": "2"}, True), Numerics({"a": "1", "c": "2"}, True)
     assert one.differences(other) == ["b", "c"]
+
+
+@pytest.fixture(scope="module")
+def models(tiny, tmp_path_factory):
+    """By name: a model whose layers the C++ kernels have, one in blocks whose layers they lack, and an adapter."""
+    folder = tmp_path_factory.mktemp("models")
+    blocks = write_gguf(folder / "blocks.gguf", make_model("gemma3_text"), "Q8_0")
+    make_adapter(tiny, folder / "adapter")
+    return {"layers": str(tiny), "products": str(blocks), "adapter": str(folder / "adapter")}
+
+
+PATHS = {
+    "C++ layers": ("layers", {}, True),
+    "C++ layers, float32": ("layers", {"dtype": "float32"}, True),
+    "C++ layers, int8": ("layers", {"quantization": "int8"}, True),
+    "C++ products": ("products", {}, False),
+    "C++ products, float32": ("products", {"dtype": "float32"}, True),
+    "C++ products, deterministic": ("products", {"deterministic": True}, True),
+    "torch": ("layers", {"native": False}, False),
+    "torch, float32": ("layers", {"native": False, "dtype": "float32"}, True),
+    "torch, deterministic": ("layers", {"native": False, "deterministic": True}, True),
+    "torch, blocks, deterministic": ("products", {"native": False, "deterministic": True}, True),
+    "torch, int8": ("layers", {"native": False, "quantization": "int8", "dtype": "float32"}, False),
+    "an adapter beside int8": ("adapter", {"quantization": "int8"}, False),
+    "an adapter beside int8, float32": ("adapter", {"quantization": "int8", "dtype": "float32"}, False),
+    "an adapter in the weights": ("adapter", {}, True),
+}
+"""Model, settings, and if bits are promised, of every path on a CPU."""
+COMMON = {"device": "cpu", "threads": 2, "max_model_len": 128, "kv_cache_tokens": 2048}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_on_a_cpu_says_if_it_promises_bits(models, path):
+    name, settings, exact = PATHS[path]
+    built = build_engine(EngineConfig(model=models[name], **settings, **COMMON))
+    assert built.numerics.exact == exact
+    assert built.numerics.parts["kernels"].startswith(path.partition(",")[0]) or name == "adapter"
+
+
+@pytest.mark.parametrize("path", [path for path, (_, _, exact) in PATHS.items() if exact])
+def test_promised_bits_do_not_depend_on_the_batch_nor_on_chunks(models, path):
+    name, settings, _ = PATHS[path]
+    alone = {key: each for prompt in PROMPTS for key, each in answers(models[name], [prompt], **settings).items()}
+    assert alone == answers(models[name], PROMPTS, max_num_batched_tokens=24, max_num_seqs=5, **settings)
+
+
+PROMPTS = [tuple(5 + 7 * i % 50 + j % 9 for j in range(length)) for i, length in enumerate((3, 40, 17, 71, 1, 28, 33))]
+
+
+def answers(model, prompts, **settings):
+    """Tokens and log-probabilities by prompt."""
+    core = build_engine(EngineConfig(model=model, **settings, **COMMON)).core
+    params = SamplingParams(max_tokens=12, seed=1, logprobs=3, ignore_eos=True)
+    for prompt in prompts:
+        core.add(Request(str(prompt), prompt, params, eos_token_ids=()))
+    found = {}
+    while core.has_work:
+        for output in core.step():
+            found.setdefault(output.request_id, []).extend(zip(output.new_token_ids, output.logprobs, strict=True))
+    assert all(len(tokens) == 12 for tokens in found.values())
+    return found
+
+
+def test_deterministic_is_refused_where_bits_would_depend_on_the_batch(models):
+    for name, settings in (("adapter", {}), ("layers", {"native": False})):
+        config = EngineConfig(model=models[name], quantization="int8", deterministic=True, **settings, **COMMON)
+        with pytest.raises(ValueError, match="other bits in other batches: leave out deterministic"):
+            build_engine(config)

@@ -76,7 +76,7 @@ def test_the_end_of_a_prompt(llm):
     assert llm.generate([[1, 2, 3, 4, 5]], params)[0].prompt_token_ids == [3, 4, 5]
     longest = llm.generate([[1] * 5000], params.with_(truncate_prompt_tokens=-1))[0]
     assert len(longest.prompt_token_ids) == llm.max_model_len - 4
-    with pytest.raises(ValueError, match="leave nothing: lower max_tokens"):
+    with pytest.raises(ValueError, match="leave no room: lower max_tokens"):
         llm.generate([[1, 2, 3]], params.with_(truncate_prompt_tokens=-1, max_tokens=llm.max_model_len))
 
 

@@ -5,7 +5,7 @@ from effort import proving
 from safetensors.torch import load_file
 
 from transect.train.loop import checkpoint
-from transect.train.loop.follow import JOB, Run
+from transect.train.loop.follow import JOB, RunArguments
 
 STEPS = 50 if proving() else 8
 """So many are compared with those of one rank."""
@@ -14,7 +14,7 @@ STEPS = 50 if proving() else 8
 def curve(pair, config, found=None, each=None):
     """Losses and norms of a run, spread where it asks for ranks; and its last checkpoint. ``each`` gets the records of
     its steps."""
-    run = Run(config.to_dict(), None if found is None else found.path)
+    run = RunArguments(config.to_dict(), None if found is None else found.path)
     spread = config.parallel.layout.size > 1
     if spread:
         pair.call(JOB, run)

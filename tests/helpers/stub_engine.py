@@ -17,6 +17,8 @@ import time
 import types
 from hashlib import blake2b
 
+from decision_logs import log_for
+
 from transect.engine.frontends import process
 from transect.engine.numerics import Numerics
 from transect.engine.scheduling.batch import ScheduledBatch, StepResult, TokenLogprobs
@@ -69,6 +71,7 @@ def start_engine(config, compilers, began, children):  # type: ignore[no-untyped
         time.sleep(3600)
     scheduler = SchedulerConfig(num_blocks=4096, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096)
     core = EngineCore(Scheduler(scheduler, WallClock()), StubExecutor())
+    core.decisions = log_for(core)
     numerics = Numerics({"weights": "stub"}, os.environ.get("STUB_EXACT", "1") == "1")
     return types.SimpleNamespace(
         core=core,

@@ -10,8 +10,8 @@ from tiny_llm import save_tiny_llm
 from transect import LLM, SamplingParams
 from transect.engine.build import scheduler_class
 from transect.engine.scheduling.scheduler import Scheduler
+from transect.learn.live import PROGRAM, server_options
 from transect.learn.registry import get
-from transect.learn.using import PROGRAM, server_options
 
 PROMPTS = ["Hello", "The sea is", "A", "One two three four five six seven eight nine ten", "x y z", "Why"]
 

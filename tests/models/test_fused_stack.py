@@ -14,7 +14,7 @@ from transect.models.fused_stack import FusedStack, Fusions, refusal
 from transect.models.weights.adapted import Adapted
 from transect.models.weights.dense import DenseStream
 from transect.ops.lang.jit import INTERPRETED
-from transect.ops.linear.stream_products import Stream
+from transect.ops.linear.stream_products import ResidualStream
 from transect.ops.opset import OPERATORS, resolve_ops, with_dependent_launch
 from transect.ops.registry import get
 from transect.spec.model import ModelConfig
@@ -98,7 +98,7 @@ class TorchStreams:
     def add(self, x, weight, residual, scale, eps):
         self.products += 1
         total = F.linear(x, weight) + residual
-        return Stream(total, total * scale, total.square().unflatten(-1, (-1, 16)).sum(-1), eps)
+        return ResidualStream(total, total * scale, total.square().unflatten(-1, (-1, 16)).sum(-1), eps)
 
     def linear(self, stream, weight, bias=None):
         y = self.product(stream.scaled, weight)

@@ -11,7 +11,7 @@ from effort import proving
 from registered import kernel_entries, marks
 
 from transect.ops.registry import Implementation, Op, Unavailable, all_ops
-from transect.ops.tools.accuracy import LAYOUTS, Finding, check
+from transect.ops.tools.accuracy import LAYOUTS, Comparison, check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cuts bfloat16 off instead of rounding it, so there the 16-bit format tested is float16.
@@ -67,7 +67,7 @@ def efforts(op: Op, dtype: str) -> list[list[dict[str, Any]]]:
 def test_error_against_float64(op: Op, implementation: Implementation, dtype: str) -> None:
     loadable(implementation)
     torch.set_num_threads(1)
-    findings: list[Finding] = []
+    findings: list[Comparison] = []
     for parts in efforts(op, dtype):
         for part in parts:
             findings += check(op, implementation, getattr(torch, dtype), DEVICE, **part)

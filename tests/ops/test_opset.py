@@ -9,10 +9,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from transect.ops import registry
+from transect.ops import opset, registry
+from transect.ops.attention.paged import rotary_kv_write
 from transect.ops.linear.linear import fixed_rows
+from transect.ops.norm import norms
 from transect.ops.numerics import sample
-from transect.ops.opset import OPERATORS, resolve_ops
+from transect.ops.opset import OPERATORS, resolve_ops, with_dependent_launch
 from transect.ops.registry import Implementation, Op, Unavailable, get
 
 
@@ -65,6 +67,30 @@ def test_batch_invariant_set() -> None:
     chosen = dict(resolve_ops(batch_invariant=True).chosen)
     assert chosen["linear"] == "torch_fixed_rows" and chosen["paged_attention"] == "torch_uniform"
     assert all(get(name).implementations[label].batch_invariant for name, label in chosen.items())
+
+
+def test_batch_invariant_operators_of_a_gpu_leave_the_tuning_of_this_machine_aside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also behind what else is bound to them. The others have no knob that decides the order of a sum."""
+    monkeypatch.setattr(opset, "_target", lambda device: "sm_90")
+    asked: list[tuple[str, bool]] = []
+
+    def choose(
+        launcher: str, size: object, device: object, rule: Callable[[object], object], own: bool = True
+    ) -> object:
+        asked.append((launcher, own))
+        return rule(size)
+
+    monkeypatch.setattr(norms, "choose", choose)
+    monkeypatch.setattr(rotary_kv_write, "choose", choose)
+    inputs = {name: get(name).examples()[0] for name in ("rms_norm", "layer_norm", "add_rms_norm", "rotary_kv_write")}
+    for invariant in (True, False):
+        ops = with_dependent_launch(resolve_ops("cpu", ("triton", "torch"), batch_invariant=invariant), on=False)
+        asked.clear()
+        for name, each in inputs.items():
+            getattr(ops, name)(**each)
+        assert asked == [(name, not invariant) for name in inputs]
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(576, 192), (36, 7), (1536, 576)])

@@ -27,18 +27,18 @@ from transect.ops.opset import resolve_ops
 from transect.parallel import replicas
 from transect.parallel.group import Group
 from transect.parallel.launch import Ranks
-from transect.parallel.replicas import Replicas
+from transect.parallel.replicas import GradientReplicas
 from transect.parallel.sharded import Sharded
 from transect.parallel.world import SharedValueError
 from transect.train.config import TrainConfig
 from transect.train.loop import checkpoint
 from transect.train.loop.crew import Crew
-from transect.train.loop.follow import JOB, Run, follow, started_again
+from transect.train.loop.follow import JOB, RunArguments, follow, started_again
 from transect.train.loop.health import TrainingStopped, first_bad_number
 from transect.train.loop.stored_state import StoredTensors, write_tensors
 from transect.train.loop.trainer import Trainer
 from transect.train.objectives.base import StepFailed
-from transect.train.objectives.share import Share
+from transect.train.objectives.share import RolloutShare
 
 torch.set_num_threads(1)
 HOW = {"steps": STEPS, "accumulate": 4, "eval_every": STEPS // 2, "data": {"seq_len": 32, "micro_batch": 64}}
@@ -116,7 +116,7 @@ def spread_over(tmp_path, zero, rank, ranks):
     model = decoder_of(str(tmp_path / "model"))
     if zero == 3:
         return Sharded(group, model)
-    return Replicas(group, dict(model.named_parameters()), zero)
+    return GradientReplicas(group, dict(model.named_parameters()), zero)
 
 
 def test_the_same_layout_goes_on_to_the_bit(pair, tmp_path):
@@ -183,7 +183,7 @@ def test_validation_is_shared_and_gives_the_same_number(pair, tmp_path, monkeypa
         data = {"validation": [str(held)], "seq_len": 64, "micro_batch": 64}
     how = {"steps": 2, "accumulate": 2, "eval_every": 1, "objective": objective, "data": data}
     shares = []
-    monkeypatch.setattr(Share, "of", partialmethod(noted, Share.of, shares))
+    monkeypatch.setattr(RolloutShare, "of", partialmethod(noted, RolloutShare.of, shares))
     one, _ = curve(None, tiny_run(tmp_path, run_dir=str(tmp_path / "one"), **how))
     two, _ = curve(pair, spread(tmp_path, zero, **how))
     assert len(one) == 4 and [loss for loss, _ in two] == pytest.approx([loss for loss, _ in one], abs=2e-5)
@@ -192,7 +192,7 @@ def test_validation_is_shared_and_gives_the_same_number(pair, tmp_path, monkeypa
 
 
 def noted(share, of, shares, batches):
-    """``Share.of``, which notes how many batches there were."""
+    """``RolloutShare.of``, which notes how many batches there were."""
     found = list(of(share, batches))
     shares.append(len(found))
     return found
@@ -256,7 +256,7 @@ def write_pairs(path):
 def test_each_rank_keeps_its_part(pair, tmp_path):
     """About half of the state with 1, and of the weights too with 3."""
     for zero in (1, 3):
-        run = Run(spread(tmp_path, zero, f"part{zero}", accumulate=2, steps=1).to_dict())
+        run = RunArguments(spread(tmp_path, zero, f"part{zero}", accumulate=2, steps=1).to_dict())
         pair.call(JOB, run)
         trainer = run.trainer(pair.world)
         numbers = sum(parameter.numel() for parameter in trainer.crew.strategy.parallel.spread.parameters.values())
@@ -340,7 +340,7 @@ def test_data_that_one_rank_alone_cannot_read_ends_all(pair, tmp_path, rank, mon
     data = {"seq_len": 32, "micro_batch": 64, "streaming": True, "buffer_mib": 2000 / 2**20}
     how = {"steps": 5, "accumulate": 2, "data": data, "schedule": {"kind": "constant"}, "save_every": 0}
     whole, _ = curve(None, tiny_run(tmp_path, run_dir=str(tmp_path / "whole"), **how))
-    run = Run(tiny_run(tmp_path, parallel={"data": 2}, **how).to_dict())
+    run = RunArguments(tiny_run(tmp_path, parallel={"data": 2}, **how).to_dict())
     pair.call("parallel_jobs:follow_without_data", (run, 3 if rank else 9))
     if not rank:
         fail_at(3, monkeypatch)
@@ -455,7 +455,7 @@ def test_large_parameters_travel_alone_and_stay_where_they_are(by_owner):
     assert replicas._buckets(table, dict.fromkeys(table, 0), by_owner, 4 * 40)[-1] == ["table"]
     if by_owner:
         assert all(len({owner[name] for name in bucket}) == 1 for bucket in buckets)
-    spread = replicas.Replicas(Group.alone(), parameters)
+    spread = replicas.GradientReplicas(Group.alone(), parameters)
     gradient = parameters["b"].grad = torch.randn(100)
     assert spread._filled(["b"]).data_ptr() == gradient.data_ptr()
     parameters["d"].grad = torch.ones(30)
@@ -468,7 +468,7 @@ def test_large_parameters_travel_alone_and_stay_where_they_are(by_owner):
 
 def test_a_model_that_is_done_with_is_given_back():
     parameters = {"a": torch.nn.Parameter(torch.randn(4))}
-    spread, kept = replicas.Replicas(Group.alone(), parameters), weakref.ref(parameters["a"])
+    spread, kept = replicas.GradientReplicas(Group.alone(), parameters), weakref.ref(parameters["a"])
     with spread.last():
         parameters["a"].sum().backward()
     assert spread._missing is None

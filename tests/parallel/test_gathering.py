@@ -32,8 +32,8 @@ def test_one_name_for_each_start():
 
 def test_a_start_that_failed_leaves_no_answer_for_the_next():
     store = dist.HashStore()
-    assert start(store, 3, [1, 2], 0.05) == ["rank 0 has not come within 0 s: see what that host says"] * 2
-    assert start(store, 3, [0], 0.05) == ["rank 1 has not come within 0 s: see what that host says"]
+    assert start(store, 3, [1, 2], 0.05) == ["rank 0 did not arrive within 0 s: see what that host says"] * 2
+    assert start(store, 3, [0], 0.05) == ["rank 1 did not arrive within 0 s: see what that host says"]
     found = start(store, 3)
     assert len(set(found)) == 1 and "rank" not in found[0]
 

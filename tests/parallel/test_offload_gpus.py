@@ -5,7 +5,7 @@ import pytest
 import torch
 from training_runs import tiny_run
 
-from transect.train.loop.follow import JOB, Run
+from transect.train.loop.follow import JOB, RunArguments
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,7 +16,7 @@ pytestmark = [
 def losses(gpus, tmp_path, **parallel):
     how = {"device": "cuda", "precision": "mixed", "accumulate": 4, "steps": 5, "log_to": []}
     config = tiny_run(tmp_path, run_dir=str(tmp_path / "-".join(map(str, parallel.values()))), **how, parallel=parallel)
-    run = Run(config.to_dict())
+    run = RunArguments(config.to_dict())
     gpus.call(JOB, run)
     found = []
 

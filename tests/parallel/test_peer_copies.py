@@ -108,7 +108,7 @@ def test_the_norm_comes_with_the_sums_where_they_are_fused(monkeypatch, fused):
         group.group = group
         parameters = {name: torch.nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
         copies = PeerCopies(addresses, group.rank, HostCopies(), chunk_bytes=CHUNK, fused=fused)
-        spread = replicas.Replicas(group, parameters, reduce_dtype=torch.float32, copies=copies)
+        spread = replicas.GradientReplicas(group, parameters, reduce_dtype=torch.float32, copies=copies)
         with spread.last():
             mine = (n for n in sizes if n != "c" or group.rank)
             sum((parameters[n] * drawn[group.rank][n]).sum() for n in mine).backward()

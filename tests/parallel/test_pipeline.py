@@ -8,7 +8,7 @@ from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
 from transect.train.loop.crew import check
-from transect.train.loop.follow import Run
+from transect.train.loop.follow import RunArguments
 
 torch.set_num_threads(1)
 HOW = {"steps": STEPS, "accumulate": 4, "eval_every": STEPS // 2, "data": {"seq_len": 32, "micro_batch": 64}}
@@ -59,7 +59,7 @@ def test_a_table_that_two_stages_have_stays_one(pair, tmp_path, schedule):
     save_tiny_llm(tmp_path / "model", num_hidden_layers=4, tie_word_embeddings=True)
     parallel = {"pipeline": 2, "schedule": schedule}
     how = {"steps": 2, "accumulate": 2, "precision": "bfloat16", "data": {"seq_len": 32, "micro_batch": 64}}
-    run = Run(tiny_run(tmp_path, parallel=parallel, **how).to_dict())
+    run = RunArguments(tiny_run(tmp_path, parallel=parallel, **how).to_dict())
     pair.call("parallel_jobs:tables_of_a_run", run)
     first, last = tables_of_a_run(pair.world, run)
     assert torch.equal(first, last)

@@ -73,7 +73,7 @@ def test_a_rank_that_is_gone_is_said_to_be(clock):
     first.at(3, "the sums of gradients")
     second.at(3, "a checkpoint", alone=True)
     assert look([first, second], clock, 100) is None
-    assert "rank 1 is not heard of any more" in look([first], clock, 200)
+    assert "rank 1 sends no more signs of life" in look([first], clock, 200)
 
 
 @pytest.mark.parametrize("began", [False, True])
@@ -85,7 +85,7 @@ def test_a_rank_that_stops_before_its_first_heartbeat_is_noticed_within_one_time
         with second.watching():
             pass
     assert look([first], clock, 55) is None
-    assert "rank 1 is not heard of" in look([first], clock, first.interval)
+    assert "rank 1 sends no more signs of life" in look([first], clock, first.interval)
 
 
 def test_the_first_beat_is_there_as_soon_as_a_rank_watches():

@@ -210,7 +210,7 @@ def test_answers_under_a_grammar_and_requests_that_end_early(checkpoints, pair):
         made[-1] += (tokens_of(llm.generate([[5, 6]], constrained)),)
         llm.close()
     assert made[0] == made[1]
-    with pytest.raises(ValueError, match="was closed, and its other ranks have ended: make another LLM"):
+    with pytest.raises(ValueError, match="was closed, and its other ranks have ended: create another LLM"):
         llm.generate([[5, 6]], constrained)
 
 

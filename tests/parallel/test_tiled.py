@@ -6,7 +6,7 @@ from allocated import shape_of, watched
 from parallel_runs import curve, same_runs
 from training_runs import tiny_run
 
-from transect.train.loop.follow import Run
+from transect.train.loop.follow import RunArguments
 from transect.train.loop.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -37,7 +37,7 @@ def test_less_memory_is_needed_and_predicted(tmp_path):
             data={"seq_len": 64, "micro_batch": 64}, run_dir=str(tmp_path / f"tiles{tiles}"),
             parallel={"offload": "all", "offload_path": str(tmp_path / "disk"), "tiles": tiles},
         )  # fmt: skip
-        made = Run(config.to_dict()).trainer(None)
+        made = RunArguments(config.to_dict()).trainer(None)
         measured = watched(made)
         made.run()
         phases = made.memory.estimate.phases

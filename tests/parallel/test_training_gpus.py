@@ -6,7 +6,7 @@ from tiny_checkpoints import make_model
 from tiny_llm import VOCAB, save_tiny_llm, save_tiny_llm_text
 from training_runs import tiny_run
 
-from transect.train.loop.follow import JOB, Run
+from transect.train.loop.follow import JOB, RunArguments
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +35,7 @@ def steps(tmp_path, gpus=None, merged=True, **parallel):
         precision="mixed", accumulate=4, steps=5, log_to=[], merged=merged, parallel=parallel,
         data={"seq_len": 512, "micro_batch": 1024}, optimizer={"learning_rate": LEARNING_RATE},
     )  # fmt: skip
-    run, found = Run(config.to_dict()), []
+    run, found = RunArguments(config.to_dict()), []
     if gpus is not None:
         gpus.call(JOB, run)
 

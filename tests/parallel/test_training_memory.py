@@ -20,7 +20,7 @@ from transect.spec.layouts.spread import Spread
 from transect.spec.shapes import PRESETS
 from transect.spec.weights import parameter_count
 from transect.train.config import TrainConfig
-from transect.train.loop.follow import JOB, Run
+from transect.train.loop.follow import JOB, RunArguments
 from transect.train.loop.memory import plan_of, spread_of
 
 LLAMA_1B, LLAMA_8B = PRESETS["llama-3.2-1b"], PRESETS["llama-3.1-8b"]
@@ -190,7 +190,7 @@ def test_the_predicted_peak_is_that_of_a_rank(pair, tmp_path, mode):
         tmp_path, model=shape_of(tmp_path), load_format="dummy", steps=2, parallel=parallel, threads=1,
         data={"seq_len": 256, "micro_batch": 1024}, **{"accumulate": 2, **changes},
     )  # fmt: skip
-    run = Run(config.to_dict())
+    run = RunArguments(config.to_dict())
     pair.call(JOB, run)
     made = run.trainer(pair.world)
     measured = watched(made)

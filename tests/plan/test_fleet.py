@@ -11,7 +11,7 @@ from transect.engine.scheduling.scheduler_config import SchedulerConfig
 from transect.plan.capacity import MixLoad, Shape, highest_rate, simulate, summary_of
 from transect.plan.fleet import EngineModel, Fleet, Kill
 from transect.plan.requests import Tokens, shared_tokens, shares_prefixes
-from transect.plan.target import Target
+from transect.plan.target import LatencyTarget
 
 MIX = Mix(prompt=Lengths.parse("uniform:20-60"), output=Lengths.parse("uniform:10-30"))
 
@@ -112,23 +112,23 @@ def test_scaling_policies():
 
 
 def test_the_highest_rate_is_where_the_target_breaks():
-    target, load = Target.parse("ttft.p99=200ms,itl=20ms"), MixLoad(MIX, 150, seconds=1.0)
+    target, load = LatencyTarget.parse("ttft.p99=200ms,itl=20ms"), MixLoad(MIX, 150, seconds=1.0)
     best, worst = highest_rate(model(), load, target, 20.0)
     assert not target.missed(best.summary) and target.missed(worst.summary)
     assert best.rate < worst.rate < 1.03 * best.rate
     again = simulate(model(), load, best.rate)
     assert again.summary == best.summary  # the same requests, the same clock
-    assert highest_rate(model(), load, Target.parse("ttft=1ms"), 20.0)[0] is None
+    assert highest_rate(model(), load, LatencyTarget.parse("ttft=1ms"), 20.0)[0] is None
 
 
 def test_targets():
-    target = Target.parse("ttft.p90=1s, itl=50ms")
+    target = LatencyTarget.parse("ttft.p90=1s, itl=50ms")
     assert str(target) == "ttft.p90=1000ms,itl.p99=50ms" and target.limit("itl") == 0.05 and target.limit("e2e") is None
     summary = {"ttft": {"p90": 2.0}, "itl": {"p99": 0.2}}
     assert target.missed(summary) == ["itl.p99", "ttft.p90"] and target.ratios(summary)["ttft.p90"] == 2
     for text in ("ttft", "ttft.p91=1s", "first=1s", "ttft=1m"):
         with pytest.raises(ValueError, match="not understood"):
-            Target.parse(text)
+            LatencyTarget.parse(text)
 
 
 def test_shapes():

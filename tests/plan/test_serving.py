@@ -16,12 +16,12 @@ from transect.plan.choices import choices
 from transect.plan.page import page_of
 from transect.plan.report import as_json, lines
 from transect.plan.serving import Demand, plan_serving
-from transect.plan.target import Target
+from transect.plan.target import LatencyTarget
 from transect.spec.shapes import PRESETS
 
 MIX = Mix(prompt=Lengths.parse("uniform:200-600"), output=Lengths.parse("uniform:20-60"))
 LOAD = MixLoad(MIX, 60, seconds=1.0)
-TARGET = Target.parse("ttft.p99=1s,itl.p99=30ms")
+TARGET = LatencyTarget.parse("ttft.p99=1s,itl.p99=30ms")
 LLAMA = PRESETS["llama-3.1-8b"]
 PRICES = {"h200": 3.0, "l4": 0.7, "a100-80gb": 1.5}
 
@@ -65,7 +65,7 @@ def test_arithmetic_says_what_binds():
     rate, bound = estimate(choice.steps, choice.kv_tokens, shape, TARGET)
     assert bound == "itl" and steady_step(choice.steps, shape, rate)[0] == pytest.approx(0.03, rel=0.1)
     assert estimate(choice.steps, 1000, shape, TARGET)[1] == "kv"
-    assert estimate(choice.steps, 10**9, shape, Target.parse("itl=100s"))[1] == "compute"
+    assert estimate(choice.steps, 10**9, shape, LatencyTarget.parse("itl=100s"))[1] == "compute"
     assert steady_step(choice.steps, shape, 1e4) is None
 
 

@@ -148,7 +148,7 @@ class FakeEngine:
                 return
 
     async def health(self):
-        return SimpleNamespace(state=self.state, detail=None)
+        return SimpleNamespace(state=self.state, detail=None, pids=(self.pid,))
 
     async def reset_prefix_cache(self) -> None:
         if self.state == "dead":

@@ -75,7 +75,7 @@ def test_the_drill_and_a_reload_drop_nothing(tmp_path):
     server = subprocess.Popen(serve, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     try:
         url = server.stdout.readline().split(" ready on ")[1].split()[0]
-        before = httpx.get(f"{url}/health").json()["engine_pid"]
+        before = httpx.get(f"{url}/health").json()["engine_pids"]
         body = {"prompt": "Once", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as response:
             lines = response.iter_lines()
@@ -83,7 +83,7 @@ def test_the_drill_and_a_reload_drop_nothing(tmp_path):
             settings.write_text("max-num-seqs: 7\n")
             subprocess.run([sys.executable, "-m", "transect", "reload", url], check=True, timeout=300)
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert httpx.get(f"{url}/health").json()["engine_pid"] != before
+        assert httpx.get(f"{url}/health").json()["engine_pids"] != before
     finally:
         server.terminate()
         assert server.wait(60) == 0

@@ -334,7 +334,7 @@ def test_overload_is_refused_with_retry_after_and_ctrl_c_is_quiet(own_server):
 
 def test_a_hung_engine_turns_health_red_and_a_dead_one_is_an_error_each_and_the_end_of_the_server(own_server):
     server = own_server("--hung-after", "1")
-    engine = psutil.Process(server.health()[1]["engine_pid"])
+    engine = psutil.Process(server.health()[1]["engine_pids"][0])
     engine.suspend()
     try:
         wait_for(lambda: server.health()[1]["state"] == "hung", "a red light")
@@ -384,7 +384,7 @@ def test_sigterm_drains(own_server):
     )
     chunks = iter(running)
     next(chunks)
-    engine = psutil.Process(server.health()[1]["engine_pid"])
+    engine = psutil.Process(server.health()[1]["engine_pids"][0])
     server.process.send_signal(signal.SIGTERM)
     wait_for(lambda: server.health()[1]["state"] == "draining", "draining")
     refused = keep_alive.post("/v1/completions", json={"prompt": "x"})

@@ -4,7 +4,6 @@ Work and when it arrives (plain Python, every draw from a seed):
 
 * ``workload.py``   ``Work``: prompts and output lengths, random or from files; the throughput protocol
 * ``lengths.py``    distributions of lengths, as they are written on the command line
-* ``arrivals.py``   when requests arrive: Poisson, gamma, all at once
 * ``traces/``       requests without their tokens: recorded traces of others, and generated ones
 
 A server under load:
@@ -12,7 +11,7 @@ A server under load:
 * ``http_stream.py`` a small HTTP/1.1 client that times every piece of a streamed answer as it arrives
 * ``target.py``      which server, and what one request to it looks like
 * ``load.py``        open loop (arrivals do not wait for answers) and closed loop (fixed concurrency)
-* ``levels.py``      a load test: levels of load, one after the other
+* ``levels.py``      a load test: levels of load, one after the other; arrivals: Poisson, gamma, all at once
 * ``objectives.py``  latency objectives, for goodput
 * ``same_answers.py`` requests of every kind, and whether two answers to one of them are the same
 * ``summary.py``     percentiles, rates, goodput, errors by kind. ``plots.py``: pictures of them

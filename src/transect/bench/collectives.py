@@ -59,9 +59,9 @@ class Sweep:
     dtype: str = "float32"
     iterations: int = 20
     graphs: bool = False
-    """On GPUs: iterations are replayed from a CUDA graph, as an engine's are, and not launched one by one."""
+    """True if iterations on GPUs are replayed from a CUDA graph, as in an engine, and not launched one by one."""
     most_bytes: int = 1 << 30
-    """Iterations are fewer where they would move more than this in all."""
+    """Most bytes that all iterations together move; larger sizes have fewer iterations."""
 
     def __post_init__(self) -> None:
         for name in self.collectives:
@@ -83,16 +83,16 @@ class CollectiveRow:
     busbw: float
     wrong: int
     floor: float | None = None
-    """Seconds; None where the link's rate is not known."""
+    """Floor in seconds; None if the link's rate is unknown."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Its fields; bandwidths in bytes per second."""
+        """Return the fields; bandwidths in bytes per second."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A collective on buffers that are there: run it, and what it should have made of them."""
+    """A collective on existing buffers: a function that runs it, and its expected results."""
 
     run: Run
     result: Tensor
@@ -100,22 +100,22 @@ class _Case:
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """busbw over algbw."""
+    """Return busbw over algbw."""
     if collective == "send_recv":
         return 1.0
     return (2 if collective in ("all_reduce", OURS) else 1) * (ranks - 1) / ranks
 
 
 def sizes_between(least: int, most: int, factor: int) -> tuple[int, ...]:
-    """``least``, times ``factor`` each, up to ``most``, which is the last.
+    """List ``least``, times ``factor`` each, up to ``most``, which is the last.
 
     Raises:
         ValueError: there are none.
     """
     if least < 1 or most < least or factor < 2:
         raise ValueError(
-            f"sizes from {least} to {most} by a factor of {factor} are none: give a least size of 1 or more, a largest "
-            "one that is no smaller, and a factor of 2 or more"
+            f"sizes from {least} to {most} by a factor of {factor} cannot be listed: give a least size of 1 or more, "
+            "a largest one that is no smaller, and a factor of 2 or more"
         )
     found = [least]
     while found[-1] < most:
@@ -124,7 +124,7 @@ def sizes_between(least: int, most: int, factor: int) -> tuple[int, ...]:
 
 
 def measure(world: World, plan: Sweep) -> list[CollectiveRow]:
-    """The job of every rank: all measurements, the same on each."""
+    """Run all measurements: the job of every rank."""
     dtype = getattr(torch, plan.dtype)
     group = Mesh(world, RankLayout(tensor=world.size)).tensor
     if OURS in plan.collectives and world.device.type == "cuda" and group.ranks not in world.sums:
@@ -145,7 +145,7 @@ def measure(world: World, plan: Sweep) -> list[CollectiveRow]:
 
 
 def _link_rate(world: World) -> float | None:
-    """Bytes per second that two GPUs of this host copy; None where there are none."""
+    """Measure the bytes per second of a copy between two GPUs of this host; None if there are none."""
     if world.device.type != "cuda" or torch.cuda.device_count() < 2 or world.rank:
         return None
     first = world.device.index or 0
@@ -170,7 +170,7 @@ def _timed(world: World, group: Group, name: str, size: int, in_place: bool, cas
 
 
 def _seconds(world: World, case: _Case, iterations: int) -> float:
-    """Seconds of one of some iterations that are launched one after another."""
+    """Measure the seconds of one of several iterations that are launched consecutively."""
     _settle(world)
     world.exchange(None)  # a barrier
     began = time.perf_counter()
@@ -241,7 +241,7 @@ def _all_to_all(group: Group, count: int, dtype: torch.dtype, device: torch.devi
 
 
 def _send_recv(group: Group, count: int, dtype: torch.dtype, device: torch.device, in_place: bool) -> _Case | None:
-    """Every rank sends to the next, and receives from the one before."""
+    """Build the case in which every rank sends to the next, and receives from the previous one."""
     if in_place:
         return None
     mine, out = _numbers(group.rank, count, dtype, device), torch.zeros(count, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""One model in several number formats: how well it predicts, in how many bits, how fast, in how much memory.
+"""One model in several number formats: perplexity, bits, speed, memory.
 
 A format that a model is loaded in is measured as it is held in memory; one that ``transect quantize`` writes is
 measured as the file.
@@ -32,7 +32,7 @@ from ..train.export.quantize import Calibration, quantize_model, takes_calibrati
 from ..train.export.write import opened
 
 PLAIN = "plain"
-"""The model as its files hold it."""
+"""Format of the model's own files."""
 FORMATS = (PLAIN, *roundings())
 """Formats to which a model is rounded when it is loaded."""
 WRITTEN = (*(name for name in file_formats() if name not in FORMATS), *gguf_names())
@@ -50,9 +50,9 @@ class FormatRow:
     low: float
     high: float
     bits: float
-    """Bits of a weight, embedding and head counted."""
+    """Bits of a weight, including embedding and head."""
     tokens_per_second: float
-    """One sequence that is decoded."""
+    """Decoding speed of one sequence, in tokens per second."""
     megabytes: float
     kernels: str
 
@@ -158,7 +158,7 @@ def measure(
 
 
 def draw(rows: Sequence[FormatRow], path: Path, title: str) -> None:
-    """Perplexity over bits of a weight, with intervals.
+    """Draw perplexity over bits of a weight, with intervals.
 
     Raises:
         ValueError: there is no matplotlib.

@@ -24,11 +24,11 @@ class PowerSource(Protocol):
     """The part of NVML that is used here."""
 
     def energy_joules(self, device: int) -> float | None:
-        """Return a counter that only rises; None where the device has none."""
+        """Return a counter that only rises; None if the device has none."""
         ...
 
     def watts(self, device: int) -> float:
-        """Power now."""
+        """Return the present power in watts."""
         ...
 
 
@@ -47,7 +47,7 @@ class Nvml:
         self._call("nvmlInit_v2")
 
     def energy_joules(self, device: int) -> float | None:
-        """Joules since the driver was loaded; None where the device has no counter."""
+        """Return the joules since the driver was loaded; None if the device has no counter."""
         counter = ctypes.c_ulonglong()
         code = self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle(device), ctypes.byref(counter))
         if code == _NOT_SUPPORTED:
@@ -56,13 +56,13 @@ class Nvml:
         return counter.value * 1e-3
 
     def megahertz(self, device: int) -> int:
-        """Clock of the multiprocessors now."""
+        """Return the present clock of the multiprocessors."""
         found = ctypes.c_uint()
         self._call("nvmlDeviceGetClockInfo", self._handle(device), _MULTIPROCESSORS, ctypes.byref(found))
         return found.value
 
     def watts(self, device: int) -> float:
-        """Power of the whole board in watts."""
+        """Return the power of the whole board in watts."""
         milliwatts = ctypes.c_uint()
         self._call("nvmlDeviceGetPowerUsage", self._handle(device), ctypes.byref(milliwatts))
         return milliwatts.value * 1e-3
@@ -92,7 +92,7 @@ class Energy:
     method: str
 
     def per_token(self, input_tokens: int, output_tokens: int) -> dict[str, Any]:
-        """Joules per token and watts, for a report."""
+        """Return joules per token and watts, for a report."""
         return {
             "joules": self.joules,
             "watts": self.joules / self.seconds,

@@ -14,13 +14,13 @@ COPIES = 3
 
 
 def rates(world: World, argument: object = None) -> list[float]:
-    """Bytes per second from pinned host memory to the device of each rank, all at once."""
+    """Measure the bytes per second from pinned host memory to the device of each rank, all at the same time."""
     world.exchange(None)
     return world.exchange(rate(world.device))
 
 
 def rate(device: torch.device) -> float:
-    """Return the same of one device; on a CPU of a copy in memory, which is what takes the place of the link there."""
+    """Measure the host link of one device; on a CPU a copy in memory, which replaces the link there."""
     if device.type == "cuda":
         return link(str(device))[0]
     source, target = (torch.ones(LINK_BYTES // 4, dtype=torch.uint8) for _ in range(2))

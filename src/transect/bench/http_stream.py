@@ -43,13 +43,13 @@ class HttpClient:
         timeout_s: for a whole request; None for no limit.
 
     Raises:
-        ValueError: it is no such URL.
+        ValueError: it is not such a URL.
     """
 
     def __init__(self, url: str, headers: dict[str, str] | None = None, timeout_s: float | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no server: give a URL such as http://127.0.0.1:8000")
+            raise ValueError(f"{url!r} is not the address of a server: give a URL such as http://127.0.0.1:8000")
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._host = parts.hostname
         self._port = parts.port or (443 if self._ssl else 80)
@@ -62,7 +62,7 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> Reply:
-        """One GET.
+        """Send a GET request.
 
         Raises:
             RequestFailed: as for ``post``.
@@ -70,8 +70,8 @@ class HttpClient:
         return await self._request(f"GET {self._prefix}{path} HTTP/1.1\r\n{self._fields}\r\n".encode(), None)
 
     async def post(self, path: str, body: bytes, on_event: OnEvent | None = None) -> Reply:
-        """One POST of JSON. ``on_event(data, moment)`` is called for each event of an event stream, ``moment`` as
-        ``time.perf_counter`` gave it when the bytes came.
+        """Send a POST request with JSON. ``on_event(data, moment)`` is called for each event of an event stream,
+        ``moment`` as ``time.perf_counter`` at the arrival of its bytes.
 
         Raises:
             RequestFailed: ``connect``, ``timeout``, ``disconnected`` or ``bad reply``.
@@ -129,7 +129,7 @@ class HttpClient:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one request at a time. ``heard``: bytes of an answer to the last request have come."""
+    """One connection, one request at a time. ``heard``: True if bytes of an answer to the last request have arrived."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport
@@ -198,7 +198,7 @@ class _Connection(asyncio.Protocol):
         self._buffer = b""
         first, *lines = head.split(b"\r\n")
         if not first.startswith(b"HTTP/1."):
-            raise ValueError("it is no HTTP/1.1 answer")
+            raise ValueError("it is not an HTTP/1.1 answer")
         self._status = int(first.split(b" ", 2)[1])
         fields = {name.strip().lower(): value.strip().lower() for name, _, value in (f.partition(b":") for f in lines)}
         self._keep = fields.get(b"connection") != b"close" and first.startswith(b"HTTP/1.1")

@@ -44,7 +44,7 @@ class Lengths:
                 return cls("lognormal", high=high, median=float(median), sigma=float(sigma))
         except ValueError:
             pass
-        raise ValueError(f"{text!r} is no distribution of lengths: give {FORMS}, with lengths from 1 on")
+        raise ValueError(f"{text!r} is not a distribution of lengths: give {FORMS}, with lengths from 1 on")
 
     @classmethod
     def _uniform(cls, low: int, high: int) -> Lengths:
@@ -53,7 +53,7 @@ class Lengths:
         return cls("uniform", low, high)
 
     def draw(self, rng: random.Random) -> int:
-        """One length."""
+        """Draw one length."""
         if self.kind == "uniform":
             return rng.randint(self.low, self.high)
         return min(self.high, max(1, round(math.exp(rng.gauss(math.log(self.median), self.sigma)))))

@@ -1,15 +1,15 @@
-"""A load test: the levels of load, run one after the other, and their results."""
+"""A load test: the levels of load, in sequence, their arrivals and their results."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .arrivals import random_arrivals
 from .energy import EnergyMeter
 from .lengths import Lengths
 from .load import Record, closed_loop, open_loop
@@ -42,7 +42,7 @@ class WorkSource:
     seed: int = 0
 
     def draw(self, count: int, name: str) -> list[Work]:
-        """``count`` requests without arrival times."""
+        """Draw ``count`` requests without arrival times."""
         seed = f"{self.seed} {name}"
         if self.conversations is not None:
             return read_conversations(self.conversations, count, output=self.output, seed=seed) if count else []
@@ -64,7 +64,8 @@ class Level:
 
 
 def rate_levels(source: WorkSource, count: int, rates: Sequence[float], burstiness: float = 1.0) -> list[Level]:
-    """``count`` requests at each rate. Every level has its own prompts, so that no prefix cache holds them."""
+    """Build levels of ``count`` requests at each rate. Every level has its own prompts, so that prefix caches do not
+    hold them."""
     levels = []
     for rate in sorted(rates):
         name = f"rate {rate:g}"
@@ -74,7 +75,7 @@ def rate_levels(source: WorkSource, count: int, rates: Sequence[float], burstine
 
 
 def concurrency_levels(source: WorkSource, count: int, sizes: Sequence[int]) -> list[Level]:
-    """``count`` requests at each concurrency, but at least one for each place."""
+    """Build levels of ``count`` requests at each concurrency, but at least one for each place."""
     return [Level("at a time", size, source.draw(max(count, size), f"concurrency {size}")) for size in sorted(sizes)]
 
 
@@ -87,7 +88,7 @@ def trace_level(
         start: second of the trace at which to begin.
 
     Raises:
-        ValueError: the file is no trace, or ``speed`` is not above 0.
+        ValueError: the file is not a trace, or ``speed`` is not above 0.
     """
     asked = faster(read_trace(path, limit=limit, start=start, seed=source.seed), speed)
     return Level("x trace", speed, work_of(asked, vocab=(0, source.highest_id), seed=source.seed))
@@ -95,7 +96,7 @@ def trace_level(
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A level's summary (JSON), its requests, and when their clock began (``time.perf_counter``)."""
+    """A level's summary (JSON), its requests, and the start of their clock (``time.perf_counter``)."""
 
     level: Level
     summary: dict[str, Any]
@@ -111,7 +112,7 @@ async def run_levels(
     objectives: Objectives | None = None,
     meter: EnergyMeter | None = None,
 ) -> list[Result]:
-    """Run one level after the other. ``warm_up`` runs before the first, to its end, and is not counted."""
+    """Run one level after the other. ``warm_up`` runs first, to its end, and is not counted."""
     if warm_up:
         await closed_loop(target, warm_up, WARM_UP_AT_ONCE)
     results = []
@@ -129,7 +130,7 @@ async def run_levels(
 
 
 def records_table(results: Sequence[Result]) -> Iterator[dict[str, Any]]:
-    """One row for each request of each level: the data behind the summaries."""
+    """Yield one row for each request of each level: the data behind the summaries."""
     for result in results:
         for record in result.records:
             yield {
@@ -143,3 +144,28 @@ def records_table(results: Sequence[Result]) -> Iterator[dict[str, Any]]:
                 "output_tokens": record.output_tokens,
                 "error": record.error,
             }
+
+
+def random_arrivals(count: int, rate: float, *, burstiness: float = 1.0, seed: int | str = 0) -> list[float]:
+    """Draw ``count`` arrival times at ``rate`` per second on average, in seconds from the start, sorted.
+
+    Args:
+        rate: requests per second; infinite lets all of them arrive at once.
+        burstiness: squared coefficient of variation of the gaps, which are gamma distributed: 1 is a Poisson process,
+            0 an even beat, more than 1 comes in bursts.
+        seed: same seed, same arrivals.
+
+    Raises:
+        ValueError: ``rate`` is not above 0, or ``burstiness`` is negative.
+    """
+    if not rate > 0:
+        raise ValueError(f"the request rate must be above 0, got {rate:g}: use inf for all at once")
+    if not 0 <= burstiness < math.inf:
+        raise ValueError(f"burstiness must be 0 (even), 1 (Poisson) or another number from 0 on, got {burstiness:g}")
+    rng = random.Random(f"arrivals {seed}")
+    at, arrivals = 0.0, []
+    for _ in range(count):
+        arrivals.append(at)
+        if rate != math.inf:
+            at += rng.gammavariate(1 / burstiness, burstiness / rate) if burstiness else 1 / rate
+    return arrivals

@@ -18,7 +18,7 @@ from .target import Stream, Target
 from .workload import Work
 
 HEAD_START_S = 0.05
-"""Time between the start of the clock and the first arrival, in which the tasks are made."""
+"""Seconds between the start of the clock and the first arrival, in which the tasks are created."""
 
 
 @dataclass(slots=True)
@@ -45,22 +45,22 @@ class Record:
 
     @property
     def ttft(self) -> float:
-        """Seconds from due to the first token."""
+        """Seconds from the due time to the first token."""
         return self.moments[0] - self.due
 
     @property
     def latency(self) -> float:
-        """Seconds from due to the end."""
+        """Seconds from the due time to the end."""
         return self.ended - self.due
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between one event with tokens and the next: inter-token latencies."""
+        """Seconds between consecutive events with tokens: inter-token latencies."""
         return [later - earlier for earlier, later in zip(self.moments, self.moments[1:], strict=False)]
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per output token after the first; None where there was no second."""
+        """Seconds per output token after the first; None with fewer than two tokens."""
         if self.output_tokens < 2:
             return None
         return (self.moments[-1] - self.moments[0]) / (self.output_tokens - 1)
@@ -83,7 +83,7 @@ OnEnd = Callable[[Record], None]
 
 
 async def open_loop(target: Target, work: Sequence[Work], on_end: OnEnd | None = None) -> Run:
-    """Send each request at its time ``at``, whatever has become of the others."""
+    """Send each request at its time ``at``, whatever the state of the others."""
     client = target.client()
     bodies = [target.body(each) for each in work]
 
@@ -110,7 +110,7 @@ async def open_loop(target: Target, work: Sequence[Work], on_end: OnEnd | None =
 
 
 async def closed_loop(target: Target, work: Sequence[Work], concurrency: int, on_end: OnEnd | None = None) -> Run:
-    """Keep ``concurrency`` requests under way until the work is done; arrival times are not looked at.
+    """Keep ``concurrency`` requests running until the work is done; arrival times are ignored.
 
     Raises:
         ValueError: ``concurrency`` is below 1.
@@ -136,7 +136,7 @@ async def closed_loop(target: Target, work: Sequence[Work], concurrency: int, on
 
 
 async def _measured(client: HttpClient, run: Callable[[float], Awaitable[list[Record]]], head_start: float) -> Run:
-    """Run with the garbage collector off: a collection over all records would show up as late tokens."""
+    """Run with the garbage collector off: a collection over all records would delay the timing of tokens."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

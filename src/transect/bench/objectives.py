@@ -1,4 +1,4 @@
-"""Latency objectives of a request, and which requests meet them: what goodput counts."""
+"""Latency objectives of a request, and the requests that meet them, which goodput counts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Objectives:
         return cls(**limits)
 
     def met_by(self, record: Record) -> bool:
-        """True for a request that brought its whole answer in time."""
+        """Return True if a request's whole answer met the objectives."""
         if record.error is not None:
             return False
         gaps = record.gaps

@@ -12,7 +12,7 @@ from ..engine.scheduling.sampling_params import SamplingParams
 from .workload import Work
 
 
-class Engine(Protocol):
+class OfflineEngine(Protocol):
     """The part of ``engine.llm.LLM`` that is used here."""
 
     def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> str: ...
@@ -38,7 +38,7 @@ class Decoded:
 
     @property
     def per_token(self) -> float:
-        """Seconds from a token of a sequence to its next, on average."""
+        """Average seconds between tokens of a sequence."""
         return self.seconds / len(self.steps)
 
 
@@ -46,8 +46,9 @@ def _greedy(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
 
-def prefill_seconds(engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
-    """From the first prompt's submission to the last prompt's first token; one token is drawn for each."""
+def prefill_seconds(engine: OfflineEngine, prompts: Sequence[Sequence[int]]) -> float:
+    """Measure the seconds from the first prompt's submission to the last prompt's first token; one token is drawn for
+    each."""
     start = time.perf_counter()
     for prompt in prompts:
         engine.submit(prompt, _greedy(1))
@@ -56,7 +57,7 @@ def prefill_seconds(engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
     return time.perf_counter() - start
 
 
-def decode_steps(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, spare: int) -> Decoded:
+def decode_steps(engine: OfflineEngine, prompts: Sequence[Sequence[int]], steps: int, spare: int) -> Decoded:
     """Time ``steps`` steps in which all sequences decode; their prefill before is not counted.
 
     Args:
@@ -97,8 +98,8 @@ def decode_steps(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, s
     return Decoded(last - start, taken, middle)
 
 
-def run_all(engine: Engine, work: Sequence[Work], temperature: float = 0.6) -> tuple[float, int]:
-    """Give the engine all of the work at once; (seconds until the last token, number of steps that drew something)."""
+def run_all(engine: OfflineEngine, work: Sequence[Work], temperature: float = 0.6) -> tuple[float, int]:
+    """Submit all of the work at once; returns (seconds until the last token, number of steps that drew tokens)."""
     start = time.perf_counter()
     for each in work:
         params = SamplingParams(max_tokens=each.output_tokens, temperature=temperature, ignore_eos=True)

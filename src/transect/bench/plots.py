@@ -11,13 +11,13 @@ from .load import Record
 
 COLOURS = ("#0b7285", "#f08c00", "#c92a2a")
 SHARES = (50, 95, 99)
-"""Percentiles that are drawn."""
+"""Drawn percentiles."""
 SUFFIXES = (".png", ".svg", ".pdf")
 LATENCIES = {"ttft": "Time to first token", "itl": "Inter-token latency", "e2e": "Time to last token"}
 
 
 def check(path: Path) -> None:
-    """Fail before the test runs, not after it.
+    """Check the path before the test runs, not after it.
 
     Raises:
         ValueError: the suffix of ``path`` is none of ``SUFFIXES``, or there is no matplotlib.

@@ -40,7 +40,8 @@ class Rapl:
         return range(len(self._packages))
 
     def energy_joules(self, device: int) -> float:
-        """Joules since some moment; it only rises as long as it is asked for more often than the counter turns over."""
+        """Return the joules since a fixed time; it only rises if it is read at least once in each turn of the
+        counter."""
         now = self._read(device)
         if now < self._last[device]:
             self._turns[device] += int((self._packages[device] / "max_energy_range_uj").read_text())

@@ -1,4 +1,4 @@
-"""Requests of every kind, and whether two answers to one of them are the same: for what happens to servers meanwhile.
+"""Requests of every kind, and a comparison of two answers to one of them: for tests of servers under disturbances.
 
 Two answers are the same if a client has the same after the last byte: texts, tokens, log-probabilities, calls, ends and
 usage. Ids and times differ always. So may the cut into events: a reader that falls behind gets several tokens in one.
@@ -98,23 +98,23 @@ _TEXTS = {"text", "content", "reasoning_content", "reasoning", "arguments", "del
 
 @dataclass
 class Answer:
-    """The answer to one request, as its client has it."""
+    """The answer to one request, as received by its client."""
 
     status: int = 0
     value: Any = None
-    """The folded events, or the whole body."""
+    """Folded events, or the whole body."""
     pieces: int = 0
-    """Events, or 1."""
+    """Number of events, or 1."""
     longest_gap_s: float = 0.0
-    """Between two pieces, or before the only one."""
+    """Longest time between two pieces, or before the only one."""
     comments: list[str] = field(default_factory=list)
     clean: bool = False
-    """It came to its end: ``[DONE]``, or the last event of its API, or the whole body."""
+    """True if the answer is complete: ``[DONE]``, or the last event of its API, or the whole body."""
     text: str = ""
-    """The text of the first choice so far."""
+    """Text of the first choice so far."""
 
     def same_as(self, other: Answer) -> bool:
-        """True if a client of either has the same."""
+        """Return True if the clients of both answers received the same."""
         return self.clean and other.clean and (self.status, self.value) == (other.status, other.value)
 
 
@@ -159,12 +159,12 @@ async def ask(
 
 
 def plain(body: bytes) -> bytes:
-    """A body without ids and times."""
+    """Remove ids and times from a body."""
     return _TIMES.sub(rb'"created\1": 0', _IDS.sub(rb'"\1"', body))
 
 
 def _fold(total: dict[str, Any], event: dict[str, Any]) -> None:
-    """Add an event to what those before it gave."""
+    """Fold an event into the earlier ones."""
     for key, value in event.items():
         before = total.get(key)
         if key == "sequence_number":
@@ -184,7 +184,7 @@ def _fold(total: dict[str, Any], event: dict[str, Any]) -> None:
 
 
 def _text_of(event: dict[str, Any]) -> str:
-    """The new text of the first choice, for showing it."""
+    """Return the new text of the first choice, for display."""
     for choice in event.get("choices") or ():
         if choice["index"] == 0:
             delta = choice.get("delta") or {}

@@ -1,4 +1,4 @@
-"""Sums between ranks, measured as a step has them; ``costs/serving.py`` predicts steps of several ranks from them."""
+"""Sums between ranks, measured as in a step; ``costs/serving.py`` predicts steps of several ranks by them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SumTimes(NamedTuple):
     """Seconds of an all-reduce, by bytes."""
 
     library: dict[int, float]
-    """By NCCL or gloo."""
+    """Seconds by NCCL or gloo."""
     own: dict[int, float]
-    """By our kernels (``parallel/shared_sums.py``), of the sizes that they are tried at."""
+    """Seconds by our kernels (``parallel/shared_sums.py``), for the sizes that are tried."""
     said: str
-    """Why they are not there, or up to which size they are quicker."""
+    """Reason that our kernels are not used, or the size up to which they are faster."""
 
     def best(self) -> MeasuredLinks:
         """Return the faster way of each size."""

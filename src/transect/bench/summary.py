@@ -43,7 +43,7 @@ def _rank(count: int, share: float) -> int:
 
 
 def summarize(run: Run, objectives: Objectives | None = None, energy: Energy | None = None) -> dict[str, Any]:
-    """One level of load as a JSON object; times in seconds, rates per second.
+    """Summarize one level of load as a JSON object; times in seconds, rates per second.
 
     Rates are over the time from the first request's due moment to the end of the last answer. Latencies count requests
     that succeeded; failed ones count in ``errors``, and against goodput.
@@ -87,7 +87,7 @@ def summarize(run: Run, objectives: Objectives | None = None, energy: Energy | N
 
 
 def warnings(level: dict[str, Any]) -> list[str]:
-    """Sentences that say why the figures of a level are doubtful."""
+    """List reasons to doubt the figures of a level, one sentence each."""
     found = []
     lag, cpu = level["generator"]["lag"], level["generator"]["cpu"]
     if lag is not None and lag["p99"] > LATE_S:

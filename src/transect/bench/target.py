@@ -139,13 +139,13 @@ class Stream:
         self.error: RequestFailed | None = None
 
     def take(self, data: bytes, now: float) -> None:
-        """Take one event of the stream."""
+        """Add one event of the stream."""
         if data == b"[DONE]":
             return
         try:
             event = _decode(data)
         except msgspec.DecodeError as error:
-            self.error = RequestFailed("bad reply", f"an event is no JSON of OpenAI's shape ({error})")
+            self.error = RequestFailed("bad reply", f"an event is not JSON in OpenAI's format ({error})")
             return
         if event.error:
             self.error = RequestFailed("error in stream", bytes(event.error).decode(errors="replace")[:200])

@@ -12,12 +12,13 @@ from typing import Any
 from .lengths import Lengths
 
 CHARACTERS_PER_TOKEN = 4
-"""A rule of thumb for English, where a file has an answer's text and no length."""
+"""Characters per token of English text, used if a file has an answer's text and no length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One request: ``prompt`` as token ids or text, how many tokens to answer, and when, in seconds from the start."""
+    """One request: ``prompt`` as token ids or text, number of tokens to answer, and arrival time in seconds from the
+    start."""
 
     prompt: tuple[int, ...] | str
     output_tokens: int
@@ -27,7 +28,8 @@ class Work:
 def random_work(
     count: int, prompt: Lengths, output: Lengths, *, vocab: tuple[int, int] = (0, 10000), seed: int | str = 0
 ) -> list[Work]:
-    """Prompts of random token ids, ``vocab[0] .. vocab[1]`` with both ends. Request i does not depend on ``count``."""
+    """Draw prompts of random token ids, ``vocab[0] .. vocab[1]`` with both ends. Request i does not depend on
+    ``count``."""
     rng = random.Random(f"work {seed}")
     result = []
     for _ in range(count):
@@ -37,7 +39,8 @@ def random_work(
 
 
 def throughput_protocol(sequences: int = 256, low: int = 100, high: int = 1024, *, highest: int = 10000) -> list[Work]:
-    """The workload of the benchmarks of nano-vllm and mini-sglang, token for token, or a smaller one of the same form.
+    """Draw the workload of the benchmarks of nano-vllm and mini-sglang, token for token, or a smaller one of the same
+    form.
 
     Python's ``random`` with seed 0 draws, for each sequence, its prompt length and then its ids from 0 to ``highest``;
     after all prompts it draws the output lengths. 256 sequences have 142,827 prompt tokens and 133,966 output tokens.
@@ -48,12 +51,12 @@ def throughput_protocol(sequences: int = 256, low: int = 100, high: int = 1024, 
 
 
 def at_times(work: Iterable[Work], arrivals: Iterable[float]) -> list[Work]:
-    """The same work at other times."""
+    """Return the same work at other times."""
     return [replace(each, at=at) for each, at in zip(work, arrivals, strict=True)]
 
 
 def read_conversations(path: Path, count: int, *, output: Lengths | None = None, seed: int | str = 0) -> list[Work]:
-    """First questions of recorded conversations, ``count`` of them in an order drawn from the seed.
+    """Read first questions of recorded conversations, ``count`` of them in an order drawn from the seed.
 
     The file is JSON (one list) or JSON lines; each conversation has ``conversations`` (or ``messages``): turns with
     ``from`` and ``value`` (or ``role`` and ``content``). A question's answer decides the output length, at four
@@ -89,10 +92,10 @@ def _first_exchange(line: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, object) of each element of a JSON list or of each line of a JSON lines file.
+    """Yield (location, object) of each element of a JSON list or of each line of a JSON lines file.
 
     Raises:
-        ValueError: it cannot be read, or an element is no object.
+        ValueError: it cannot be read, or an element is not an object.
     """
     try:
         text = path.read_text()

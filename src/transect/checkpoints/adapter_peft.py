@@ -36,9 +36,9 @@ _FACTOR = re.compile(
 )
 _WHOLE = re.compile(r"(?P<module>.+?)(?:\.base_layer|\.modules_to_save(?:\.\w+)?|\.original_module)?\.(weight|bias)")
 VERSION = "0.15.0"
-"""The PEFT whose names of settings are written; later ones read them."""
+"""PEFT version whose names of settings are written; later versions read them."""
 BLOCKS = "blocks"
-"""Metadata: of modules that are several matrices, by name, the rank that each of these has; 0: no adapter."""
+"""Key of metadata: for modules that consist of several matrices, by name, the rank of each; 0 for no adapter."""
 
 
 def module_names(config: ModelConfig) -> dict[str, str]:
@@ -101,7 +101,7 @@ def _blocks(about: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def modules_of(config: ModelConfig) -> dict[str, list[tuple[str, HFPlace]]]:
-    """The weights in each tensor of transformers, from its first row on: three for GPT-2's q, k and v."""
+    """List the weights in each tensor of transformers, from its first row on: three for GPT-2's q, k and v."""
     found: dict[str, list[tuple[str, HFPlace]]] = {}
     for name, place in places(config).items():
         if not place.experts and not place.stacked:
@@ -246,8 +246,8 @@ def write_adapter(
 
 
 def _joined(parts: Sequence[tuple[LowRank | None, HFPlace, tuple[int, ...]]]) -> LowRank:
-    """The factors of matrices that are one module, each with its place and shape: A's below each other, B's block by
-    block, rows of zeros where a matrix has none."""
+    """Join the factors of matrices that are one module, each with its place and shape: A's concatenated, B's block by
+    block, rows of zeros if a matrix has none."""
     there = [low for low, _, _ in parts if low is not None]
     blocks = [_in_file(low.b, place) if low is not None else torch.zeros(shape[0], 0) for low, place, shape in parts]
     magnitudes = [_in_file(low.magnitude, place) for low, place, _ in parts if low and low.magnitude is not None]
@@ -265,8 +265,8 @@ def _in_file(rows: Tensor, place: HFPlace) -> Tensor:
 
 
 def _whole(replaced: Mapping[str, Tensor], config: ModelConfig, adapted: set[str]) -> dict[str, Tensor]:
-    """Weights that the adapter brings whole, by the names of transformers. A module that has factors too keeps its
-    weight as that of its base layer."""
+    """Collect fully trained weights of the adapter, by the names of transformers. A module that has factors too keeps
+    its weight as that of its base layer."""
     found: dict[str, Tensor] = {}
     for tensor, members in modules_of(config).items():
         given = [_in_file(replaced[name], place) for name, place in members if name in replaced]
@@ -288,7 +288,7 @@ def _whole(replaced: Mapping[str, Tensor], config: ModelConfig, adapted: set[str
 def _settings(
     settings: PeftSettings, joined: Mapping[str, LowRank], saved: list[str], modules: list[str]
 ) -> dict[str, Any]:
-    """``adapter_config.json``, with patterns for modules whose rank or scale is not the common one."""
+    """Build ``adapter_config.json``, with patterns for modules whose rank or scale is not the common one."""
     ranks = {module: low.a.shape[0] for module, low in joined.items()}
     alphas = {
         module: low.scale * (math.sqrt(ranks[module]) if settings.rank_stabilized else ranks[module])

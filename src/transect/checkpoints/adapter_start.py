@@ -1,4 +1,4 @@
-"""Adapters whose start PEFT took out of the base model (PiSSA, OLoRA), rewritten as plain LoRA.
+"""Adapters whose start PEFT derived from the base model (PiSSA, OLoRA), rewritten as plain LoRA.
 
 PEFT sets such an adapter's first factors from the matrix W itself and trains beside what is left of it. Its file holds
 the trained factors alone, so W' is found by computing the first factors A0, B0 again:
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def as_plain_lora(adapter: StoredAdapter, weights: StoredWeights, config: ModelConfig) -> StoredAdapter:
-    """Return the adapter as one over the base's own weights; the rank of what started from the base doubles.
+    """Return the adapter as one over the base's own weights; the rank of adapters that started from the base doubles.
 
     Args:
         weights: of the base.

@@ -39,7 +39,7 @@ class Inputs:
         self.rows = 0
 
     def add(self, x_TI: Tensor, expert: int = 0) -> None:
-        """Some more rows."""
+        """Add some rows."""
         x_TI = x_TI.detach().reshape(-1, x_TI.shape[-1]).float()
         self.rows += len(x_TI)
         self.squares[expert] += x_TI.square().sum(0)
@@ -48,15 +48,15 @@ class Inputs:
 
 
 LayerInputs = dict[str, Inputs]
-"""By the names of a layer's matrices: ``attention.q``, ``mlp.experts_down``."""
+"""Sums by the names of a layer's matrices: ``attention.q``, ``mlp.experts_down``."""
 
 
 @torch.no_grad()
 def layer_inputs(
     model: Decoder, texts: Sequence[Sequence[int]], *, products: bool
 ) -> Iterator[tuple[int, LayerInputs]]:
-    """Each layer's number and what its matrices were multiplied with. With ``products`` a layer runs again before the
-    next one is asked for, which gets the outputs of what its matrices are then.
+    """Yield each layer's number and the inputs of its matrices. With ``products`` a layer runs again before the next
+    one is requested, which then receives the outputs of the present matrices.
 
     Args:
         model: on plain torch.
@@ -93,7 +93,7 @@ def layer_inputs(
 
 @contextmanager
 def watched(layer: nn.Module, products: bool) -> Iterator[LayerInputs]:
-    """Collects the inputs of a layer's matrices while it runs. Those that share an input share the sums."""
+    """Collect the inputs of a layer's matrices while it runs. Matrices that share an input share the sums."""
     found: LayerInputs = {}
     undo: list[Callable[[], object]] = []
     for name, module in layer.named_modules():
@@ -109,7 +109,7 @@ def watched(layer: nn.Module, products: bool) -> Iterator[LayerInputs]:
 
 
 FOLLOWS = {"k": "q", "v": "q", "up": "gate", "shared_up": "shared_gate"}
-"""Matrices that have the input of another."""
+"""Matrices with the same input as another."""
 
 
 def _watch(name: str, module: Weight, found: LayerInputs, products: bool, undo: list[Callable[[], object]]) -> None:
@@ -123,7 +123,7 @@ def _watch(name: str, module: Weight, found: LayerInputs, products: bool, undo: 
 
 
 def _watch_experts(name: str, moe: MoE, found: LayerInputs, products: bool, undo: list[Callable[[], object]]) -> None:
-    """Experts are multiplied through ``grouped``, whose rows are sorted by expert."""
+    """Watch the inputs of experts, which are multiplied through ``grouped``, with rows sorted by expert."""
     plain = {which: getattr(moe, which).grouped for which in ("experts_gate", "experts_up", "experts_down")}
 
     def grouped(which: str, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
@@ -146,8 +146,8 @@ def _watch_experts(name: str, moe: MoE, found: LayerInputs, products: bool, undo
 
 
 def importance(model: Decoder, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """The mean square of each column's input, by the names of matrices (``layers.0.attention.q``); of a stack of
-    experts, of all of them together."""
+    """Compute the mean square of each column's input, by the names of matrices (``layers.0.attention.q``); of a stack
+    of experts, over all of them together."""
     found = {}
     for number, inputs in layer_inputs(model, texts, products=False):
         for name, each in inputs.items():

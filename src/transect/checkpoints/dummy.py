@@ -22,14 +22,14 @@ def dummy_weights(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
 ) -> StoredWeights:
-    """Every weight of ``shapes.weight_shapes`` by name: matrices normal with deviation 0.02, norms 1, biases 0.
+    """Yield every weight of ``shapes.weight_shapes`` by name: matrices normal with deviation 0.02, norms 1, biases 0.
 
     Each matrix is drawn, whole, when it is read, from a stream of its own, made of ``seed`` and its name, so the order
     does not matter. A GPU draws other numbers than the CPU does.
     """
 
     last: dict[str, Tensor] = {}
-    """The matrix that was drawn last: parts of it are often asked for one after another."""
+    """Matrix that was drawn last: parts of it are often requested in sequence."""
 
     def drawn(name: str, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
         if name in last:

@@ -1,5 +1,5 @@
-"""The weights of a GGUF file by canonical name, packed as they are in the file. ``gguf_places.py`` says where they are
-and in which form."""
+"""The weights of a GGUF file by canonical name, packed as in the file. ``gguf_places.py`` has their locations and
+forms."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ..spec.numbers.layouts import BlockLayout
 from ..spec.weights import weight_shapes
 
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
-"""Frequencies of rotary embedding; the configuration has them."""
+"""Frequencies of rotary embedding, which the configuration has."""
 _DENSE = {"F32": (np.float32, torch.float32), "F16": (np.float16, torch.float16), "BF16": (np.int16, torch.bfloat16)}
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A weight ``[O, I]`` or ``[O]`` of a file: its tensor in as many dimensions.
+    """A weight ``[O, I]`` or ``[O]`` of a file, with its tensor, which may have more dimensions.
 
     ``rows`` are its rows of the tensor, None if it has all; ``added`` is the number that the file adds to each.
     """
@@ -42,7 +42,7 @@ class _Found:
 
 
 def stored_gguf(file: GGUFFile, config: ModelConfig) -> StoredWeights:
-    """Every weight of ``weight_shapes(config)`` once.
+    """Yield every weight of ``weight_shapes(config)`` once.
 
     Packed matrices are read as ``QuantizedTensor`` (views of the file, or copies where rows were reordered), all else
     as torch tensors of the file's dtype.
@@ -57,7 +57,7 @@ def stored_gguf(file: GGUFFile, config: ModelConfig) -> StoredWeights:
 
 
 def _stored(file: GGUFFile, found: _Found, shape: tuple[int, ...]) -> Stored:
-    """Return a weight, which may be had in its blocks where it is packed."""
+    """Return a weight, which may be read in its blocks if it is packed."""
     read, kind = partial(_read, file, found), found.tensor.block_type
     if len(shape) != 2 or not kind.packed:
         return Stored(shape, read)
@@ -105,7 +105,8 @@ def _found(config: ModelConfig, tensor: QuantizedTensor, place: GGUFPlace, shape
 
 
 def _check(file: GGUFFile, tensor: str, shape: tuple[int, ...], matrix: tuple[int, ...]) -> None:
-    """``shape`` is what llama.cpp writes; of one row its converter, which quantizes nothing, leaves the ``matrix``."""
+    """Check a tensor's shape: ``shape`` is that of llama.cpp; its converter, which quantizes nothing, leaves ``matrix``
+    for one row."""
     found = file.tensors.get(tensor)
     if found is None:
         raise ValueError(
@@ -141,7 +142,7 @@ def _read(file: GGUFFile, found: _Found, rows: slice, columns: slice) -> Values:
 
 
 def _columns(file: GGUFFile, name: str, tensor: QuantizedTensor, columns: slice) -> QuantizedTensor:
-    """Some columns of a matrix, whole blocks."""
+    """Select some columns of a matrix, in whole blocks."""
     if is_whole(tensor.shape[1], columns):
         return tensor
     part = within(tensor.shape[1], columns)
@@ -149,7 +150,7 @@ def _columns(file: GGUFFile, name: str, tensor: QuantizedTensor, columns: slice)
     if part.start % block.block or part.stop % block.block:
         raise ValueError(
             f"{file.path}: the tensor {name!r} packs {block.block} numbers of a row together, and a cut at "
-            f"columns {part.start} and {part.stop} would part them; take fewer parts or a file of another type"
+            f"columns {part.start} and {part.stop} would split them; take fewer parts or a file of another type"
         )
     width = (tensor.shape[0], part.stop - part.start)
     blocks = tensor.blocks[:, block.row_bytes(part.start) if part.start else 0 : block.row_bytes(part.stop)]

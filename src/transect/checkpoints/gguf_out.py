@@ -1,4 +1,4 @@
-"""A model's weights and configuration as llama.cpp reads them: the way back of ``gguf.py`` and
+"""Conversion of a model's weights and configuration to llama.cpp's format: the inverse of ``gguf.py`` and
 ``spec/gguf.py``.
 
 Norms, biases, routers and learned positions stay in float32, experts that are in MXFP4 (gpt-oss) in that. Matrices take
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..formats.ggml_blocks import QuantizedTensor
 from ..formats.ggml_quantize import quantize
-from ..formats.gguf_write import Planned
+from ..formats.gguf_write import PlannedTensor
 from ..models.rope import frequencies, half_rotation_rows
 from ..models.staging import dense_values
 from ..models.stored import ALL, BlockCodes, Stored, StoredWeights
@@ -65,7 +65,7 @@ def gguf_metadata(config: ModelConfig, type_name: str, name: str) -> dict[str, A
 
 def gguf_tensors(
     weights: StoredWeights, config: ModelConfig, type_name: str, importance: Mapping[str, np.ndarray] | None = None
-) -> Iterator[Planned]:
+) -> Iterator[PlannedTensor]:
     """Plan the tensors of a GGUF file. They read ``weights`` when they are written: keep it open until then.
 
     Args:
@@ -80,7 +80,7 @@ def gguf_tensors(
     if config.rope.scaling in ("llama3", "factors") and config.position == "rope":
         plain = frequencies(RopeConfig(config.rope.theta), config.head_dim)
         factors = (plain / frequencies(config.rope, config.head_dim)).numpy()
-        yield Planned("rope_freqs.weight", factors.shape, "F32", lambda: quantize(factors, "F32"))
+        yield PlannedTensor("rope_freqs.weight", factors.shape, "F32", lambda: quantize(factors, "F32"))
     parts: dict[str, list[tuple[str, GGUFPlace]]] = {}
     for name, place in places(config).items():
         parts.setdefault(place.tensor, []).append((name, place))
@@ -93,7 +93,7 @@ def gguf_tensors(
         if own[0][0].layout == _MXFP4 and ".experts_" in module:
             chosen = _MXFP4.units.name
         counts = None if importance is None else importance.get(module)
-        yield Planned(tensor, place.stored, chosen, partial(_made, own, chosen, config.head_dim, counts))
+        yield PlannedTensor(tensor, place.stored, chosen, partial(_made, own, chosen, config.head_dim, counts))
 
 
 def _type_of(module: str, shape: tuple[int, ...], wanted: str, layers: int) -> str:
@@ -111,7 +111,7 @@ def _type_of(module: str, shape: tuple[int, ...], wanted: str, layers: int) -> s
 
 
 def _finer(layer: int, layers: int) -> bool:
-    """The layers whose value and down matrices have more bits in a mixture, as llama.cpp chooses them: the first and
+    """Return True for layers whose value and down matrices have more bits in a mixture, as in llama.cpp: the first and
     last eighth, and every third between."""
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2

@@ -1,4 +1,4 @@
-r"""Rounding to 4 bits that makes good for its own errors (GPTQ; Frantar et al. 2022, arXiv:2210.17323).
+r"""Rounding to 4 bits that compensates for its own errors (GPTQ; Frantar et al. 2022, arXiv:2210.17323).
 
 A row w of a matrix is rounded to q so that its products with the inputs of a text change least:
 
@@ -26,13 +26,13 @@ from .calibration import LayerInputs, layer_inputs
 from .quantized_grid import HIGHEST, LOWEST, Grid, grid_of
 
 DAMPING = 0.01
-"""The share of the mean of the diagonal that is added to it."""
+"""Share of the mean of the diagonal that is added to it."""
 BLOCK = 128
-"""Columns after which what is to the right of them is moved at once."""
+"""Columns after which the remaining columns are updated at once."""
 
 
 def compensated(weight: Tensor, products: Tensor, grid: Grid) -> Tensor:
-    """``[O, I]`` and ``[I, I]`` -> values on the grid, float32 ``[O, I]``.
+    """Round ``[O, I]``, with products ``[I, I]``, to values on the grid, float32 ``[O, I]``.
 
     Raises:
         ValueError: the products hold infinite or NaN numbers.
@@ -58,7 +58,7 @@ def compensated(weight: Tensor, products: Tensor, grid: Grid) -> Tensor:
 
 
 def _factor(products: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of the inverse, damped until there is one."""
+    """Return the upper Cholesky factor of the inverse, damped until it exists."""
     if not bool(products.isfinite().all()):
         raise ValueError("the inputs of a matrix are too large to calibrate it: their products are not finite")
     mean = products.diagonal().mean().clamp(min=1e-12)
@@ -77,7 +77,7 @@ def _factor(products: Tensor) -> Tensor:
 def round_model(
     model: Decoder, texts: Sequence[Sequence[int]], group: int, dtype: torch.dtype, *, symmetric: bool
 ) -> dict[str, Grid]:
-    """Round the matrices of a model's layers, one layer after another, by what a text is to them.
+    """Round the matrices of a model's layers, one layer after another, calibrated on a text.
 
     Args:
         model: float32 on plain torch; its matrices get values on their grids.
@@ -87,7 +87,7 @@ def round_model(
         The grid of each matrix by its name in ``weight_shapes``.
 
     Raises:
-        ValueError: rows that are no whole groups (the message names the matrix), or a text that is too short.
+        ValueError: rows that are not whole groups (the message names the matrix), or a text that is too short.
     """
     check_groups(model, group)
     grids: dict[str, Grid] = {}
@@ -99,14 +99,14 @@ def round_model(
 
 
 def check_groups(model: Decoder, group: int) -> None:
-    """ValueError if the rows of a matrix are no whole groups."""
+    """Check that the rows of all matrices are whole groups. Raises ValueError."""
     for name, weight in model.weights():
         if name != "head" and weight.in_features % group:
             raise ValueError(f"{name}: rows of {weight.in_features} numbers cannot be cut into groups of {group}")
 
 
 def _sharing(inputs: LayerInputs) -> list[list[str]]:
-    """Return the names of a layer's matrices, those together that share an input."""
+    """Group the names of a layer's matrices by their input."""
     found: dict[int, list[str]] = {}
     for name, each in inputs.items():
         found.setdefault(id(each), []).append(name)
@@ -116,7 +116,7 @@ def _sharing(inputs: LayerInputs) -> list[list[str]]:
 def _rounded_together(
     model: Decoder, number: int, names: list[str], inputs: LayerInputs, group: int, dtype: torch.dtype, symmetric: bool
 ) -> dict[str, Grid]:
-    """Matrices with one input, as one."""
+    """Round matrices with one input as one."""
     weights = [_matrix(model, f"layers.{number}.{name}") for name in names]
     each = inputs[names[0]]
     assert each.products is not None
@@ -139,6 +139,6 @@ def _rounded_together(
 
 
 def _matrix(model: Decoder, name: str) -> Tensor:
-    """Its numbers, where they lie."""
+    """Return the numbers of a matrix in place."""
     found = model.get_parameter(f"{name}.weight")
     return found.detach()

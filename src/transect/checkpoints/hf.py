@@ -44,7 +44,7 @@ _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_pro
 
 @dataclass(frozen=True)
 class HFPlace:
-    """Where transformers keeps a weight.
+    """Location of a weight in transformers' files.
 
     The weight is ``size`` rows from ``first`` on of ``tensor``, after transposing if ``transposed``; ``stored`` is the
     file's shape. With ``experts`` it is that number of tensors, concatenated along rows: ``tensor`` has ``{}`` for the
@@ -66,12 +66,12 @@ class HFPlace:
 
     @property
     def tensors(self) -> list[str]:
-        """The names of all its tensors."""
+        """Names of all its tensors."""
         return [self.tensor.format(expert) for expert in range(self.experts)] if self.experts else [self.tensor]
 
     @property
     def rows(self) -> slice:
-        """Its rows of the tensor."""
+        """Rows of the weight in the tensor."""
         end = None if self.size is None else self.first + self.size * self.step
         return slice(self.first, end, self.step)
 
@@ -81,7 +81,7 @@ class HFPlace:
 
 
 def places(config: ModelConfig) -> dict[str, HFPlace]:
-    """Canonical name to place, for every weight of ``weight_shapes(config)``."""
+    """Map canonical names to places, for every weight of ``weight_shapes(config)``."""
     record = family(config.architecture)
     names = HF_NAMES | record.hf_names
     out = {}
@@ -112,8 +112,8 @@ def places(config: ModelConfig) -> dict[str, HFPlace]:
 
 
 def _stacked_place(layer: str, inner: str, kind: str, config: ModelConfig, moe: MoEConfig, record: Family) -> HFPlace:
-    """All experts are one tensor ``[E, inputs, outputs]``; gate and up take turns in the outputs of one (gpt-oss), or
-    stand one after the other (Llama 4)."""
+    """Return the place of stacked experts: one tensor ``[E, inputs, outputs]``, in which gate and up alternate
+    (gpt-oss) or are concatenated (Llama 4)."""
     turns = record.hf_stacked == "turns"
     up = inner.endswith("_up")
     down = inner.endswith("_down")
@@ -130,7 +130,7 @@ def _stacked_place(layer: str, inner: str, kind: str, config: ModelConfig, moe: 
 
 
 def stored_hf(directory: str | os.PathLike[str], config: ModelConfig) -> StoredWeights:
-    """Every weight of ``weight_shapes(config)`` once, in the dtype of the file.
+    """Yield every weight of ``weight_shapes(config)`` once, in the dtype of the file.
 
     Raises:
         ValueError: no safetensors, a file missing or damaged, a tensor missing, superfluous, of the wrong shape or an
@@ -181,7 +181,7 @@ def _weights(
 
 
 def _read_stack(where: _Stored, place: HFPlace, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
-    """Some rows of the experts in one tensor of gpt-oss, expert by expert."""
+    """Read some rows of the experts in one tensor of gpt-oss, expert by expert."""
     wanted, each = within(shape[0], rows), shape[0] // place.stored[0]
     parts = []
     try:
@@ -231,7 +231,7 @@ def _read(where: _Stored, place: HFPlace, shape: tuple[int, ...], rows: slice, c
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of an open safetensors file, under the name it has there."""
+    """A tensor of an open safetensors file, under its name there."""
 
     file: Any
     path: Path
@@ -241,7 +241,7 @@ class _Stored:
 
 
 def listing(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
-    """Every tensor of a checkpoint by its full transformers name; ``stack`` closes the files.
+    """List every tensor of a checkpoint by its full transformers name; ``stack`` closes the files.
 
     Raises:
         ValueError: there are no safetensors, or a file is damaged.
@@ -250,7 +250,7 @@ def listing(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
     for path in _files(directory):
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
-            for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
+            for name in file.keys():  # noqa: SIM118  (a safetensors file is not a mapping)
                 view = file.get_slice(name)
                 stored = _Stored(file, path, name, tuple(view.get_shape()), str(view.get_dtype()))
                 if _OTHER_PARTS.fullmatch(name):
@@ -263,14 +263,14 @@ def listing(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
 
 
 def _quantization(directory: Path) -> Any:
-    """``quantization_config`` of config.json, or None."""
+    """Read ``quantization_config`` of config.json; None if there is none."""
     path = directory / "config.json"
     return text_part(read_json_object(path)).get("quantization_config") if path.is_file() else None
 
 
 def _full_name(name: str) -> str:
-    """Checkpoints of a bare model (without the language-model head) lack the leading ``model.`` or ``transformer.``;
-    those of a model of several parts have ``language_model.`` before them or in them."""
+    """Complete a tensor's name: checkpoints of a bare model (without the language-model head) lack the leading
+    ``model.`` or ``transformer.``; those of a model of several parts contain ``language_model.``."""
     name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     if name.startswith(("layers.", "embed_tokens.", "norm.")):
         return f"model.{name}"

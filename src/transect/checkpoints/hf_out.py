@@ -1,4 +1,5 @@
-"""A model as transformers stores it: config.json and safetensors, plain or rounded, in one file or in shards."""
+"""Writing of a model as transformers stores it: config.json and safetensors, plain or rounded, in one file or in
+shards."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def _to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
 
 
 def by_hf_name(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Some weights, or scales that go with their rows, put together as transformers names and stores them."""
+    """Combine some weights, or scales of their rows, as transformers names and stores them."""
     parts: dict[str, list[tuple[int, Tensor]]] = {}
     transposed = {}
     interleaved: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Scales for keys and values in fp8: what a checkpoint says of them, what a text tells, and how a model takes them.
+"""Scales for keys and values in fp8: read from a checkpoint, measured on a text, and set in a model.
 
 What a layer does with its own is in ``layer_kv_scales.py``.
 
@@ -30,11 +30,11 @@ _PLACES = ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{}_proj.{
 
 
 def read_scales(directory: Path, layers: int, kv_heads: int) -> Tensor | None:
-    """Return the scales of a checkpoint in safetensors, or None where it has none. One for a whole layer counts for its
-    heads.
+    """Return the scales of a checkpoint in safetensors, or None if it has none. One scale for a whole layer applies to
+    all its heads.
 
     Raises:
-        ValueError: a file is damaged, a layer has none while others do, or they are no positive numbers, one for a
+        ValueError: a file is damaged, a layer has none while others do, or they are not positive numbers, one for a
             layer or for each key head; the message names the tensor.
     """
     with ExitStack() as stack:
@@ -61,7 +61,7 @@ def read_scales(directory: Path, layers: int, kv_heads: int) -> Tensor | None:
 
 
 def take_scales(model: Decoder, source: ModelSource, layers: slice = slice(None)) -> bool:
-    """``use_scales`` with those of a source's checkpoint, if it has any; ``layers``: those that ``model`` has.
+    """Call ``use_scales`` with those of a source's checkpoint, if it has any; ``layers``: those that ``model`` has.
 
     Raises:
         ValueError: see ``read_scales``.
@@ -75,7 +75,8 @@ def take_scales(model: Decoder, source: ModelSource, layers: slice = slice(None)
 
 
 def use_scales(model: Decoder, scales: Tensor) -> None:
-    """From now on the layers of ``model`` cache keys and values divided by these ``[L, 2, K]``, in the order of layers.
+    """Set the divisors ``[L, 2, K]``, in the order of layers, of the keys and values that the layers of ``model``
+    cache.
 
     A model that has another number of key heads is one rank's part: all its heads take the largest of a layer.
     """
@@ -88,21 +89,21 @@ def use_scales(model: Decoder, scales: Tensor) -> None:
 
 
 class _Peaks(VarlenContext):
-    """Keeps the largest keys and values of each head of each layer."""
+    """Records the largest keys and values of each head of each layer."""
 
     def __init__(self, cu_seqlens: Tensor, model: Decoder) -> None:
         super().__init__(cu_seqlens, model.ops)
         self.found = torch.zeros(model.config.n_layers, 2, model.config.n_kv_heads)
 
     def attend(self, layer, q_THd, k_TKd, v_TKd, *how, **more):  # type: ignore[no-untyped-def]
-        """Attention of one layer; the largest of k and v are kept."""
+        """Compute attention of one layer, and record the largest of k and v."""
         self.found[layer] = torch.stack([x.abs().amax((0, 2)).float().cpu() for x in (k_TKd, v_TKd)])
         return super().attend(layer, q_THd, k_TKd, v_TKd, *how, **more)
 
 
 @torch.no_grad()
 def measured_scales(model: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
-    """Scales ``[L, 2, K]`` with which the keys and values of these texts, twice as large, fit into fp8.
+    """Compute scales ``[L, 2, K]`` with which twice the keys and values of these texts fit into fp8.
 
     Args:
         model: on plain torch.

@@ -1,4 +1,4 @@
-"""A source to a ``Decoder`` that is ready to run on a device.
+"""Loading of a source into a ``Decoder`` that is ready to run on a device.
 
 ``stored_weights`` are a source's weights under their canonical names, each read when asked for, whole or a part of it;
 ``fill`` reads them into any model, wherever it is and whatever kinds of weight it has. Around these two are three ways
@@ -68,8 +68,8 @@ def stored_weights(
     *,
     beside: StoredAdapter | None = None,
 ) -> StoredWeights:
-    """Every weight of the model by canonical name, to be read from its files; see ``stored_gguf`` and ``stored_hf``. A
-    source that is only a shape gets random weights of ``seed``, in ``dtype`` on ``device``.
+    """Yield every weight of the model by canonical name, to be read from its files; see ``stored_gguf`` and
+    ``stored_hf``. A source that is only a shape gets random weights of ``seed``, in ``dtype`` on ``device``.
 
     The adapter of a source is in the weights. With ``beside``, which is that adapter, the layers' matrices are without
     it, for ``put_beside``.
@@ -119,7 +119,7 @@ def fill(
         advance: told of the bytes of each weight that has been read.
 
     Raises:
-        ValueError: files that are damaged, or a model that is no shard of them.
+        ValueError: files that are damaged, or a model that is not a shard of them.
     """
     with Staging(model.device) as staging:
         for name, stored in weights:
@@ -223,9 +223,9 @@ def load_model(
         there = packed_matrices(model)
         fill(model, (each for each in weights if each[0] not in there))
     if beside is not None and any(name.startswith("layers.") for name in beside.factors):
-        log.info("the adapter stays beside packed weights: layers run operator by operator")
         put_beside(model, beside)
-        return model
+        by_layer = by_layer or any(low.magnitude is not None for low in beside.factors.values())
+        log.info("the adapter stays beside packed weights%s", ": layers run operator by operator" if by_layer else "")
     if by_layer:
         return model
     return run_natively(model, library, cache_dtype(dtype, kv_cache_dtype), block_size)
@@ -276,8 +276,8 @@ def kernels(
     shared: bool = False,
     blocks: bool = False,
 ) -> tuple[cpu_library.Library | None, str]:
-    """Return the C++ kernels if they are to run the model, and a sentence for the start-up line: which way runs, and
-    why.
+    """Return the C++ kernels if they are to run the model, and a sentence for the start-up line with the choice and the
+    reason.
 
     Args:
         shared: it is one rank's part.
@@ -336,7 +336,7 @@ def _load_torch(
     ops = resolve_ops(device, batch_invariant=deterministic or number_type is torch.float32)
     values = rounded_values(quantization)
     kinds = kinds_for(quantization, "cpu") if values is None else None
-    packed = quantization is None and source.adapter is None and stream is None
+    packed = quantization is None and source.adapter is None and stream is None and not deterministic
     if packed and number_type is not torch.float32:
         kinds = kinds_for(None, device, layouts=held_layouts(source, gguf=device.type == "cuda"))
     model = allocated(Decoder(source.config, "meta", number_type, ops=ops, kinds=kinds), device, stream, join=False)
@@ -353,7 +353,7 @@ def _load_torch(
 
 
 def rounded_layers(weights: StoredWeights, values: Callable[[Tensor], Tensor]) -> StoredWeights:
-    """Yield the same weights with the layers' matrices as ``values`` gives them: those that rounded codes stand for."""
+    """Yield the same weights with the layers' matrices replaced by ``values`` of them, the values of rounded codes."""
     for name, stored in weights:
         if name.startswith("layers.") and len(stored.shape) == 2 and not name.endswith("router.weight"):
 
@@ -412,7 +412,7 @@ def load_on_device(
 
 
 def refuse_beside(stream: StreamPlan | None) -> None:
-    """ValueError if layers are to stream that an adapter stays beside."""
+    """Refuse streamed layers with an adapter beside them. Raises ValueError."""
     if stream is not None:
         raise ValueError(
             "layers that stream take no adapter beside quantized weights: leave out cpu_offload_gb or quantization, or "
@@ -423,7 +423,7 @@ def refuse_beside(stream: StreamPlan | None) -> None:
 def allocated(
     model: Decoder, device: torch.device | str, stream: StreamPlan | None = None, *, join: bool = True
 ) -> Decoder:
-    """Return a model that was built on ``meta`` with memory on a device, not filled, for inference.
+    """Allocate memory on a device for a model that was built on ``meta``, not filled, for inference.
 
     Args:
         stream: layers that get memory elsewhere, and slots on the device.
@@ -443,7 +443,7 @@ def allocated(
 
 
 class _Loads(Protocol):
-    """A matrix of a model that takes a file's values in its own way."""
+    """A matrix of a model that loads a file's values in its own way."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -452,7 +452,7 @@ class _Loads(Protocol):
 
 
 def _target(model: Decoder, name: str) -> _Loads | Tensor:
-    """Return the module or tensor that takes the weight of this canonical name."""
+    """Return the module or tensor that receives the weight of this canonical name."""
     owner, _, leaf = name.rpartition(".")
     module: Any = model.get_submodule(owner)
     if leaf == "weight" and hasattr(module, "load"):
@@ -467,7 +467,7 @@ def _copied_head(model: Decoder) -> bool:
 
 
 def _part(name: str, stored: tuple[int, ...], wanted: tuple[int, ...], rank: int, ranks: int) -> tuple[slice, slice]:
-    """Return the rows and columns of a file's weight that a shard's is."""
+    """Return the rows and columns of a file's weight that belong to a shard."""
     parts = [ALL, ALL]
     cut = [dim for dim, (size, own) in enumerate(zip(stored, wanted, strict=False)) if size != own]
     if len(stored) != len(wanted) or len(cut) > 1 or any(stored[dim] != ranks * wanted[dim] for dim in cut):

@@ -62,7 +62,7 @@ def _where(directory: Path) -> Mapping[str, Path]:
 
 
 def _table(where: Mapping[str, Path], ends: tuple[str, ...]) -> _Table | None:
-    """Return the one tensor whose name ends so; names may have parts of a larger model before them."""
+    """Return the one tensor whose name ends so; names may be prefixed by parts of a larger model."""
     names = [name for name in where if name in ends or name.endswith(tuple(f".{end}" for end in ends))]
     if len(names) != 1:
         return None

@@ -21,11 +21,11 @@ import httpx
 PUBLIC_INDEX = "https://pypi.org/simple"
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 _SECONDS = 15.0
-"""The longest wait for a connection, and for the next piece of an answer."""
+"""Seconds of the longest wait for a connection, and for the next piece of an answer."""
 
 
 def index_urls() -> list[str]:
-    """Return the indexes to ask, in order: further ones first, as uv does, then the default one."""
+    """List the indexes to query, in order: further ones first, as uv does, then the default one."""
 
     def values(*names: str) -> list[str]:
         words = [word for name in names for word in os.environ.get(name, "").split()]
@@ -71,7 +71,7 @@ def download_wheel(
             except httpx.HTTPStatusError as error:
                 refused.append(f"{name} answered {error.response.status_code}")
             except httpx.InvalidURL as error:
-                refused.append(f"{name} is no address: {error}")
+                refused.append(f"{name} is not an address: {error}")
             except httpx.HTTPError as error:
                 unreachable.append(f"{name}: {' '.join(str(error).split()) or type(error).__name__}")
     if unreachable:
@@ -91,13 +91,14 @@ def _certificates() -> ssl.SSLContext | bool:
 
 
 def _shown(url: str) -> str:
-    """Return an address without the password that it may hold."""
+    """Return an address without a password."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def _wheels(client: httpx.Client, index: str, package: str, version: str) -> Iterator[str]:
-    """Links to wheels of that version that any machine can use, checksums in their fragments where the index says."""
+    """Yield links to wheels of that version for any machine, with checksums in their fragments if the index has
+    them."""
     page = f"{index.rstrip('/')}/{re.sub(r'[-_.]+', '-', package).lower()}/"
     answer = client.get(page, headers={"Accept": _ACCEPT})
     if answer.status_code == 404:

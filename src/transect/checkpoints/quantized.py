@@ -1,4 +1,4 @@
-"""Quantized checkpoints in safetensors: the tensors that make up a matrix, seen as one tensor of its values.
+"""Quantized checkpoints in safetensors: the tensors of a matrix, combined to one tensor of its values.
 
 ``config.json`` names the method (``quantization_config``); the files say which matrices it is used on: those that have
 scales. The values are made when a weight is read, of the rows that are asked for where the layout allows it.
@@ -69,8 +69,8 @@ class StoredTensor(Protocol):
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """Stands for a file and a tensor of it: ``get_tensor`` and ``get_slice`` give values. Where a kind of weight can
-    hold it packed, it has a ``layout``, and ``packed(rows, columns)`` reads some of it so."""
+    """A quantized matrix with the interface of a file and its tensor: ``get_tensor`` and ``get_slice`` return values.
+    If a kind of weight can hold it packed, it has a ``layout``, and ``packed(rows, columns)`` reads part of it so."""
 
     rows: Callable[[slice], Tensor]
     file_path: Path
@@ -78,14 +78,15 @@ class QuantizedMatrix:
     layout: MatrixLayout | None = None
     packed: Packed | None = None
     expert: Callable[[int, slice, slice], Tensor] | None = None
-    """Where this is a stack of experts in blocks: some rows and columns of one, uint8, as a GGUF file has them."""
+    """Reader of a stack of experts in blocks: some rows and columns of one expert, uint8, as in a GGUF file; None for
+    other matrices."""
 
     def get_tensor(self, name: str) -> Tensor:
-        """All values, float32."""
+        """Return all values, float32."""
         return self._checked(self.rows(slice(None)))
 
     def get_slice(self, name: str) -> QuantizedMatrix:
-        """Itself: indexing reads."""
+        """Return itself: indexing reads."""
         return self
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -193,13 +194,13 @@ def with_values(found: dict[str, Any], settings: Mapping[str, Any], make: Callab
 def _put(
     out: dict[str, Any], found: Mapping[str, Any], name: str, settings: Mapping[str, Any], make: Callable[..., Any]
 ) -> None:
-    """Where ``name`` is the codes of a matrix, its values in their place."""
+    """Replace the codes ``name`` of a matrix by its values, if they are codes."""
     prefix, _, suffix = name.rpartition(".")
     matrix: tuple[str, tuple[int, ...], Callable[[slice], Tensor]] | None = None
     codes = suffix in ("qweight", "weight_packed", LISTED) or (suffix == "weight" and found[name].dtype in _CODES)
     if codes and len(found[name].shape) != 2:
         raise ValueError(
-            f"the codes {name!r} of shape {list(found[name].shape)} are no matrix; download the file again"
+            f"the codes {name!r} of shape {list(found[name].shape)} are not a matrix; download the file again"
         )
     if suffix == "qweight":
         matrix = (f"{prefix}.weight", *of_method(_WORDS, settings)(found, prefix, settings))
@@ -229,7 +230,7 @@ def _put(
 
 
 def _is_side(name: str, found: Mapping[str, Any]) -> bool:
-    """Scales and the like, which belong to a matrix."""
+    """Return True for scales and other tensors that belong to a matrix."""
     suffix = name.rpartition(".")[2]
     if quantized_bnb.is_side(name):
         return True
@@ -255,7 +256,7 @@ def _gptq(
     def rows(part: slice) -> Tensor:
         g_idx = torch.arange(inputs) // (inputs // groups) if order is None else all_of(order)
         if order is not None and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < groups:
-            raise ValueError(f"the tensor {f'{prefix}.g_idx'!r} names groups that are not there")
+            raise ValueError(f"the tensor {f'{prefix}.g_idx'!r} names groups that do not exist")
         own = slice(*part.indices(outputs))
         codes = qweight.file.get_slice(qweight.name)[:, own]
         wide = slice(own.start // PER_WORD * PER_WORD, -(-own.stop // PER_WORD) * PER_WORD)
@@ -289,13 +290,13 @@ def _awq(
 
 
 _WORDS = {GPTQ_METHOD.name: _gptq, AWQ_METHOD.name: _awq}
-"""The shape of a matrix in words and a reader of its rows, by the method of the checkpoint."""
+"""Functions that return the shape of a matrix in words and a reader of its rows, by the checkpoint's method."""
 
 
 def _listed(
     found: Mapping[str, Any], prefix: str, settings: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], Callable[[slice], Tensor]]:
-    """Codes of a codebook; a row may end within a byte, and ``weight_shape`` says where."""
+    """Return the shape and a reader of codes of a codebook; a row may end within a byte, as ``weight_shape`` tells."""
     codes, codebook = found[f"{prefix}.{LISTED}"], codebook_of(settings)
     outputs, inputs = (int(size) for size in all_of(side(found, prefix, "weight_shape", (2,))).tolist())
     if codes.shape != code_shape(codebook, outputs, inputs):
@@ -381,11 +382,12 @@ def _scaled(
 
 
 def _mxfp4(found: Mapping[str, Any], name: str) -> tuple[tuple[int, ...], Callable[..., Tensor]]:
-    """Experts of gpt-oss: ``[E, O, I / 32, 16]`` -> ``[E, I, O]``, as they are unquantized."""
+    """Return the shape and a reader of gpt-oss's experts: ``[E, O, I / 32, 16]`` -> ``[E, I, O]``, as they are
+    unquantized."""
     blocks = found[name]
     if len(blocks.shape) != 4 or blocks.shape[3] != MX_BLOCK // 2:
         raise ValueError(
-            f"{blocks.path}: the tensor {name!r} of shape {list(blocks.shape)} is no stack of MXFP4 blocks"
+            f"{blocks.path}: the tensor {name!r} of shape {list(blocks.shape)} is not a stack of MXFP4 blocks"
         )
     experts, outputs, groups, _ = blocks.shape
     return (experts, groups * MX_BLOCK, outputs), partial(_mxfp4_expert, *_stack(found, name))
@@ -403,12 +405,12 @@ def _mxfp4_expert(blocks: Any, scales: Any, part: Any) -> Tensor:
 
 
 def _expert_blocks(blocks: Any, scales: Any, expert: int, rows: slice, columns: slice) -> Tensor:
-    """Blocks as ggml has them: the exponent, then codes n and n + 16 in a byte; here neighbours share one."""
+    """Convert blocks to ggml's form: the exponent, then codes n and n + 16 in a byte; here neighbours share one."""
     part = within(blocks.shape[2] * MX_BLOCK, columns)
     if part.start % MX_BLOCK or part.stop % MX_BLOCK:
         raise ValueError(
             f"the tensor {blocks.name!r} packs {MX_BLOCK} numbers of a row together, and a cut at columns {part.start} "
-            f"and {part.stop} would part them; take fewer parts"
+            f"and {part.stop} would split them; take fewer parts"
         )
     codes, exponents = _mxfp4_parts(
         blocks, scales, (expert, rows, slice(part.start // MX_BLOCK, part.stop // MX_BLOCK))

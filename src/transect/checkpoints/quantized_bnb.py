@@ -35,17 +35,17 @@ class _State(NamedTuple):
 
 
 def is_packed(found: Mapping[str, Any], name: str) -> bool:
-    """True if the tensor ``name`` is such a matrix."""
+    """Return True if the tensor ``name`` is such a matrix."""
     return name.endswith(".weight") and f"{name}.quant_map" in found
 
 
 def is_side(name: str) -> bool:
-    """True if a tensor belongs to such a matrix."""
+    """Return True if a tensor belongs to such a matrix."""
     return ".weight." in name and (name.rpartition(".")[2] in SIDES or _STATE in name)
 
 
 def matrix(found: Mapping[str, Any], name: str) -> tuple[tuple[int, ...], Callable[[slice], Tensor]]:
-    """Return the shape of a matrix, and what makes the values of some of its rows, float32.
+    """Return the shape of a matrix, and a function that computes some of its rows, float32.
 
     Raises:
         ValueError: tensors are missing or do not fit together; the message names one.

@@ -23,9 +23,10 @@ from ..spec.numbers.registry import listed
 Packed = Callable[[slice, slice], PackedValues]
 T = TypeVar("T")
 LISTED = "weight_codes"
-"""The end of the name of codes of a codebook; ``weight_scale`` is beside them."""
+"""End of the name of a codebook's codes; ``weight_scale`` is beside them."""
 GROUPS = (32, 64, 128)
-"""Inputs that share a scale and a zero, where a kind of weight holds 4-bit codes; of more, multiples of the last."""
+"""Inputs that share a scale and a zero, in kinds of weight with 4-bit codes; larger groups are multiples of the
+last."""
 BLOCK = SCALE_BLOCK
 NONE = (None, None)
 
@@ -91,7 +92,7 @@ def _bytes(
 
 
 def packed_bits(found: Mapping[str, Any], prefix: str) -> int:
-    """Bits of a code of compressed-tensors' packed words: 8 where they are twice as many as those of 4 would be."""
+    """Return the bits of a code of compressed-tensors' packed words: 8 if there are twice as many words as for 4."""
     shape = found.get(f"{prefix}.weight_shape")
     told = [] if shape is None else all_of(shape).reshape(-1).tolist()
     words = found[f"{prefix}.weight_packed"].shape[1]
@@ -101,7 +102,7 @@ def packed_bits(found: Mapping[str, Any], prefix: str) -> int:
 def _packed_bytes(
     found: Mapping[str, Any], prefix: str, outputs: int, inputs: int
 ) -> tuple[MatrixLayout, Packed] | tuple[None, None]:
-    """Words of four codes, of which those with one scale for an output and no zero stay in 8 bits."""
+    """Read words of four codes, if they have one scale for an output and no zero, and thus stay in 8 bits."""
     stored, scale = found[f"{prefix}.weight_packed"], found[f"{prefix}.weight_scale"]
     if scale.shape != (outputs, 1) or any(f"{prefix}.weight_{name}" in found for name in ("zero_point", "g_idx")):
         return NONE
@@ -118,7 +119,7 @@ def _packed_bytes(
 
 
 def _rounds_inputs(settings: Mapping[str, Any]) -> bool:
-    """True if the checkpoint is made for activations that are rounded to 8 bits."""
+    """Return True if the checkpoint is made for activations that are rounded to 8 bits."""
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping):
         return True
@@ -134,7 +135,8 @@ def _words(
     order: Any,
     parts: Callable[[Mapping[str, Any], str], tuple[Tensor, Tensor, Tensor]],
 ) -> tuple[MatrixLayout, Packed] | tuple[None, None]:
-    """``parts`` gives codes ``[O, I]``, zeros as codes and scales ``[O, G]``; ``order`` is the tensor of groups."""
+    """Find the layout of words; ``parts`` returns codes ``[O, I]``, zeros as codes and scales ``[O, G]``; ``order`` is
+    the tensor of groups."""
     size = inputs // groups
     if inputs % groups or (size not in GROUPS and size % GROUPS[-1]):
         return NONE
@@ -173,7 +175,7 @@ def _words(
 def _listed(
     found: Mapping[str, Any], prefix: str, inputs: int, settings: Mapping[str, Any]
 ) -> tuple[ListedLayout, Packed]:
-    """Codes of a codebook."""
+    """Find the layout of codes of a codebook."""
     stored, scale = found[f"{prefix}.{LISTED}"], side(found, prefix, "weight_scale")
     layout = ListedLayout(codebook_of(settings))
     group, per_byte = layout.codebook.group, 8 // layout.codebook.code_bits
@@ -196,7 +198,7 @@ def _listed(
 
 
 def checked_codes(stored: Any, codebook: Codebook, codes: Tensor) -> Tensor:
-    """Bytes of codes of a file, of which each must be in the codebook.
+    """Return bytes of codes of a file after checking that all codes are in the codebook.
 
     Raises:
         ValueError: one is not.
@@ -225,7 +227,8 @@ def _awq_parts(settings: Mapping[str, Any], found: Mapping[str, Any], prefix: st
 
 
 _PARTS = {GPTQ_METHOD.name: _gptq_parts, AWQ_METHOD.name: _awq_parts}
-"""Codes ``[O, I]``, zeros as codes and scales ``[O, G]`` of a matrix in words, by the method of the checkpoint."""
+"""Functions that read codes ``[O, I]``, zeros as codes and scales ``[O, G]`` of a matrix in words, by the checkpoint's
+method."""
 
 
 def _parts_of(settings: Mapping[str, Any]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
@@ -291,7 +294,7 @@ def groups_of(settings: Mapping[str, Any], inputs: int, name: str) -> int:
 
 
 def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns that share a scale, where it is for blocks."""
+    """Return the rows and columns of a block that shares a scale; None without blocks."""
     found = settings.get("weight_block_size")
     groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():

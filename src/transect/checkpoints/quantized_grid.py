@@ -1,4 +1,4 @@
-"""The values that a matrix can have in 4 bits, and how they are chosen.
+"""The possible values of a matrix in 4 bits, and their choice.
 
 Shapes: O outputs, I inputs, g columns of a group, G = I / g.
 """
@@ -18,15 +18,15 @@ LOWEST, HIGHEST = 0, 15
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values that a matrix can have: ``scale (code - zero)`` with codes 0 to 15. scale and zero ``[O, G]`` float32,
-    zeros whole numbers."""
+    """Possible values of a matrix: ``scale (code - zero)`` with codes 0 to 15. scale and zero ``[O, G]`` float32, zeros
+    whole numbers."""
 
     scale: Tensor
     zero: Tensor
 
     @property
     def groups(self) -> int:
-        """G."""
+        """Number of groups in a row."""
         return self.scale.shape[1]
 
     @classmethod
@@ -35,14 +35,14 @@ class Grid:
         return cls(torch.cat([each.scale for each in grids]), torch.cat([each.zero for each in grids]))
 
     def codes(self, values: Tensor) -> Tensor:
-        """``[O, I]`` -> the nearest codes, int32 ``[O, I]``."""
+        """Return the nearest codes of ``[O, I]``, int32 ``[O, I]``."""
         size = values.shape[1] // self.groups
         wide = values.float().unflatten(1, (-1, size)) / self.scale[..., None] + self.zero[..., None]
         return wide.round_().clamp_(LOWEST, HIGHEST).to(torch.int32).flatten(1)
 
 
 def grid_of(weight: Tensor, group: int, weights: Tensor, dtype: torch.dtype, *, symmetric: bool) -> Grid:
-    """Return the grid for ``[O, I]`` that leaves the smallest error when each number goes to the nearest code.
+    """Return the grid for ``[O, I]`` with the smallest error when each number is rounded to the nearest code.
 
     Args:
         weights: weight of each column's square error, ``[I]``.

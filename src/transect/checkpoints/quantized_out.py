@@ -1,4 +1,4 @@
-"""A plain model as a quantized checkpoint, in layouts that transformers and vLLM load.
+"""Writing of a plain model as a quantized checkpoint, in layouts that transformers and vLLM load.
 
 The matrices of the layers are rounded; embedding, head, norms and routers stay as they are. The formats are those of
 ``spec/numbers`` that have a ``FileUse``, which makes the settings of config.json. The tensors are made here.
@@ -55,8 +55,8 @@ def encoded(
     group: int | None = None,
     kv_scales: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors under their Hugging Face names -> (tensors with the layers' matrices in the format, what config.json says
-    of it).
+    """Quantize tensors given by Hugging Face names; returns (tensors with the layers' matrices in the format, its entry
+    in config.json).
 
     Args:
         grids: of 4 bits, those that matrices lie on already, by name; the others are rounded to the nearest.
@@ -147,7 +147,7 @@ def _compressed_words(codes: Tensor, grid: Grid, dtype: torch.dtype) -> dict[str
 
 
 def _beside(codes: Tensor, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scales and zeros ``[G, O]``."""
+    """Return scales and zeros ``[G, O]``."""
     if len(codes) % PER_WORD:
         raise ValueError(f"a matrix of {len(codes)} rows cannot be packed in words of {PER_WORD} codes; take int4")
     return grid.scale.T.contiguous().to(dtype), grid.zero.T.to(torch.int32)
@@ -173,4 +173,4 @@ _GROUPED: Mapping[NumberFormat, Callable[[Tensor, Grid, torch.dtype], dict[str, 
     GPTQ: _gptq_words,
     AWQ: _awq_words,
 }
-"""The tensors of a matrix of codes in groups, by the ends of their names."""
+"""Functions that build the tensors of a matrix of codes in groups, by the ends of their names."""

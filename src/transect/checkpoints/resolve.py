@@ -1,4 +1,4 @@
-"""From the name that a user gives to the files of a model.
+"""Resolution of the name that a user gives to the files of a model.
 
 In this order: a directory in Hugging Face layout, a ``.gguf`` file, a built-in name (``pull.py``), a hub id
 (``organisation/name``, or ``organisation/name:Q4_K_M`` for the GGUF file of that type). With ``load_format="dummy"`` no
@@ -36,13 +36,13 @@ _HUB_GGUF = re.compile(r"([\w.-]{1,96}/[\w.-]{1,96}):([\w.-]{1,96})")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt"]
 _TOKENIZER_FILES = ["*.json", "*.jinja", "merges.txt", "vocab.txt"]
 _NO_LANGUAGE_MODEL = ["*mmproj*"]
-"""GGUF files of what turns images into embeddings."""
+"""GGUF files of models that turn images into embeddings."""
 _HUB_IGNORED = ["*/*", "consolidated*"]
 
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """The directory of an adapter in PEFT's layout, and the model that it is for."""
+    """The directory of an adapter in PEFT's layout, and its base model."""
 
     path: Path
     base: ModelSource
@@ -50,7 +50,7 @@ class AdapterPlace:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model is and what it is.
+    """The location and description of a model.
 
     Attributes:
         kind: ``hf`` (``path`` is a directory with config.json), ``gguf`` (``path`` is a file), or ``shape``: a
@@ -67,7 +67,7 @@ class ModelSource:
     name: str
     adapter: AdapterPlace | None = None
     text: Path | None = None
-    """A directory with a tokenizer in place of the model's."""
+    """Directory with a tokenizer that replaces the model's."""
 
     @property
     def text_folder(self) -> Path | None:
@@ -101,7 +101,7 @@ def resolve(
     revision: str | None = None,
     adapter: str | None = None,
 ) -> ModelSource:
-    """Find a model, fetching it if need be.
+    """Find a model, downloading it if necessary.
 
     Args:
         name: a directory, a ``.gguf`` file, a built-in name or a hub id. The directory of an adapter stands for the
@@ -122,7 +122,7 @@ def resolve(
             allow_download,
         )
     if not name or "\0" in name:
-        raise ValueError(f"{name!r} is no model name; give {_choices()}")
+        raise ValueError(f"{name!r} is not a model name; give {_choices()}")
     path = Path(name).expanduser()
     of_hub = _HUB_ID.fullmatch(name) or _HUB_GGUF.fullmatch(name)
     if revision is not None and (load_format == "dummy" or path.exists() or not of_hub):
@@ -160,7 +160,7 @@ def resolve(
 
 
 def tokenizer_files(name: str, *, revision: str | None = None) -> Path:
-    """Where the tokenizer of that name is: a directory with tokenizer.json, or a GGUF file. Weights are not fetched.
+    """Find the tokenizer of that name: a directory with tokenizer.json, or a GGUF file. Weights are not downloaded.
 
     Args:
         name: a directory, a ``.gguf`` file, a built-in name or a hub id.
@@ -227,7 +227,7 @@ def _choices() -> str:
 
 
 def _near_paths(path: Path) -> str:
-    """Names beside a path that does not exist which look like it."""
+    """Suggest similar names beside a path that does not exist."""
     try:
         beside = [entry.name for entry in path.parent.iterdir()]
     except OSError:
@@ -283,7 +283,7 @@ def _from_directory(path: Path, name: str) -> ModelSource:
         hint = f"; give one of its GGUF files: {', '.join(files[:5])}" if files else ""
         if (path / "last").is_dir():
             hint = f": it is a training run, whose newest checkpoint is {path / 'last'}"
-        raise ValueError(f"the directory {path} has no config.json, so it is no model in Hugging Face layout{hint}")
+        raise ValueError(f"the directory {path} has no config.json, so it is not a model in Hugging Face layout{hint}")
     config = from_hf_directory(path)
     if config.tied_embeddings and has_own_head(path):
         log.warning("%s has a head with values of its own, so tie_word_embeddings of its config.json is not true", name)
@@ -294,7 +294,7 @@ def _from_directory(path: Path, name: str) -> ModelSource:
 def _from_file(path: Path, name: str) -> ModelSource:
     path = path.absolute()  # not resolved: the hub's cache has links to files with other names
     if path.suffix.lower() != ".gguf":
-        raise ValueError(f"{path} is no .gguf file; give {_choices()}")
+        raise ValueError(f"{path} is not a .gguf file; give {_choices()}")
     file = GGUFFile.open(path)
     try:
         config = from_gguf(file.metadata, file.tensors)
@@ -316,8 +316,8 @@ def _from_builtin(name: str, allow_download: bool, progress: Progress | None) ->
 
 
 def _hub_gguf(name: str, wanted: str, allow_download: bool, revision: str | None) -> Path:
-    """Return the GGUF file of a hub id whose name says ``wanted``; of one in parts the first. Nothing else is fetched:
-    F16 is no BF16, and Q4_K no Q4_K_M."""
+    """Return the GGUF file of a hub id whose name contains ``wanted`` as a word; of several parts the first. Nothing
+    else is downloaded: F16 does not match BF16, nor Q4_K Q4_K_M."""
     spellings = dict.fromkeys((wanted, wanted.upper(), wanted.lower()))
     patterns = [f"{before}{each}[!a-zA-Z0-9_]*gguf" for each in spellings for before in ("", "*[!a-zA-Z0-9]")]
     folder = _from_hub(name, allow_download, revision=revision, patterns=patterns, ignored=_NO_LANGUAGE_MODEL)

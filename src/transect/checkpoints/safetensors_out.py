@@ -1,4 +1,4 @@
-"""Safetensors and JSON files on their way to a disk: a file has its name when it is whole."""
+"""Writing of safetensors and JSON files: a file gets its name when it is complete."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_json(value: dict[str, Any], path: Path) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A path to write to instead of ``path``; if all goes well, what is there is flushed and moved to ``path``."""
+    """Yield a path to write to instead of ``path``; on success the file is flushed and moved to ``path``."""
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=path.parent) as folder:
         part = Path(folder) / path.name
         yield part

@@ -82,7 +82,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _reader_gone() -> int:
-    """Stay quiet after the reader of our output has closed the pipe (`| head`), also at the interpreter's exit."""
+    """Suppress errors after the reader of our output has closed the pipe (`| head`), also at the interpreter's exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 

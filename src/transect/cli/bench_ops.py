@@ -44,7 +44,7 @@ def command(
         bool, typer.Option("--list", help="Name the operators and their cases, and measure nothing.")
     ] = False,
 ) -> int:
-    """Measured time, floor and % of floor of every operator at its real shapes, with every peer in the same run."""
+    """Measure every operator at its real shapes: time, floor, % of floor, with every peer in the same run."""
     from ..hardware.device import detect
     from ..ops.registry import all_ops, get
 
@@ -123,7 +123,7 @@ def _list(wanted: list[Op], found: Device) -> None:
 
 
 def _run(limits: Ceilings, found: Device) -> dict[str, Any]:
-    """The machine and the software that measured the rows."""
+    """Describe the machine and the software that measured the rows."""
     from dataclasses import asdict
     from datetime import UTC, datetime
 

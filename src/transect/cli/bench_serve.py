@@ -29,7 +29,7 @@ def command(
     request_rate: Annotated[
         list[float] | None,
         typer.Option(
-            help="Requests per second, arriving by chance (open loop); inf: all at once. May be given again. "
+            help="Requests per second, with random arrival times (open loop); inf: all at once. May be given again. "
             "Default: 1, unless --concurrency or --trace is given."
         ),
     ] = None,
@@ -139,7 +139,7 @@ def _object(text: str) -> dict[str, Any]:
     try:
         value = loads(text)
     except JSONDecodeError as error:
-        raise ValueError(f"--extra-body is no JSON ({error}): give an object such as '{{\"top_k\": 20}}'") from None
+        raise ValueError(f"--extra-body is not JSON ({error}): give an object such as '{{\"top_k\": 20}}'") from None
     if not isinstance(value, dict):
         raise ValueError("--extra-body must be a JSON object, such as '{\"top_k\": 20}'")
     return value

@@ -1,4 +1,4 @@
-"""Shared parts of the ``bench`` commands: an engine and the inputs of its floor, energy, tables and files."""
+"""Parts that the ``bench`` commands share: an engine and the inputs of its floor, energy, tables and files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALONE = RankLayout()
 """One rank."""
 
 WIDTH = 132
-"""Width of tables in a file or a narrow terminal: enough that no figure is broken in two."""
+"""Width of tables in a file or a narrow terminal, so that no number is split."""
 
 Model = Annotated[str, typer.Option(help="A built-in name, a .gguf file, a directory or a hub id.")]
 Runs = Annotated[int, typer.Option(min=1, help="Measured runs, after one that warms up; the median is shown.")]
@@ -37,7 +37,7 @@ Json = Annotated[Path | None, output_file("--json", help="Write all figures to t
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """An engine, and what its floor is computed from."""
+    """An engine, with the inputs of its floor."""
 
     llm: LLM
     config: ModelConfig
@@ -49,17 +49,17 @@ class Subject:
     """The ranks that have a device each; on a CPU they share its cores, and are as one."""
 
     def explain(self, parts: Iterable[Mapping[str, float]]) -> None:
-        """Say why, where a share of what the device can do is above 1."""
+        """Explain a share of the device's ceiling above 1."""
         highest = max((part[name] for part in parts for name in ("of_floor", "mbu", "mfu")), default=0.0)
         if highest > 1:
             print(
-                f"transect: {highest:.0%} of what the device can do means that this was {self.measured}, and seen too "
-                "low: `transect hardware --again` measures it anew, best while nothing else runs"
+                f"transect: {highest:.0%} of the device's ceiling means that the ceiling, {self.measured}, is too low: "
+                "measure it again with `transect hardware --again` while nothing else runs"
             )
 
 
 def subject(settings: EngineConfig, shorter: str) -> Subject:
-    """Load the model; the device's ceilings are measured before, unless they are known.
+    """Load the model, after measuring the device's ceilings unless they are known.
 
     Args:
         settings: with the ``max_model_len`` that the work needs.
@@ -115,7 +115,7 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
 
 
 def device_type(device: str) -> str:
-    """``cpu`` or ``cuda``, for a device option.
+    """Return ``cpu`` or ``cuda`` for a device option.
 
     Raises:
         ValueError: there is no such device.
@@ -128,7 +128,7 @@ def device_type(device: str) -> str:
 
 
 def meter(wanted: bool, gpu: int) -> Callable[[], AbstractContextManager[EnergyMeter | None]]:
-    """A function that makes an energy meter for each measured run, or one that measures nothing.
+    """Return a function that makes an energy meter for each measured run, or one that measures nothing.
 
     Raises:
         ValueError: energy is wanted and cannot be had here.
@@ -142,7 +142,7 @@ def meter(wanted: bool, gpu: int) -> Callable[[], AbstractContextManager[EnergyM
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on standard output."""
+    """Print a table to standard output."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -156,14 +156,14 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int]:
-    """Median, extremes, number of runs."""
+    """Return the median, the extremes, and the number of runs."""
     import statistics
 
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)}
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:
-    """Write the result with its environment, if a file was asked for."""
+    """Write the result with its environment, if a file was requested."""
     if path is None:
         return
     from ..bench.environment import environment

@@ -40,7 +40,7 @@ def command(
     json: Json = None,
     **given: Any,
 ) -> None:
-    """Many sequences at once: the protocol of nano-vllm's and mini-sglang's benchmarks.
+    """Run many sequences at once: the protocol of nano-vllm's and mini-sglang's benchmarks.
 
     256 sequences, prompts and outputs of 100 to 1024 tokens (142,827 in, 133,966 out), temperature 0.6, no early end.
     Take fewer or shorter ones on small machines.

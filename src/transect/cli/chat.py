@@ -34,14 +34,14 @@ def command(
     from ..engine.scheduling.sampling_params import SamplingParams
     from ..text.inert import chat_tokens
     from ..text.template_worker import TemplateApart
-    from .session import Session
+    from .session import EngineSession
 
     asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
     given = {name: value for name, value in asked.items() if value is not None}
     SamplingParams(max_tokens=max_tokens, seed=seed, **given)  # says what is wrong before a model is loaded
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives input() line editing and history)
-    with Session(engine_config(model, **settings, max_num_seqs=1)) as session:
+    with EngineSession(engine_config(model, **settings, max_num_seqs=1)) as session:
         engine = session.engine
         template = engine.chat_template
         if template is None:
@@ -77,7 +77,7 @@ def command(
 
 
 def _read() -> str | None:
-    """A line from the user, or None at the end of the input."""
+    """Read a line from the user; None at the end of the input."""
     try:
         return input("> ").strip()
     except EOFError:

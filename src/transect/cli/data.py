@@ -1,4 +1,4 @@
-"""``transect data``: prepare what a model is trained on, and look at it."""
+"""``transect data``: prepare training data, and inspect it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..train.data.batches import Batch
 
 MARKS = ("[[", "]]")
-"""Around what is trained on, where colours cannot show it."""
+"""Marks around trained text in output without colours."""
 
 Columns = Annotated[
     list[str] | None, typer.Option(metavar="KEY=HEADER", help="As data.columns of a run: question=Frage. Repeatable.")
@@ -153,7 +153,7 @@ def show(
 
 
 def _named(columns: list[str] | None) -> dict[str, str]:
-    """``KEY=HEADER`` options as ``data.columns``. ValueError for one that has no ``=``."""
+    """Parse ``KEY=HEADER`` options to ``data.columns``. Raises ValueError for one without ``=``."""
     pairs = [each.partition("=") for each in columns or ()]
     if strange := [key for key, equals, _ in pairs if not equals]:
         raise ValueError(f"--columns takes KEY=HEADER, such as question=Frage, not {strange[0]!r}")
@@ -161,7 +161,7 @@ def _named(columns: list[str] | None) -> dict[str, str]:
 
 
 def _documents(batch: Batch, tokenizer: Tokenizer, before: str, after: str) -> list[Text]:
-    """The documents of a micro-batch; what is trained on is bold green, and between ``before`` and ``after``."""
+    """Return the documents of a micro-batch; trained text is bold green, and between ``before`` and ``after``."""
     from rich.text import Text
 
     from ..train.data.batches import IGNORE

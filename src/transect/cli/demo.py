@@ -1,4 +1,4 @@
-"""``transect demo``: the real server, and eight people who ask it something at once."""
+"""``transect demo``: the real server with eight concurrent chats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .demo_view import Gauges, Talk, View, summary
+from .demo_view import DemoView, Gauges, Talk, summary
 from .engine_options import BUILTIN, ModelArgument
 from .settings import output_file
 
@@ -44,7 +44,7 @@ def command(
 
 
 def run(model: str, max_tokens: int, svg: Path | None, options: Sequence[str]) -> None:
-    """Run the demo with further ``options`` of ``transect serve``.
+    """Run the demo with additional ``options`` of ``transect serve``.
 
     Raises:
         ValueError: a chat failed, or the server did.
@@ -60,7 +60,7 @@ def run(model: str, max_tokens: int, svg: Path | None, options: Sequence[str]) -
     with own_server(model, *options) as url:
         talks = [Talk(number, question) for number, question in enumerate(QUESTIONS, start=1)]
         gauges = Gauges()
-        with View(console, talks, gauges, picture_width=None if svg is None else WIDTH) as view:
+        with DemoView(console, talks, gauges, picture_width=None if svg is None else WIDTH) as view:
             asyncio.run(_talk_all(url, talks, gauges, view, max_tokens))
         table = summary(talks, gauges)
         console.print(table)
@@ -71,7 +71,7 @@ def run(model: str, max_tokens: int, svg: Path | None, options: Sequence[str]) -
 
 @contextmanager
 def own_server(model: str, *options: str) -> Iterator[str]:
-    """A server on a free port for the length of the block; gives its URL.
+    """Run a server on a free port for the length of the block; yields its URL.
 
     Args:
         options: further ones of ``transect serve``.
@@ -103,7 +103,7 @@ def own_server(model: str, *options: str) -> Iterator[str]:
                 process.wait()
 
 
-async def _talk_all(url: str, talks: list[Talk], gauges: Gauges, view: View, max_tokens: int) -> None:
+async def _talk_all(url: str, talks: list[Talk], gauges: Gauges, view: DemoView, max_tokens: int) -> None:
     import httpx
 
     async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False) as client:
@@ -124,7 +124,7 @@ async def _watch(client: httpx.AsyncClient, gauges: Gauges) -> None:
         await asyncio.sleep(0.2)
 
 
-async def _talk(client: httpx.AsyncClient, talk: Talk, view: View, max_tokens: int) -> None:
+async def _talk(client: httpx.AsyncClient, talk: Talk, view: DemoView, max_tokens: int) -> None:
     body = {
         "messages": [{"role": "user", "content": talk.question}],
         "max_tokens": max_tokens,
@@ -143,7 +143,7 @@ async def _talk(client: httpx.AsyncClient, talk: Talk, view: View, max_tokens: i
     view.finished(talk)
 
 
-def _take(event: dict[str, Any], talk: Talk, view: View) -> None:
+def _take(event: dict[str, Any], talk: Talk, view: DemoView) -> None:
     if "error" in event:
         raise ValueError(f"a chat failed: {event['error']['message']}")
     for choice in event["choices"]:

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 WIDTH = 160
-"""Letters of a line."""
+"""Characters in a line."""
 _FONT = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)
 
 
 def svg_of(parts: list[RenderableType], title: str) -> str:
-    """A terminal's window with these parts below each other. It loads no font from elsewhere."""
+    """Render a terminal window with these parts below each other as SVG. It loads no font from the network."""
     from rich.console import Console
 
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")

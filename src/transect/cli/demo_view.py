@@ -59,7 +59,7 @@ class Gauges:
         self.waiting = float(values.get("transect_requests_waiting", 0))
 
 
-class View:
+class DemoView:
     """Show chats while they run; used as a context manager.
 
     In a terminal the picture is redrawn; elsewhere (a file, a CI log) each event is one line.
@@ -78,7 +78,7 @@ class View:
         if console.is_terminal:
             self._live = Live(get_renderable=self._picture, console=console, refresh_per_second=8)
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> DemoView:
         if self._live is not None:
             self._live.start()
         return self
@@ -88,12 +88,12 @@ class View:
             self._live.stop()
 
     def started(self, talk: Talk) -> None:
-        """Called when a talk has its first token."""
+        """Report that a talk has its first token."""
         if self._live is None:
             self._line(f"chat {talk.number}: first token after {talk.first_s:.2f} s")
 
     def finished(self, talk: Talk) -> None:
-        """Called when a talk has ended."""
+        """Report that a talk has ended."""
         ended = sum(each.finish_reason is not None for each in self._talks)
         if self._picture_width is not None and not self.pictures and ended >= min(2, len(self._talks)):
             self.pictures.append(self._picture_of(self._picture_width, 26))
@@ -147,7 +147,7 @@ class View:
 
 
 def _tail(text: str, width: int, lines: int) -> RenderableType:
-    """The last lines of a text, wrapped."""
+    """Return the last lines of a text, wrapped."""
     from rich.text import Text
 
     wrapped: list[str] = []
@@ -164,7 +164,7 @@ def _tail(text: str, width: int, lines: int) -> RenderableType:
 
 
 def summary(talks: list[Talk], gauges: Gauges) -> Table:
-    """The table at the end."""
+    """Build the table shown at the end."""
     from rich import box
     from rich.table import Table
 

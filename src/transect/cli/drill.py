@@ -64,7 +64,7 @@ async def _drill(url: str, how: str, after: float, say: Any) -> tuple[Table, boo
         say(f"{len(SHOWN)} streams at once, undisturbed")
         calm = await _round(client, None)
         health = (await client.get("/health")).json()
-        pid = health["engine_pid"]
+        pid = health["engine_pids"][0]
 
         async def hit() -> None:
             await asyncio.sleep(after)

@@ -27,16 +27,16 @@ WHERE_IT_RUNS = (
     *("device", "dtype", "quantization", "kv_cache_dtype", "cpu_offload_gb", "offload_folder", "threads", "native"),
     *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
 )
-"""Settings for every command with an engine."""
+"""Settings of every command with an engine."""
 HOW_IT_RUNS = (
     *("load_format", "deterministic", "gpu_memory_utilization", "cuda_graphs", "async_scheduling"),
     *("fused_operators", "dependent_launch", "device_sampling"),
 )
-"""Settings for commands that serve or measure an engine."""
+"""Settings of commands that serve or measure an engine."""
 
 
 def engine_settings(*names: str, without: Collection[str] = ()) -> tuple[Setting, ...]:
-    """Settings of an engine by name; without names, all that can be options, but those in ``without``."""
+    """Return settings of an engine by name; without names, all that can be options except ``without``."""
     known = {each.name: each for kind in (EngineConfig, GPUOptions) for each in settings_of(kind)}
     return tuple(known[name] for name in names or [name for name in known if name not in without])
 
@@ -78,7 +78,7 @@ def takes(*settings: Setting, **defaults: Any) -> Callable[[Command], Command]:
 
 
 def _joins(parameter: inspect.Parameter) -> bool:
-    """True for a command's own option that joins a group of settings: it is shown after them."""
+    """Return True if a command's own option joins a group of settings: it is shown after them."""
     facts = getattr(parameter.annotation, "__metadata__", ())
     return any(getattr(each, "rich_help_panel", None) for each in facts) and parameter.default is not inspect._empty
 
@@ -93,8 +93,10 @@ def _default(setting: Setting, defaults: dict[str, Any]) -> Any:
 
 
 def _hint(setting: Setting) -> Any:
-    """The annotation that typer reads an option from."""
+    """Build the annotation that typer reads an option from."""
     kind: Any = next((each for each in (bool, int, float) if each in setting.kinds), str)
+    if setting.choices and all(isinstance(each, int) for each in setting.choices):
+        kind = int
     several = [get_args(each)[0] for each in setting.kinds if get_origin(each) is tuple]
     kind = list[several[0]] if several else kind  # type: ignore[valid-type]
     names = [f"--{setting.option}", *(f"--{each.replace('_', '-')}" for each in setting.about.also)]
@@ -106,8 +108,8 @@ def _hint(setting: Setting) -> Any:
     if several and isinstance(setting.default, tuple) and setting.default:
         text += f"  [default: {', '.join(setting.default)}]"
     options: dict[str, Any] = {"help": text, "rich_help_panel": setting.group or None}
-    if setting.choices and kind is str:
-        options["metavar"] = "|".join(setting.choices)
+    if setting.choices:
+        options["metavar"] = "|".join(map(str, setting.choices))
     elif _is_table(setting):
         options["metavar"] = "JSON"
     if kind in (int, float):
@@ -123,7 +125,7 @@ def _is_table(setting: Setting) -> bool:
 
 
 def _value(setting: Setting, value: Any) -> Any:
-    """The value of a field from the value of its option."""
+    """Convert the value of an option to the value of its field."""
     if isinstance(value, str) and _is_table(setting):
         return json_object(value, f"--{setting.option}")
     if isinstance(value, list):
@@ -132,10 +134,10 @@ def _value(setting: Setting, value: Any) -> Any:
 
 
 def listed(values: list[Any], option: str) -> tuple[Any, ...]:
-    """The values of an option that may be given again, be a JSON list (as vLLM has it), or be empty.
+    """Parse an option that may be repeated, be a JSON list (as in vLLM), or be empty.
 
     Raises:
-        ValueError: a value begins as a JSON list and is none.
+        ValueError: a value begins like a JSON list but is not one.
     """
     found: list[Any] = []
     for value in values:
@@ -150,7 +152,7 @@ def listed(values: list[Any], option: str) -> tuple[Any, ...]:
 
 
 def engine_config(model: str, **settings: Any) -> EngineConfig:
-    """An ``EngineConfig`` of the settings that were given, those of its ``gpu`` among them; None leaves a field at its
+    """Build an ``EngineConfig`` of the given settings, including those of its ``gpu``; None leaves a field at its
     default.
 
     The model is found, and fetched if needed, before anything starts, so that Ctrl-C ends a download at once.
@@ -168,7 +170,7 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
 
 
 def json_object(text: str, option: str) -> dict[str, Any]:
-    """The JSON object in an option's value.
+    """Parse the JSON object in an option's value.
 
     Raises:
         ValueError: it is none.

@@ -20,16 +20,16 @@ VARIABLES = {
     "TRANSECT_CXXFLAGS": "Further flags for the compiler of the C++ kernels, after our own.",
     "TRANSECT_DEBUG": "If set, a command that fails shows a traceback.",
 }
-"""Names that belong to no single option, with their meanings."""
+"""Variables that belong to no single option, with their meanings."""
 
 _OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP|SCTP).*)?$")
-"""Kubernetes sets these in every pod if a service there is called `transect`."""
+"""Pattern of variables that Kubernetes sets in every pod if a service is called `transect`."""
 
 
 def unknown_variables(
     environment: Mapping[str, str], context: Any, commands: Collection[str]
 ) -> Iterator[tuple[str, str | None]]:
-    """Find variables that nothing reads, each with the nearest name that something does read (None if none is near).
+    """Find variables that no option reads, each with the nearest known name (None if none is near).
 
     Args:
         environment: as ``os.environ``.
@@ -50,6 +50,6 @@ def unknown_variables(
 
 
 def warning(name: str, near: str | None) -> str:
-    """Say that a variable is ignored."""
+    """Return the warning that a variable is ignored."""
     hint = f" (did you mean {near}?)" if near else ""
     return f"transect: the environment variable {name} is not known{hint}: it is ignored"

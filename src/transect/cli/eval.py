@@ -55,7 +55,7 @@ def command(
         meant["--quantization"] = settings.pop("quantization")
         if others := [option for option, value in meant.items() if value is not None]:
             raise ValueError(
-                f"{', '.join(others)} means nothing to --formats, which compares a model as it is: leave it out"
+                f"{', '.join(others)} has no effect with --formats, which compares a model as it is: leave it out"
             )
         given = {name: value for name, value in settings.items() if value is not None}
         _formats(model, formats, text, window, given, plot, json, calibrate, calibrate_tokens)
@@ -96,7 +96,7 @@ def _formats(
     calibrate: Path | None,
     calibrate_tokens: int,
 ) -> None:
-    """One table of all formats. ``engine``: settings of the ``LLM`` that measures, its dtype among them."""
+    """Compare all formats in one table. ``engine``: settings of the measuring ``LLM``, including its dtype."""
     from dataclasses import asdict
 
     from ..bench.compare_formats import draw, formats_of, measure_all

@@ -1,4 +1,4 @@
-"""``transect explain``: what happens inside. Sub-commands look at one thing each."""
+"""``transect explain``: analyses of requests, runs and programs, one per sub-command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def explain() -> None:
 
 @application.command("backward")
 def backward(
-    subject: Annotated[str, typer.Argument(help="A model, or a Python file that leaves `loss` or defines `loss()`.")],
+    subject: Annotated[str, typer.Argument(help="A model, or a Python file that assigns `loss` or defines `loss()`.")],
     tokens: Annotated[int, typer.Option(help="Tokens of a model's batch: random ones, in two documents.", min=4)] = 64,
     task: Annotated[str, typer.Option(help="Task of a model: finetune, or lora (a frozen base).")] = "finetune",
     precision: Annotated[str, typer.Option(help="Precision of a model: float32 or bfloat16.")] = "float32",
@@ -71,7 +71,7 @@ def request(
     api_key: ApiKey = None,
     as_json: Json = False,
 ) -> None:
-    """Where a request's time went: its bill, from its arrival to its last token. The parts add up to the whole."""
+    """Show a request's bill: its time by cause, from its arrival to its last token. The parts add up to the whole."""
     import json
 
     from ..explain.engine.bill import bill
@@ -128,7 +128,7 @@ def replay(
 
 
 AGAIN_S = 10.0
-"""A program without steps that took no longer is run again to time it."""
+"""Longest run, in seconds, of a program without steps that is repeated to time it."""
 HtmlFile = Annotated[Path | None, output_file("--html", help="Write the report as one page that loads nothing.")]
 JsonFile = Annotated[Path | None, output_file("--json", help="Write all figures to this file.")]
 
@@ -216,7 +216,7 @@ def _script(words: list[str], stdin: Any) -> Any:
     from ..explain.program.script import Input, Script
 
     if words and words[0].startswith("--"):
-        raise ValueError(f"{words[0]} is no option of transect explain run; see its --help")
+        raise ValueError(f"{words[0]} is not an option of transect explain run; see its --help")
     if words and re.fullmatch(r"python[\d.]*t?", Path(words[0]).name):
         words = words[1:]
     if words[:1] == ["-u"]:

@@ -32,7 +32,7 @@ def command(
     from ..engine.scheduling.sampling_params import SamplingParams
     from ..text.inert import chat_tokens
     from ..text.template_worker import TemplateApart
-    from .session import Session
+    from .session import EngineSession
 
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
@@ -40,7 +40,7 @@ def command(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
     )
-    with Session(engine_config(model, **settings, max_num_seqs=1)) as session:
+    with EngineSession(engine_config(model, **settings, max_num_seqs=1)) as session:
         engine = session.engine
         if chat:
             if engine.chat_template is None:

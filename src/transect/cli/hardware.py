@@ -1,4 +1,4 @@
-"""``transect hardware``: the device of this machine and what it can do, measured; or a preset's published figures."""
+"""``transect hardware``: this machine's device and its measured ceilings, or a preset's published figures."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _measured(which: str, again: bool, json: bool) -> None:
 
 
 def topology_rows(found: Topology) -> Rows:
-    """NUMA nodes and links, one a line."""
+    """List NUMA nodes and links, one a line."""
     rows = [
         (f"NUMA node {node.number}", f"CPUs {node.cpus}, {node.memory_bytes / 1e9:.1f} GB")
         for node in found.nodes
@@ -76,7 +76,7 @@ def topology_rows(found: Topology) -> Rows:
 
 
 def ceiling_rows(limits: Ceilings) -> Rows:
-    """Each ceiling with its unit."""
+    """List each ceiling with its unit."""
     rows = [("memory", f"{limits.memory_bytes / 1e9:.1f} GB")] if limits.memory_bytes else []
     rows += [
         ("read", f"{limits.read_bytes_per_second / 1e9:.1f} GB/s"),

@@ -1,4 +1,4 @@
-"""``transect inspect``: what an operator's kernels become on a GPU that need not be there."""
+"""``transect inspect``: compiled forms of an operator's kernels, for a GPU that need not be present."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def command(
     stage: Annotated[str | None, typer.Option(help="Print this stage: ttir, ttgir, llir, ptx, sass or amdgcn.")] = None,
     kernel: Annotated[str, typer.Option(help="Only kernels whose name contains this.")] = "",
 ) -> None:
-    """Registers, spills, shared memory, occupancy and memory accesses of an operator's kernels; no GPU needed."""
+    """Show registers, spills, shared memory, occupancy and memory accesses of an operator's kernels; no GPU needed."""
     from ..ops.registry import all_ops, get
     from ..ops.tools.compile import missing_tools
     from ..ops.tools.inspection import cells, inspect, stage_text

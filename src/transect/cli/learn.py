@@ -51,7 +51,7 @@ def start(
     rung: Name,
     folder: Folder,
     solution: Annotated[bool, typer.Option("--solution", help="The shipped solution instead of the hole.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Write over a program that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing program.")] = False,
 ) -> None:
     """Write a folder with a page to read, a program with a hole, a test and hints."""
     from ..learn.folder import write
@@ -77,7 +77,7 @@ def check(
     from ..hardware.device import detect
     from ..hardware.measured import ceilings
     from ..learn.folder import program
-    from ..learn.grade.check import check as graded
+    from ..learn.grade.grader import check as graded
     from ..learn.progress import note
     from ..learn.registry import get, unlocks
 
@@ -130,8 +130,8 @@ def use(
 ) -> None:
     """Run the demo's eight chats on a live server with your piece inside."""
     from ..learn.folder import program
+    from ..learn.live import server_options
     from ..learn.registry import get
-    from ..learn.using import server_options
     from .demo import run
 
     found = get(rung)

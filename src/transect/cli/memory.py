@@ -1,4 +1,4 @@
-"""``transect memory``: what a run needs before it starts, whether that fits, and what to change if it does not."""
+"""``transect memory``: the memory of a run before it starts, and the smallest change that makes it fit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .engine_options import engine_settings, takes
+from .memory_training import OPTIONS, is_run, run_of, run_settings, show_training
 
 if TYPE_CHECKING:
     from ..checkpoints.resolve import ModelSource
@@ -19,14 +20,11 @@ SERVING = (
     *("context", "max_num_seqs", "max_num_batched_tokens", "dtype", "quantization", "kv_cache_dtype"),
     *("cpu_offload_gb", "offload_folder", "link"),
 )
-"""Options that mean something for an engine alone."""
-TRAINING = (
-    *("task", "objective", "precision", "optimizer", "checkpointing", "micro_batch", "seq_len", "accumulate", "rank"),
-    *("dp", "zero", "fsdp", "cp", "sp", "reduce", "offload", "offload_all", "changes"),
-)
-"""Options that mean something for a run; all but ``dp`` for a run alone."""
+"""Options that apply to engines only."""
+TRAINING = (*OPTIONS, "dp", "fsdp", "offload", "offload_all", "changes")
+"""Options that apply to training runs; all but ``dp`` to those only."""
 LEAST_BUDGET = 1 << 20
-"""Bytes. Who gives fewer has left the unit out."""
+"""Fewest bytes of a budget; smaller numbers lack their unit."""
 TYPICAL_LINK = 55e9
 """Bytes per second from pinned host memory over PCIe 5.0 x16."""
 
@@ -34,6 +32,10 @@ TYPICAL_LINK = 55e9
 @takes(
     *engine_settings("max_num_seqs", "max_num_batched_tokens", "dtype", "quantization", "kv_cache_dtype"),
     *engine_settings("cpu_offload_gb", "offload_folder"),
+    *run_settings(),
+    precision="bfloat16",
+    accumulate=None,
+    zero=None,
 )
 def command(
     call: typer.Context,
@@ -59,19 +61,6 @@ def command(
     device: Annotated[
         str, typer.Option(help="cuda, cpu, or auto: a GPU if one is here or its memory is given.")
     ] = "auto",
-    task: Annotated[str, typer.Option(help="--train: pretrain, finetune, lora or qlora.")] = "finetune",
-    objective: Annotated[
-        str, typer.Option(help="--train: next_token, dpo, orpo, kto, grpo or distill.")
-    ] = "next_token",
-    precision: Annotated[str, typer.Option(help="--train: float32, bfloat16 or mixed.")] = "bfloat16",
-    optimizer: Annotated[str, typer.Option(help="--train: adamw, adamw8bit, lamb, muon, ...")] = "adamw",
-    checkpointing: Annotated[str, typer.Option(help="--train: none, selective, full, or auto: what fits.")] = "auto",
-    micro_batch: Annotated[int, typer.Option(help="--train: tokens of one forward pass.")] = 4096,
-    seq_len: Annotated[int, typer.Option(help="--train: longest document.")] = 1024,
-    accumulate: Annotated[
-        int | None, typer.Option(min=1, help="--train: micro-batches to a step of all ranks; default: the fewest.")
-    ] = None,
-    rank: Annotated[int, typer.Option(help="--train: of adapters.")] = 16,
     context: Annotated[int | None, typer.Option(help="--serve: longest sequence; default: the model's.")] = None,
     tp: Annotated[
         int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Devices that share each layer.")
@@ -89,26 +78,19 @@ def command(
             "--dp", "--data-parallel-size", min=1, help="--train: ranks with other micro-batches. --serve: engines."
         ),
     ] = 1,
-    zero: Annotated[int | None, typer.Option(min=0, max=3, help="--train: what is cut over the --dp ranks.")] = None,
     fsdp: Annotated[int | None, typer.Option(min=1, help="--train: --dp N --zero 3.")] = None,
-    cp: Annotated[
-        int, typer.Option("--cp", "--context-parallel-size", min=1, help="--train: ranks that share a sequence.")
-    ] = 1,
-    sp: Annotated[bool, typer.Option("--sp", help="--train: --tp ranks share the tokens of norms too.")] = False,
-    reduce: Annotated[str, typer.Option(help="--train: float32 or bfloat16, for sums of gradients.")] = "float32",
     offload: Annotated[bool, typer.Option("--offload", help="--train: optimizer and masters on the host.")] = False,
     offload_all: Annotated[bool, typer.Option("--offload-all", help="--train: weights too, layer by layer.")] = False,
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="--train: KEY=VALUE of a run's file, such as lora.dora=true.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
-    **engine: Any,
+    **settings: Any,
 ) -> int:
     """Account for memory, term by term, before a device is touched. Exit with 1 if it does not fit."""
     from ..checkpoints.resolve import described
     from ..costs.presets import preset
     from ..costs.units import gib, parse_bytes
-    from .memory_training import is_run, run_of, show_training
 
     options = dict(call.params)
     given = {name for name in options if call.get_parameter_source(name).name in ("COMMANDLINE", "ENVIRONMENT")}  # type: ignore[union-attr]
@@ -136,6 +118,7 @@ def command(
         print(f"{card.name}: {card.device}, {gib(card.memory_bytes)} (data sheet figures, not measured)")
     if run is not None:
         return 0 if show_training(run, source, kind, budget, json) else 1
+    engine = {name: value for name, value in settings.items() if name not in OPTIONS}
     engine |= {"max_model_len": context, "tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     engine |= _sharing(tp, ep, dp)
     streamed, engines = _link(kind, link, card), dp if ep == 1 else 1
@@ -198,7 +181,7 @@ def _device(name: str, memory: str | None) -> str:
     if name == "auto":
         return "cuda" if memory is not None or torch.cuda.is_available() else "cpu"
     if name == "cuda" and memory is None and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here whose free memory could be asked: give --gpu or --device-memory")
+        raise ValueError("no GPU was found to read its free memory: give --gpu or --device-memory")
     return name
 
 
@@ -209,7 +192,7 @@ def _free(kind: str) -> int:
 
     free = free_bytes(torch.device(kind))
     if free is None:
-        raise ValueError("this system does not say how much memory is free: give --gpu or --device-memory")
+        raise ValueError("this system does not report its free memory: give --gpu or --device-memory")
     return free
 
 
@@ -319,7 +302,7 @@ def _predicted(
     card: Preset | None,
 ) -> dict[int, float]:
     """Predict the seconds of a decode step on a card, for one sequence and for as many as fit, half of their context
-    long. Empty where the cost model has no coefficients: CPUs, experts that ranks share, other formats and dtypes."""
+    long. Empty if the cost model has no coefficients: CPUs, experts that ranks share, other formats and dtypes."""
     from dataclasses import replace
 
     from ..costs.machine import Machine
@@ -403,7 +386,7 @@ def _link(kind: str, given: float | None, card: Preset | None) -> tuple[float, s
     rate = None if known is None else known.ceilings.host_to_device_bytes_per_second
     if rate is not None:
         return rate, f"the host link, measured at {rate / 1e9:.1f} GB/s"
-    return TYPICAL_LINK, f"a link of {TYPICAL_LINK / 1e9:g} GB/s, as PCIe 5.0 x16 gives (--link says another)"
+    return TYPICAL_LINK, f"a link of {TYPICAL_LINK / 1e9:g} GB/s, as PCIe 5.0 x16 gives (--link sets another)"
 
 
 def _weights(stage: StageEstimate) -> int:

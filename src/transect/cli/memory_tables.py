@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def dump(estimate: Estimate, facts: dict[str, Any]) -> None:
-    """Print an account and what goes with it, in bytes."""
+    """Print an account and its facts as JSON, in bytes."""
     from json import dumps
 
     print(dumps({**facts, **estimate.to_dict()}, indent=1))

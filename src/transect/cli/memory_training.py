@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json as encoder
+import typing
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..spec.settings import Setting, settings_of
+from ..train.config import TrainConfig
 
 if TYPE_CHECKING:
     from ..checkpoints.resolve import ModelSource
     from ..costs.memory.training_ranks import StageMemory
-    from ..train.config import TrainConfig
 
-SETTINGS = {
+OPTIONS = {
     "task": "task",
     "objective": "objective",
     "precision": "precision",
@@ -22,18 +26,34 @@ SETTINGS = {
     "seq_len": "data.seq_len",
     "accumulate": "accumulate",
     "rank": "lora.rank",
-    "dp": "parallel.data",
     "zero": "parallel.zero",
     "reduce": "parallel.reduce",
-    "tp": "parallel.tensor",
     "sp": "parallel.sequence",
-    "pp": "parallel.pipeline",
     "cp": "parallel.context",
+}
+"""Options made from the settings of a run, by their names in its TOML file."""
+SETTINGS = OPTIONS | {
+    "dp": "parallel.data",
+    "tp": "parallel.tensor",
+    "pp": "parallel.pipeline",
     "ep": "parallel.expert",
 }
-"""Name of each option in a run's TOML file."""
+"""All options that are settings of a run; those of ``SHARED`` are an engine's too."""
 LAYOUT = ("dp", "zero", "fsdp", "tp", "sp", "pp", "cp", "ep")
 """Options that set the number of ranks."""
+
+
+def run_settings() -> tuple[Setting, ...]:
+    """Return ``OPTIONS`` as settings, whose types and meanings are those of the fields of ``TrainConfig``."""
+    tables = typing.get_type_hints(TrainConfig, include_extras=True)
+    found = []
+    for option, path in OPTIONS.items():
+        table, _, name = path.rpartition(".")
+        setting = next(each for each in settings_of(tables[table] if table else TrainConfig) if each.name == name)
+        also = ("context_parallel_size",) if option == "cp" else ()
+        about = replace(setting.about, option=option.replace("_", "-"), also=also)
+        found.append(replace(setting, name=option, about=about, group="Training run (--train)"))
+    return tuple(found)
 
 
 def run_of(model: str, options: Mapping[str, Any], given: Collection[str], changes: Sequence[str]) -> TrainConfig:
@@ -46,9 +66,8 @@ def run_of(model: str, options: Mapping[str, Any], given: Collection[str], chang
         changes: ``key=value`` settings, which go over all.
 
     Raises:
-        ValueError: the file is no run's, or what it asks for cannot be.
+        ValueError: the file is not a run's, or what it asks for cannot be.
     """
-    from ..train.config import TrainConfig
     from ..train.loop.crew import check
 
     of_file = is_run(model)
@@ -79,7 +98,7 @@ def is_run(model: str) -> bool:
 
 
 def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: int, json: bool) -> bool:
-    """Print the account of the rank that needs most, and whether it fits; return the latter.
+    """Print the account of the rank that needs most, and the verdict; return True if it fits.
 
     Args:
         kind: ``cpu`` or ``cuda``.
@@ -88,8 +107,6 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
     Raises:
         ValueError: the run cannot be, or not be spread so.
     """
-    from dataclasses import replace
-
     import torch
 
     from ..costs.memory.fit import first_that_fits, smallest_change
@@ -149,12 +166,12 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
         print(f"fits: {gib(estimate.needed)} of {gib(budget)}{share}")
     else:
         print(f"does not fit: {gib(estimate.needed)}, and {gib(budget)} are there{share}")
-        print(f"smallest change that does: {change}" if change else "nothing short of a smaller model or task would")
+        print(f"smallest change that does: {change}" if change else "only a smaller model or task would fit")
     return fits
 
 
 def _stages(stages: list[StageMemory]) -> None:
-    """The terms of every stage beside each other."""
+    """Show the terms of every stage as columns of one table."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

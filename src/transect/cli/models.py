@@ -1,4 +1,4 @@
-"""``transect models``: which models there are without looking for one."""
+"""``transect models``: the models that can be named directly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One model: what to call it, what kind it is, what it is, bytes on this disk (0 where it is not there)."""
+    """A model's name, kind, description, and bytes on this disk (0 if absent)."""
 
     name: str
     kind: str
@@ -39,7 +39,7 @@ def command(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = Fal
 
 
 def found() -> list[Entry]:
-    """Built-in models, shapes, and models in the hub's cache."""
+    """List built-in models, shapes, and models in the hub's cache."""
     from ..checkpoints.pull import BUILTIN_MODELS
     from ..spec.shapes import PRESETS
 
@@ -54,7 +54,7 @@ def found() -> list[Entry]:
 
 
 def _hub_models() -> list[Entry]:
-    """Models in huggingface_hub's cache; none where there is no cache."""
+    """List models in huggingface_hub's cache; none if there is no cache."""
     import huggingface_hub
     from huggingface_hub.errors import CacheNotFound
 

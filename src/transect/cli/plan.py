@@ -1,4 +1,4 @@
-"""``transect plan``: how to run something on machines that may not be here."""
+"""``transect plan``: plans of services and training runs on machines that need not be present."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ def training(
 
 
 def _check_changes(changes: Sequence[str]) -> None:
-    """ValueError if ``--set`` gives what an option of the command says, or what the ranking chooses."""
+    """Check that ``--set`` gives nothing that an option of the command sets, or that the ranking chooses. Raises
+    ValueError."""
     for change in changes:
         name = change.partition("=")[0].strip()
         if name == "data.seq_len":
@@ -111,12 +112,12 @@ def _check_changes(changes: Sequence[str]) -> None:
         if name in CHOSEN or name.startswith("parallel."):
             raise ValueError(
                 f"--set {name}: this is chosen for each layout. Leave it out; --gpus, --axes, --tokens and --offload "
-                "say what may be chosen"
+                "limit the choice"
             )
 
 
 def _plan(config: Any, model: Any) -> Any:
-    """The memory plan on a GPU."""
+    """Return the memory plan on a GPU."""
     import torch
 
     from ..train.loop.memory import plan_of
@@ -153,7 +154,7 @@ def _show(result: Ranking, name: str, gpu: str, tokens: int, top: int) -> None:
         print(f"does not fit: {other.spread}: needs {gib(other.estimate.needed)} of {gib(result.budget)}")
     reasons = {reason: spread for spread, reason in result.refused}
     for reason, spread in list(reasons.items())[:3]:
-        print(f"cannot be: {spread}: {reason}")
+        print(f"impossible: {spread}: {reason}")
 
 
 def _nothing(result: Ranking, config: Any, plan: Any, machine: Machine, tokens: int, axes: list[str]) -> None:
@@ -165,7 +166,9 @@ def _nothing(result: Ranking, config: Any, plan: Any, machine: Machine, tokens: 
     if not result.others:
         alone = f"{', '.join(axes) or 'none'} within hosts of {machine.per_host} (--axes, --per-host)"
         why = (
-            "change what the reasons above name" if result.refused else f"{result.gpus} devices do not go into {alone}"
+            "change the settings that the reasons above name"
+            if result.refused
+            else f"{result.gpus} devices cannot be divided into {alone}"
         )
         print(f"no layout can be used: {why}", file=sys.stderr)
         return
@@ -201,7 +204,7 @@ def _dump(result: Ranking) -> None:
 def schedule(
     pp: Annotated[int, typer.Option(min=1, help="Stages: ranks that have some layers each.")] = 4,
     microbatches: Annotated[int, typer.Option(min=1, help="Of a step, for each group of stages.")] = 8,
-    name: Annotated[str, typer.Option("--schedule", help="gpipe, 1f1b or interleaved; default: all.")] = "",
+    name: Annotated[str, typer.Option("--schedule", help="Its name, such as 1f1b; default: all.")] = "",
     chunks: Annotated[int, typer.Option(min=2, help="Runs of layers of each rank, for interleaved.")] = 2,
     backward: Annotated[float, typer.Option(min=0, help="Time of a backward pass, in forward passes.")] = 2.0,
     link: Annotated[
@@ -213,14 +216,15 @@ def schedule(
     first micro-batch, B0b its backward pass through the rank's second run of layers."""
     import json as encoder
 
-    from ..spec.layouts.schedule import NAMES, drawn, simulate
+    from ..spec.layouts.schedule import drawn, simulate
     from ..spec.layouts.schedule import schedule as made
+    from ..spec.layouts.schedules.registry import schedule_kind, schedules
 
     found = {}
-    for each in NAMES if not name else [name]:
-        own = chunks if each == "interleaved" else 1
+    for each in schedules() if not name else [name]:
+        own = chunks if schedule_kind(each).chunked else 1
         try:  # a run of layers is as many times shorter as a rank has of them
-            times = simulate(made(each, pp, microbatches, own), 1 / own, backward / own, link)  # type: ignore[arg-type]
+            times = simulate(made(each, pp, microbatches, own), 1 / own, backward / own, link)
         except ValueError as error:
             if name:
                 raise

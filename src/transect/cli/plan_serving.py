@@ -92,11 +92,11 @@ def command(
     from ..plan.profile import MeasuredChoice, Profile
     from ..plan.report import as_json, lines
     from ..plan.serving import plan_serving
-    from ..plan.target import Target
+    from ..plan.target import LatencyTarget
 
     if sum(given is not None for given in (users, rate, trace)) != 1:
         raise ValueError("say how much is asked: give one of --users, --rate and --trace")
-    wanted = Target.parse(target)
+    wanted = LatencyTarget.parse(target)
     source = described(model)
     measured = None if profile is None else MeasuredChoice.of(Profile.read(profile))
     cards = [preset(name) for name in gpu or ["h200"]] if measured is None else [measured.card]
@@ -170,11 +170,11 @@ def _prices(given: list[str], cards: list[str]) -> dict[str, float]:
     for text in given:
         name, separator, value = text.rpartition("=")
         if not separator and len(cards) > 1:
-            raise ValueError(f"--price {text} is of which card? Give --price {cards[0]}={text}")
+            raise ValueError(f"--price {text} names no card: give --price {cards[0]}={text}")
         try:
             found[preset(name).name if separator else cards[0]] = float(value)
         except ValueError as error:
-            raise ValueError(f"--price {text!r} is no price: give --price {cards[0]}=3.50 ({error})") from None
+            raise ValueError(f"--price {text!r} is not a price: give --price {cards[0]}=3.50 ({error})") from None
     missing = [card for card in cards if card not in found]
     if found and missing:
         raise ValueError(f"--price of {', '.join(missing)} is missing: give it too, or no price at all")

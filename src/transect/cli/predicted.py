@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 WARM_UP = 2
 """Steps at the start that are not counted."""
 CPU_LINK, CPU_LATENCY = 2e9, 1e-3
-"""Bytes per second and seconds of gloo over the loopback of a host, assumed."""
+"""Bandwidth (bytes/s) and latency (s) assumed for gloo over a host's loopback."""
 
 
-class Pace:
-    """Listens to a run, and keeps what its steps take."""
+class RunPace:
+    """Records the step times of a run."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -30,20 +30,21 @@ class Pace:
         self.peak = record.peak_bytes
 
     def evaluation(self, record: EvalRecord) -> None:
-        """Nothing."""
+        """Ignore an evaluation."""
 
     def sample(self, record: SampleRecord) -> None:
-        """Nothing."""
+        """Ignore a sample."""
 
     @property
     def median(self) -> float | None:
-        """Seconds of a step; None before there are enough."""
+        """Median seconds of a step; None before there are enough steps."""
         counted = self.seconds[WARM_UP:]
         return statistics.median(counted) if counted else None
 
 
-def compared(trainer: Trainer, pace: Pace) -> str | None:
-    """Predicted beside measured, of a run that several ranks or the host took part in; else None."""
+def compared(trainer: Trainer, pace: RunPace) -> str | None:
+    """Compare predicted with measured step times of a run on several ranks or with host offload; None for other
+    runs."""
     parallel = trainer.config.parallel
     if (parallel.layout.size == 1 and parallel.offload == "none") or pace.median is None:
         return None
@@ -59,7 +60,7 @@ def compared(trainer: Trainer, pace: Pace) -> str | None:
 
 
 def prediction(config: Any, model: Any, device: Any, fitted: Any = None) -> TrainingStep:
-    """The step of a configuration on this machine; ``fitted``: what the trainer chose."""
+    """Predict the step of a configuration on this machine; ``fitted``: the trainer's choices."""
     from dataclasses import replace
 
     from ..costs.training import predict

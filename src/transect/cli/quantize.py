@@ -12,7 +12,7 @@ from ..spec.numbers.registry import file_uses, gguf_names, listed
 
 
 def _that(ability: str) -> str:
-    """Names of the formats in safetensors with an ability."""
+    """List the names of the formats in safetensors with an ability."""
     return ", ".join(name for name, use in file_uses().items() if getattr(use, ability))
 
 
@@ -28,7 +28,7 @@ def command(
     ],
     calibrate: Annotated[
         Path | None,
-        typer.Option(help="A text that says what matters, for formats of 4 to 6 bits; default: to the nearest."),
+        typer.Option(help="A text to calibrate formats of 4 to 6 bits with; default: round to the nearest."),
     ] = None,
     calibrate_tokens: Annotated[int, typer.Option(help="--calibrate: tokens of the text that are read.")] = 16384,
     group_size: Annotated[

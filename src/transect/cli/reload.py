@@ -27,13 +27,13 @@ def command(
             return httpx.get(f"{url.rstrip('/')}/health", timeout=10, trust_env=False).json()
         except (httpx.HTTPError, ValueError) as error:
             raise ValueError(
-                f"no server answers at {url} ({error}): give the URL that it said it is ready on"
+                f"no server answers at {url} ({error}): give the URL that the server printed when it was ready"
             ) from None
 
     before = health().get("engine_pid")
     server = _parent(before)
     os.kill(server, signal.SIGHUP)
-    print(f"process {server} starts new engines; its log says how that goes")
+    print(f"process {server} starts new engines; its log reports the progress")
     until = time.monotonic() + wait
     while time.monotonic() < until:
         time.sleep(POLL_S)
@@ -41,12 +41,12 @@ def command(
             print("the first new engine takes requests")
             return 0
     if wait:
-        raise ValueError(f"no new engine took the place of an old one within {wait:g} s: the server's log says why")
+        raise ValueError(f"no new engine replaced an old one within {wait:g} s: see the server's log")
     return 0
 
 
 def _parent(pid: Any) -> int:
-    """The process that has started an engine.
+    """Return the process that started an engine.
 
     Raises:
         ValueError: there is no such engine here.
@@ -58,5 +58,6 @@ def _parent(pid: Any) -> int:
     except (OSError, TypeError, ValueError, IndexError):
         pass
     raise ValueError(
-        "the server's engine is no process of this machine: run this where the server runs, or send its process SIGHUP"
+        "the server's engine is not a process of this machine: run this where the server runs, or send its process "
+        "SIGHUP"
     )

@@ -1,4 +1,4 @@
-"""``transect roofline``: what a device allows, and where a model's, an operator's or a trace's work lies under it."""
+"""``transect roofline``: ceilings of a device, with the work of a model, an operator or a trace below them."""
 
 from __future__ import annotations
 

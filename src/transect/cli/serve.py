@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 REREADS = "transect.rereads"
-"""Key of a context's ``meta``: a list that gets the configuration, in place of a server that starts."""
+"""Key of a context's ``meta``: a list that receives the configuration instead of starting a server."""
 NO_OPTIONS = (
     *("eos_token_ids", "batching", "longest_first", "first_device", "decisions", "max_prompts"),
     *(each.name for each in settings_of(GPUOptions) if each.name not in HOW_IT_RUNS),
@@ -125,8 +125,8 @@ def command(
 
 
 def reread(context: Any) -> tuple[EngineConfig, float]:
-    """The configuration of the engine, and ``--drain-timeout``, as the command line, the environment and the file of
-    ``--config`` say them now.
+    """Read the engine's configuration and ``--drain-timeout`` again, from the command line, the environment and the
+    file of ``--config``.
 
     Raises:
         ValueError: they are at fault.
@@ -142,7 +142,7 @@ def reread(context: Any) -> tuple[EngineConfig, float]:
 def lora_module(
     modules: list[str], enabled: bool, adapter: str | None, names: Sequence[str] | None
 ) -> tuple[str | None, str | None]:
-    """vLLM's ``--lora-modules`` as the name to serve under and the adapter, or ``adapter`` under no name of its own.
+    """Convert vLLM's ``--lora-modules`` to (served name, adapter); or return ``adapter`` without a name of its own.
 
     Raises:
         ValueError: several adapters, which are not served together, or options that contradict each other.

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Speed:
+class AnswerSpeed:
     """Seconds from the request to its first and last token, and the number of tokens."""
 
     tokens: int = 0
@@ -30,14 +30,14 @@ class Speed:
 
     @property
     def per_second(self) -> float:
-        """Tokens per second after the first; 0 where there was no second one."""
+        """Tokens per second after the first; 0 with fewer than two tokens."""
         return (self.tokens - 1) / (self.last_s - self.first_s) if self.last_s > self.first_s else 0.0
 
     def __str__(self) -> str:
         return f"{self.tokens} tokens, {self.per_second:.0f} tok/s, first after {self.first_s:.2f} s"
 
 
-class Session:
+class EngineSession:
     """Runs coroutines against one engine from plain code, which may block for input in between.
 
     ``with Session(config) as session: session.run(work)`` starts the engine on entry and ends it on exit, also on
@@ -71,14 +71,14 @@ class Session:
 
     async def stream(
         self, token_ids: Sequence[int], params: SamplingParams, show: Callable[[str], None] | None = None
-    ) -> tuple[str, Speed]:
+    ) -> tuple[str, AnswerSpeed]:
         """Run one request with one choice; return its text, shown as it arrives, and its speed.
 
         Raises:
             ValueError: the engine refuses the request, or fails while running it.
         """
         begin = time.perf_counter()
-        speed, pieces = Speed(), []
+        speed, pieces = AnswerSpeed(), []
         async for update in self.engine.stream(token_ids, params, uuid.uuid4().hex):
             now = time.perf_counter() - begin
             if update.token_ids:

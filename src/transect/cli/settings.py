@@ -1,4 +1,4 @@
-"""Where options come from besides the command line, and how they are shown: a file, the environment, groups.
+"""Sources of options besides the command line (a file, the environment), and the groups in which options are shown.
 
 An option's value is what the command line says; else what its environment variable says (``TRANSECT_SERVE_PORT`` for
 ``transect serve --port``); else what the file of ``--config`` says; else its default.
@@ -55,7 +55,7 @@ COMMANDS = {
         "trace": "Follow a kernel through Triton's interpreter.",
     },
 }
-"""Commands by group, with what they do in a few words. Each is a module of this folder."""
+"""Commands by group, each with a short description. Each is a module of this folder."""
 
 WORDS = "transect.words"
 """Key of a context's ``meta``: the words of its command line."""
@@ -64,11 +64,11 @@ SPREAD = {"lora_modules": lambda word: "=" in word or word.startswith("{")}
 """Options that take several values after one flag, as vLLM's do: parameter to a test of words that are values."""
 
 ARGUMENTS, REST = "Arguments", "Options"
-"""Groups of what names no group of its own."""
+"""Names of the groups for arguments and for options without a group."""
 
 
 class Command(TyperCommand):
-    """A command whose help shows options in groups, and says where else values may come from."""
+    """A command whose help shows options in groups, and the other sources of their values."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat the flags of ``SPREAD`` before each of their values, which is the form that click knows."""
@@ -90,7 +90,7 @@ class Command(TyperCommand):
         except Exception as error:
             flag = str(getattr(error, "option_name", ""))  # of an option that does not exist
             if given := _replacement(_named(flag).removeprefix("no_")):
-                raise ValueError(f"{flag} is gone: give --{given.replace('_', '-')}") from None
+                raise ValueError(f"{flag} was removed: give --{given.replace('_', '-')}") from None
             raise
 
     def invoke(self, ctx: Any) -> Any:
@@ -117,8 +117,8 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
 
-class Group(TyperGroup):
-    """A command of commands, which shows the first sentence of each in as many lines as that takes."""
+class CommandGroup(TyperGroup):
+    """A command of commands, which shows the whole first sentence of each."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write options, then commands."""
@@ -128,32 +128,32 @@ class Group(TyperGroup):
         super().format_options(ctx, formatter)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write each group of commands with what they do."""
+        """Write each group of commands with their descriptions."""
         for title, commands in self.described(ctx).items():
             with formatter.section(title):
                 formatter.write_dl(list(commands.items()))
 
     def described(self, ctx: Any) -> dict[str, dict[str, str]]:
-        """Headings to commands and what these do."""
+        """Return the commands and their descriptions by heading."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         return {"Commands": {name: each.get_short_help_str(1000) for name, each in commands if each}}
 
 
-class LazyGroup(Group):
+class LazyGroup(CommandGroup):
     """The command of all commands; a module is imported when its command is looked up."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names of all commands, by group."""
+        """List the names of all commands, by group."""
         return [name for group in COMMANDS.values() for name in group]
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        """The command in the module of its name; None if there is none."""
+        """Import and return the command of this name; None if there is none."""
         if name not in self.list_commands(ctx):
             return None
         module = import_module(f".{name}", __package__)
         application = getattr(module, "application", None)
         if application is not None:
-            application.info.name, application.info.cls = name, Group
+            application.info.name, application.info.cls = name, CommandGroup
             return typer.main.get_group(application)
         application = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
         application.command(name, cls=Command)(module.command)
@@ -168,7 +168,7 @@ class LazyGroup(Group):
         return super().resolve_command(ctx, args)
 
     def described(self, ctx: Any) -> dict[str, dict[str, str]]:
-        """``COMMANDS``."""
+        """Return ``COMMANDS``."""
         return COMMANDS
 
 
@@ -182,7 +182,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
             param = params.get(name)
             if param is None or name in ("config", "help"):
                 if given := _replacement(name):
-                    raise ValueError(f"{path}: {key} is gone: give {given}")
+                    raise ValueError(f"{path}: {key} was removed: give {given}")
                 near = difflib.get_close_matches(name, params, n=1)
                 hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
                 raise ValueError(f"{path}: {context.command_path} has no option {key!r}{hint}")
@@ -193,7 +193,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _named(flag: str) -> str:
-    """``--max-num-seqs`` -> ``max_num_seqs``."""
+    """Convert ``--max-num-seqs`` to ``max_num_seqs``."""
     return flag.lstrip("-").replace("-", "_")
 
 
@@ -205,7 +205,7 @@ def _replacement(name: str) -> str:
 
 
 def _as_option(value: Any, several: bool) -> Any:
-    """A value of the file in the form that the command line would give it."""
+    """Convert a value of the file to the form of the command line."""
     if isinstance(value, dict):
         import json
 
@@ -216,7 +216,7 @@ def _as_option(value: Any, several: bool) -> Any:
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """Option names to values, out of a YAML file, or a TOML file where its name ends so.
+    """Read option names and values from a YAML file, or a TOML file by its suffix.
 
     Raises:
         ValueError: it cannot be read, or does not hold a mapping.
@@ -248,7 +248,7 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="A YAML or TOML file of options: `port: 8000`. The command line and the environment go over it.",
+        help="A YAML or TOML file of options: `port: 8000`. The command line and the environment take precedence.",
         is_eager=True,
         callback=_read_config,
         allow_from_autoenv=True,
@@ -257,13 +257,13 @@ ConfigFile = Annotated[
 
 
 def _writable(context: typer.Context, file: Path | None) -> Path | None:
-    """Make the folder of a file to be written, and say now, not after a long run, that it cannot be."""
+    """Create the folder of an output file, and check before the run that the file can be written."""
     if file is None or context.resilient_parsing:
         return file
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        reason = "a file stands where its folder would be"
+        reason = "a file has the path of its folder"
     except OSError as error:
         reason = error.strerror or str(error)
     else:
@@ -276,5 +276,5 @@ def _writable(context: typer.Context, file: Path | None) -> Path | None:
 
 
 def output_file(*names: str, help: str) -> Any:
-    """An option that names a file to be written."""
+    """Build an option that names an output file."""
     return typer.Option(*names, help=help, callback=_writable)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def command(
     grid: Annotated[Path, typer.Argument(help="A TOML file with base and [grid]; see docs/train/training.md.")],
 ) -> int:
-    """Train a run for each point of a grid, one after another; a table at the end, the best first. Run it again to go
-    on after an interruption. Exit 1 if a run failed."""
+    """Train a run for each point of a grid, one after another, then print a table, best first. Run it again to resume
+    after an interruption. Exit 1 if a run failed."""
     from ..parallel.gathering import under_torchrun
     from ..train.loop.sweep import read_grid, sweep
 
@@ -40,7 +40,7 @@ def command(
             signal.signal(number, handler)
     _print(outcomes)
     if asked:
-        print(f"stopped after {len(outcomes)} of {len(points)} runs; transect sweep {grid} goes on")
+        print(f"stopped after {len(outcomes)} of {len(points)} runs; continue with transect sweep {grid}")
         return 128 + asked[0]
     return int(any(found.problem for found in outcomes))
 

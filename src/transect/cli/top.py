@@ -1,4 +1,4 @@
-"""``transect top``: what a server does now, again every second."""
+"""``transect top``: the present work of a server, refreshed every second."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def command(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
 ) -> None:
-    """Live view of a server: where the time of its steps goes, MBU and MFU, the queue, KV blocks, who waits and why.
+    """Show a live view of a server: its step time by cause, MBU and MFU, the queue, KV blocks, waiting requests and
+    reasons.
 
     A server that answered once is asked again when it is silent. Each of several engines is shown.
     """

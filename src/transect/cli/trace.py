@@ -20,7 +20,7 @@ def command(
     row: Annotated[int, typer.Option(min=0, help="The row of its tile whose watched variables are shown.")] = 0,
     plot: Annotated[Path | None, output_file(help="Also draw into this file (png; matplotlib).")] = None,
 ) -> None:
-    """Which program touches which tile, what one program does in order, and how its running values change."""
+    """Show which program touches which tile, the operations of one program in order, and its running values."""
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"  # read once, when triton is imported
     import numpy
@@ -35,7 +35,7 @@ def command(
         chosen, launches = follow(get(op))
     most = max(len(launch.programs) for launch in launches) - 1
     if program is not None and program > most:
-        raise ValueError(f"programs of this run are 0 to {most}; --program {program} is none of them")
+        raise ValueError(f"programs of this run are 0 to {most}; --program {program} is not one of them")
     console = Console()
     for launch in launches:
         console.print(f"{launch.kernel}, grid {list(launch.grid)}: {len(launch.programs)} programs", style="bold")

@@ -32,7 +32,7 @@ def command(
     """Train a model. Ctrl-C, SIGTERM and SIGHUP write a checkpoint; --resume continues to the same bits."""
     from ..train.config import TrainConfig
     from ..train.loop import checkpoint
-    from ..train.loop.follow import Run, crew, follow, started_again
+    from ..train.loop.follow import RunArguments, crew, follow, started_again
 
     changes = [*(settings_ or []), *([] if steps is None else [f"steps={steps}"])]
     found = None
@@ -42,7 +42,7 @@ def command(
         found = checkpoint.newest(run or newest_run(Path("runs")))
         settings = TrainConfig.from_dict({**found.state["config"], "run_dir": str(found.path.parent)}, changes)
     elif config is None:
-        raise ValueError("give a TOML file to train by, or --resume")
+        raise ValueError("give the TOML file of a run, or --resume")
     else:
         settings = TrainConfig.from_toml(config, changes)
         # torchrun starts the same command again after a rank has ended: the run goes on.
@@ -55,7 +55,7 @@ def command(
             "another run_dir"
         )
     allowed = [part for part in allow_changed.split(",") if part]
-    this = Run(settings.to_dict(), None if found is None else found.path, allowed)
+    this = RunArguments(settings.to_dict(), None if found is None else found.path, allowed)
     if int(os.environ.get("RANK", 0)):  # torchrun has started this rank as well: the first one speaks for all
         with crew(this) as world:
             assert world is not None
@@ -75,13 +75,13 @@ def command(
 
 @contextlib.contextmanager
 def _asked_to_stop() -> Iterator[list[int]]:
-    """The signals that ask for an end, as they come; the third one ends at once."""
+    """Collect the signals that request an end; the third one ends the process at once."""
     asked: list[int] = []
 
     def stop(signum: int, _frame: Any) -> None:
         asked.append(signum)
         if len(asked) == 2:
-            print("transect: a checkpoint is being written; once more ends at once and loses it", file=sys.stderr)
+            print("transect: a checkpoint is being written; a third signal ends the run without it", file=sys.stderr)
         if len(asked) > 2:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
@@ -98,13 +98,13 @@ def _run(trainer: Trainer) -> int:
     """Train until the end or a signal. Returns the exit code: 0, or 128 and the signal's number."""
     from ..train.loop.report import RunLog, Terminal
     from ..train.loop.trackers import trackers
-    from .predicted import Pace, compared
+    from .predicted import RunPace, compared
 
     settings = trainer.config
     board = "tensorboard" in settings.log_to
     run_log = RunLog(settings.run_dir, trainer.steps_done, rate=matrix_rate(trainer), tensorboard=board)
     followers = trackers(settings)
-    pace = Pace()
+    pace = RunPace()
     with _asked_to_stop() as asked:
         try:
             with Terminal(settings.steps, trainer.steps_done, run_log) as terminal:
@@ -116,7 +116,7 @@ def _run(trainer: Trainer) -> int:
     if said := compared(trainer, pace):
         print(said)
     if not trainer.finished:
-        print(f"stopped at step {trainer.steps_done}; transect train --resume --run {settings.run_dir} goes on")
+        print(f"stopped at step {trainer.steps_done}; continue with transect train --resume --run {settings.run_dir}")
         return 128 + (asked or [signal.SIGTERM])[0]  # or another rank was asked
     if trainer.stopped_early:
         print(f"stopped early at step {trainer.steps_done}: {trainer.best.since} measurements without a better loss")
@@ -128,7 +128,7 @@ def _run(trainer: Trainer) -> int:
 
 
 def matrix_rate(trainer: Trainer) -> MatrixRate | None:
-    """The rate that MFU is a share of: of products in the run's dtype on its device; None where it is not known."""
+    """Return the rate that MFU is relative to: products in the run's dtype on its device; None if unknown."""
     from ..hardware.device import detect
     from ..ops.cpu.ceilings import device_measurement
     from ..train.loop.report import MatrixRate
@@ -144,7 +144,7 @@ def matrix_rate(trainer: Trainer) -> MatrixRate | None:
 
 
 def newest_run(folder: Path) -> Path:
-    """The run whose checkpoint was written last. ValueError if there is none."""
+    """Return the run whose checkpoint was written last. Raises ValueError if there is none."""
     from ..train.loop.checkpoint import list_steps
 
     runs = [(steps[-1].stat().st_mtime, path) for path in folder.glob("*") if (steps := list_steps(path))]

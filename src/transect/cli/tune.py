@@ -52,7 +52,7 @@ def command(
                 source = resolve(ops[0], allow_download=False)
         except ValueError as error:
             raise ValueError(
-                f"{ops[0]!r} is no operator (`transect bench ops --list`), and no model: {error}"
+                f"{ops[0]!r} is neither an operator (`transect bench ops --list`) nor a model: {error}"
             ) from None
         try:
             wanted = [int(each) for each in rows.split(",") if each] or list(tune_model.ROWS)

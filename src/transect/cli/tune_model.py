@@ -1,4 +1,4 @@
-"""``transect tune MODEL``: find the quickest kernel for each product of a model's decode steps here, and keep it."""
+"""``transect tune MODEL``: find the fastest kernel for each product of a model's decode steps, and keep it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ROWS = (1, 8, 16, 32, 48, 64, 96, 128, 160, 192, 208, 224, 256)
 
 
 def products(config: ModelConfig) -> list[Product]:
-    """The products of a decode step in 16 bits, each size once: those of the layers, and the head. Experts are not
-    among them; their kernels have rules of their own."""
+    """List the products of a decode step in 16 bits, each size once: those of the layers, and the head. Experts are
+    excluded; their kernels have rules of their own."""
     from ..ops.linear.few_rows.search import Product
     from ..spec.weights import PROJECTIONS, linear_shapes
 

@@ -1,4 +1,4 @@
-"""The speeds that bound every operator on a device."""
+"""The rates that bound every operator on a device."""
 
 from __future__ import annotations
 

@@ -26,17 +26,17 @@ from .serving import Efficiency, ServingSteps
 from .steps import StepLoad
 
 FEWEST = 20
-"""Steps to fit on."""
+"""Fewest steps to fit on."""
 LARGE = 0.05
 """Relative error above which a step counts less."""
 RIDGE = 1e-4
 MOST_SIZES = 48
-"""Most bends of ``f``, one for each number of computed tokens; with more numbers, bends lie a quarter of an octave
+"""Most knots of ``f``, one for each number of computed tokens; with more numbers, knots are a quarter of an octave
 apart."""
 SCALES = (1e-4, 1.0, 1e-5, 1e-7, 1e-7, 1e-5, 1e-4)
 """Seconds of one unit of each plain term, for numbers of like size."""
 LADDER = 1e-4
-"""The same for the stretches of ``f``."""
+"""Seconds of one unit of each stretch of ``f``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Errors:
     p90: float
     p99: float
     bias: float
-    """Predicted over measured time, all steps together."""
+    """Ratio of predicted to measured time, all steps together."""
 
     def __str__(self) -> str:
         return (
@@ -62,12 +62,12 @@ class FittedSteps:
     """A fitted model of step times. Times are seconds."""
 
     decode_knots: tuple[float, ...]
-    """Tokens at which the time of steps that only decode bends."""
+    """Knots of the time of steps that only decode, in tokens."""
     mixed_knots: tuple[float, ...]
-    """The same for steps with prefill chunks."""
+    """Knots of the time of steps with prefill chunks, in tokens."""
     coefficients: tuple[float, ...]
     host: float
-    """Median time of the host from one step's result until it waits for the next, while there is work."""
+    """Median host time from one step's result until it waits for the next, while there is work."""
 
     def seconds(self, load: StepLoad) -> float:
         """Predict the time of one step, in plain Python: simulations ask for millions."""
@@ -105,7 +105,7 @@ class FittedSteps:
         return errors(self.predict(loads), np.array(measured))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         knots = {"decode_knots": self.decode_knots, "mixed_knots": self.mixed_knots}
         return {**knots, "coefficients": self.coefficients, "host_seconds": self.host}
 
@@ -139,7 +139,7 @@ def errors(predicted: np.ndarray, measured: np.ndarray) -> Errors:
 
 
 def _knots(sizes: Sequence[int]) -> tuple[float, ...]:
-    """Choose the bends of ``f`` for steps of these sizes."""
+    """Choose the knots of ``f`` for steps of these sizes."""
     found = sorted(set(sizes))
     if len(found) <= MOST_SIZES:
         return tuple(float(size) for size in found)
@@ -164,7 +164,7 @@ def _features(loads: Sequence[StepLoad], decode_knots: tuple[float, ...], mixed_
 
 
 def _ladder(tokens: np.ndarray, knots: tuple[float, ...]) -> np.ndarray:
-    """Make a column for each stretch between two knots: 0 before it, 1 after it. Beyond the last knot all rise in
+    """Build a column for each stretch between two knots: 0 before it, 1 after it. Beyond the last knot all rise in
     proportion."""
     if len(knots) < 2:
         return np.zeros((len(tokens), 0))
@@ -199,7 +199,8 @@ SHARES = ("few", "weights", "keys", "moved")
 """Coefficients that are shares of a bandwidth: between ``LEAST`` and 1."""
 LEAST = 0.3
 HELD = 1e-2
-"""Weight of the coefficients' starting values beside the measured steps: it decides what no step determines."""
+"""Weight of the coefficients' starting values beside the measured steps; it determines coefficients that no step
+constrains."""
 Measured = tuple[Callable[[Efficiency], ServingSteps], StepLoad, float]
 """A way to make the step times of a model, the work of a step, and its measured seconds."""
 

@@ -30,7 +30,7 @@ class Rates:
     flops_per_second: float
     device: str = ""
     host_bytes_per_second: float | None = None
-    """From the host to the device; None if not known, or if there is no such link."""
+    """Bandwidth from the host to the device; None if unknown, or if there is no such link."""
 
     @classmethod
     def of(cls, ceilings: Ceilings, dtype: str) -> Rates:
@@ -84,7 +84,7 @@ class StepFloors:
     def __init__(self, config: ModelConfig, rates: Rates, storage: Storage | None = None, *, ranks: int = 1) -> None:
         self.config, self.rates, self.storage, self.ranks = config.local(ranks), rates, storage or Storage(), ranks
         self._products: dict[tuple[int, int], Floor] = {}
-        """By (tokens, tokens with logits): they recur, and layers are many."""
+        """Floors of products by (tokens, tokens with logits), which recur for many layers."""
 
     def __call__(self, rows: Sequence[Row], logit_rows: int | None = None) -> Floor:
         """Return the floor of a step of a ragged batch; ``logit_rows`` tokens go through the head, by default one for

@@ -6,8 +6,9 @@ A step's time is a sum of parts:
 
 ``base`` is the time of any step: a model's weights are read however few tokens there are. ``f`` rises from knot to knot
 (1, 16, 64, ... tokens): nearly flat where weights are read anyway, then as steep as arithmetic makes it. ``keys`` are
-the positions of the cache that rows of one token attend to, ``pairs`` those of all tokens of prompts. ``scored`` are
-tokens of prompts whose log-probabilities are wanted: their logits are computed and ranked.
+positions of the cache that rows read, once for each row, and ``pairs`` those that each token of a prompt attends to:
+bytes and arithmetic of attention. ``scored`` are tokens of prompts whose log-probabilities are wanted: their logits are
+computed and ranked.
 
 The parts are the state of a Kalman filter (Kalman 1960). Every measured step corrects the parts that it consists of, in
 proportion to their uncertainty. Nothing is assumed of the device: the first step sets the scale, and a token of a part
@@ -24,28 +25,31 @@ from itertools import accumulate, pairwise
 from .steps import StepLoad
 
 KNOTS = (1, 16, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192, 16384, 65536)
-"""Tokens of a step between which its time is taken to rise in a straight line."""
+"""Tokens of a step between which its time is modelled as linear."""
 NOISE = 0.05
 """Standard deviation of one measured step, as a share of its time."""
 DRIFT = 1e-3
-"""Drift of a part from one step to the next, as a share of its first uncertainty."""
+"""Drift of a part from one step to the next, as a share of its initial uncertainty."""
 DEVIATIONS = 3.0
 SMOOTHING = 0.02
-"""The share of the newest step in ``StepTimes.error``."""
+"""Weight of the newest step in ``StepTimes.error``."""
+FEW_KEYS, FEW_PAIRS = 16_384, 1 << 16
+"""Keys, and pairs, that may take as long as the first step. On a processor 65,536 pairs take as long as a token of the
+same model, on a GPU a fortieth of that: an uncertainty that is too small would have their time taken for that of
+tokens, and steps deep in a long prompt be too long."""
 SHORTEST = 1e-7
-"""Seconds: a shorter step is below what clocks can tell, and teaches nothing."""
+"""Seconds below which a step is shorter than the resolution of clocks, and is not learned from."""
 SURPRISE = 3.0
-"""The longest measured time that counts, in predictions: a longer step was held up by something else. Two steps in
-succession below the inverse show that those learned from were held up. One shows nothing: its beginning may have been
-seen too late.
-"""
+"""Longest measured time that is learned from, in predictions: a longer step was delayed by other work. Two consecutive
+steps below the inverse show that earlier ones were delayed. One shows nothing: its start may have been observed too
+late."""
 
 Part = tuple[int, float]
 """A part of the time, and the amount of it in a step."""
 _BASE, _KEYS, _PAIRS, _SCORED = 0, len(KNOTS), len(KNOTS) + 1, len(KNOTS) + 2
-"""Places of the parts; those of the tokens lie between, one for each stretch between two knots."""
+"""Indices of the parts; those of the tokens are between, one for each stretch between two knots."""
 _WHOLE = [(part, 1.0) for part in range(len(KNOTS))]
-"""``base`` and whole stretches."""
+"""Parts of ``base`` and whole stretches."""
 
 
 class StepTimes:
@@ -57,22 +61,23 @@ class StepTimes:
         self.error = 0.0
         """Smoothed mean of the relative errors of predictions."""
         self.measured = self.predicted = 0.0
-        """Seconds of those steps in all, measured and as predicted before each."""
+        """Total seconds of those steps: measured, and as predicted before each."""
         self._parts = [0.0] * (_SCORED + 1)
         self._unknown = [[0.0] * (_SCORED + 1) for _ in self._parts]
         """Covariance of ``_parts``."""
         self._short = False
-        """The last step took less time than is possible by what was learned."""
+        """True if the last step took less time than the learned times allow."""
         self._first = [0.0] * (_SCORED + 1)
-        """First uncertainty of each part."""
+        """Initial uncertainty of each part."""
         self._ends = [0.0] * len(KNOTS)
         """Predicted seconds of a step without attention, at each knot."""
-        self._keys = self._pairs = 0.0
-        """Predicted seconds of a position that decodes read, and of one that prompts attend to."""
+        self._keys = self._pairs = self._scored = 0.0
+        """Predicted seconds of a position that a row reads, of one that a prompt's token attends to, and of a scored
+        token."""
 
     def predict(self, load: StepLoad) -> float:
-        """Predict the seconds of a step; 0 before the first was measured. More work never takes less time: a part that
-        few steps have taught may be negative, and then counts as zero."""
+        """Predict the seconds of a step; 0 before the first measurement. More work never takes less time: a part with
+        little data may be negative, and then counts as zero."""
         tokens, ends = load[0], self._ends
         place = bisect_left(KNOTS, tokens)
         if place == 0:
@@ -83,7 +88,7 @@ class StepTimes:
             low, high = KNOTS[place - 1], KNOTS[place]
             before = ends[place - 1]
             found = before + (ends[place] - before) * ((tokens - low) / (high - low))
-        return found + self._keys * load[1] + self._pairs * load[2]
+        return found + self._keys * (load[1] + load.context) + self._pairs * load[2] + self._scored * load.scored
 
     def soonest(self, load: StepLoad) -> float:
         """Return the earliest likely end of a step: the prediction less ``DEVIATIONS`` standard deviations."""
@@ -93,7 +98,7 @@ class StepTimes:
         return expected - DEVIATIONS * math.sqrt(max(variance, 0.0) + (self.error * expected) ** 2)
 
     def learn(self, load: StepLoad, seconds: float) -> None:
-        """Learn from a step's time; a step below ``SHORTEST`` teaches nothing."""
+        """Learn from a step's time; a step below ``SHORTEST`` is ignored."""
         if seconds < SHORTEST:
             return
         parts = _parts_of(load)
@@ -128,7 +133,7 @@ class StepTimes:
 
         Args:
             beside: the part of the step that is fixed; its tokens are part of the answer.
-            context: positions that each token beyond those attends to.
+            context: positions before the tokens beyond those, all of which each of them attends to.
             limit: the largest answer.
             scored: tokens beyond those of ``beside`` may be of prompts whose log-probabilities are wanted.
         """
@@ -136,8 +141,11 @@ class StepTimes:
 
         def fits(tokens: int) -> bool:
             more = tokens - least
-            pairs = beside.pairs + more * context
-            return self.predict(StepLoad(tokens, beside.keys, pairs, scored=more if scored else 0)) <= seconds
+            pairs = beside.pairs + more * context + more * (more + 1) // 2
+            load = beside._replace(
+                tokens=tokens, pairs=pairs, scored=more if scored else 0, context=beside.context + context + more
+            )
+            return self.predict(load) <= seconds
 
         low, high = least, max(limit, least)
         if fits(high):
@@ -155,20 +163,20 @@ class StepTimes:
         return sum(share * row[other] for other, share in parts)
 
     def _sum_up(self) -> None:
-        """Prepare predictions."""
+        """Update the tables for predictions."""
         known = [max(part, 0.0) for part in self._parts]
         self._ends = list(accumulate(known[:_KEYS]))
-        self._keys, self._pairs = known[_KEYS], known[_PAIRS]
+        self._keys, self._pairs, self._scored = known[_KEYS:]
 
     def _spread(self, parts: list[Part]) -> list[float]:
-        """Covariances of all parts with the prediction of a step."""
+        """Compute covariances of all parts with the prediction of a step."""
         spread = [0.0] * len(self._parts)
         for part, share in parts:  # the covariance is symmetric
             spread = [known + share * other for known, other in zip(spread, self._unknown[part], strict=True)]
         return spread
 
     def _shrink(self, parts: list[Part], ratio: float) -> None:
-        """Scale the parts of a step, each as uncertain then as it was at first, on the new scale."""
+        """Scale the parts of a step, each with its initial uncertainty on the new scale."""
         for part, _ in parts:
             self._parts[part] *= ratio
             self._first[part] *= ratio
@@ -179,10 +187,10 @@ class StepTimes:
 
     def _begin(self, load: StepLoad, seconds: float) -> None:
         """Start from the first step: half of it base, half tokens, and each part as uncertain as if the step had
-        consisted of it alone."""
+        consisted of it alone, with at least ``FEW_KEYS`` keys and ``FEW_PAIRS`` pairs."""
         each = seconds / load.tokens
         widths = [each * (after - before) for before, after in pairwise(KNOTS)]
-        attention = [0.1 * seconds / max(load.keys, 4096), 0.1 * seconds / max(load.pairs, 1 << 20)]
+        attention = [seconds / max(load.keys + load.context, FEW_KEYS), seconds / max(load.pairs, FEW_PAIRS)]
         self._first = [seconds, *widths, *attention, each]
         self._parts = [0.5 * seconds, *(0.5 * width for width in widths), 0.0, 0.0, 0.5 * each]
         for part, first in enumerate(self._first):
@@ -196,8 +204,8 @@ def _parts_of(load: StepLoad) -> list[Part]:
     if 0 < place < len(KNOTS):
         low = KNOTS[place - 1]
         parts.append((place, (load.tokens - low) / (KNOTS[place] - low)))
-    if load.keys:
-        parts.append((_KEYS, load.keys))
+    if load.keys or load.context:
+        parts.append((_KEYS, load.keys + load.context))
     if load.pairs:
         parts.append((_PAIRS, load.pairs))
     if load.scored:

@@ -1,4 +1,4 @@
-"""Seconds of collectives between ranks, and the part of them that no other work hides.
+"""Seconds of collectives between ranks, exposed and hidden.
 
 Rings, n ranks, S bytes, b bytes per second and rank (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
 Communication Operations in MPICH"): an all-reduce takes 2 (n - 1) / n S / b; all-gather, reduce-scatter and all-to-all
@@ -24,7 +24,7 @@ class Collectives(Protocol):
 
     @property
     def shared(self) -> int:
-        """Logits that stand behind two numbers of a sum, if ranks read each other's logits; 0 if they do not."""
+        """Number of logits replaced by two numbers of a sum, if ranks read each other's logits; 0 if they do not."""
 
     def all_reduce(self, size: float, calls: float = 1) -> float:
         """Return the seconds of sums."""
@@ -38,7 +38,7 @@ class Collectives(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """``Collectives`` along one axis of a layout, from the figures of a machine."""
+    """``Collectives`` along one axis of a layout, from the rates of a machine."""
 
     machine: Machine
     ranks: int
@@ -47,12 +47,12 @@ class Axis:
 
     @property
     def shared(self) -> int:
-        """Logits are gathered."""
+        """0: logits are gathered."""
         return 0
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of each of them."""
+        """Bytes per second of each rank."""
         return self.machine.bandwidth(self.ranks * self.stride)
 
     def _seconds(self, sent: float, calls: float) -> float:
@@ -102,15 +102,15 @@ class MeasuredLinks:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAxis:
-    """``Collectives`` of some ranks, extended from sums between two. A ring of n sends 2 (n - 1) messages in turn, each
-    of 1 / n of the bytes; two ranks send 2 of a half."""
+    """``Collectives`` of some ranks, extrapolated from sums between two. A ring of n sends 2 (n - 1) messages in turn,
+    each of 1 / n of the bytes; two ranks send 2 of a half."""
 
     links: MeasuredLinks
     ranks: int
 
     @property
     def shared(self) -> int:
-        """The links' own."""
+        """Value of the links."""
         return self.links.shared
 
     def all_reduce(self, size: float, calls: float = 1) -> float:
@@ -122,13 +122,13 @@ class MeasuredAxis:
         return self.all_reduce(size, calls) / 2
 
     def send(self, size: float, calls: float = 1) -> float:
-        """Return the seconds to send ``size`` bytes, as many as two ranks send each other to sum them."""
+        """Return the seconds to send ``size`` bytes, equal to those that two ranks send each other to sum them."""
         return calls * self.links.pair(size / calls) if self.ranks > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Communication of a step: seconds that prolong the step, and seconds hidden beside other work."""
+    """Communication of a step: seconds that prolong the step, and seconds hidden behind other work."""
 
     exposed: float = 0.0
     hidden: float = 0.0
@@ -141,8 +141,8 @@ class Traffic:
 
 
 def beside(seconds: float, work: float, machine: Machine, *, copied: bool = False) -> Traffic:
-    """Split a collective that runs beside ``work`` seconds of computing. The time beyond that is exposed; the hidden
-    part slows the work, less if copy engines carry it (``copied``)."""
+    """Split a collective that runs concurrently with ``work`` seconds of computing. The time beyond that is exposed;
+    the hidden part slows the work, less if copy engines carry it (``copied``)."""
     hidden = min(seconds, work)
     slower = machine.shares.copied if copied else machine.shares.hidden
     return Traffic(seconds - hidden + slower * hidden, hidden)

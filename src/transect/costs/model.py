@@ -121,7 +121,8 @@ def _layer_products(config: ModelConfig, layer: int, tokens: int, storage: Stora
 def weight_bytes(
     config: ModelConfig, storage: Storage | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> float:
-    """Memory of the weights, or of those parts of them that ``shapes`` names (``parallel.shards.Shard.shapes``)."""
+    """Count the memory of the weights, or of those parts of them that ``shapes`` names
+    (``parallel.shards.Shard.shapes``)."""
     storage = storage or Storage()
     bits = 0.0
     shapes = weight_shapes(config) if shapes is None else shapes
@@ -140,7 +141,7 @@ def weight_bytes(
 
 
 def kv_bytes_per_token(config: ModelConfig, storage: Storage | None = None) -> float:
-    """Memory that one token takes in the KV cache: keys and values of every layer."""
+    """Count the memory of one token in the KV cache: keys and values of every layer."""
     return 2 * config.n_layers * config.kv_dim * (storage or Storage()).kv / 8
 
 
@@ -192,7 +193,7 @@ class _Counter:
         self.costs["linear"] = self.costs.get("linear", Cost(0, 0, 0)) + cost
 
     def gate_up(self, shape: tuple[int, int], moe: MoEConfig) -> None:
-        """Gate and up of experts, ``shape`` each, in one operator."""
+        """Count gate and up of experts, ``shape`` each, in one operator."""
         pairs, each = self.tokens * moe.per_token, shape[0] // moe.experts
         storage = self.storage
         share = touched(pairs, 1, moe.experts) / moe.experts
@@ -233,7 +234,7 @@ class _Counter:
             self.elementwise("gelu", 10, 1, tokens * config.ffn_dim)
 
     def experts(self, moe: MoEConfig, layer: int) -> None:
-        """Router, order and weighted sum; the products of the experts are counted as ``grouped_linear``."""
+        """Count router, order and weighted sum; the products of the experts are counted as ``grouped_linear``."""
         storage, tokens, width = self.storage, self.tokens, self.config.dim
         for name, shape in router_shapes(self.config, layer).items():
             if len(shape) == 2:

@@ -108,8 +108,8 @@ PRESETS: Mapping[str, Preset] = {file.stem: read_preset(file) for file in sorted
 def preset(name: str) -> Preset:
     """Find a device by the name of its preset, by another name that its file lists, or by the beginning of one name.
 
-    The beginning ends at a dash: an H20 is no H200. Letters may be capitals, and spaces stand for dashes. A ``name``
-    that ends in ``.toml`` is a file in the form of those in ``devices/``.
+    The beginning ends at a dash: an H20 is not an H200. Letters may be capitals, and spaces stand for dashes. A
+    ``name`` that ends in ``.toml`` is a file in the form of those in ``devices/``.
 
     Raises:
         ValueError: no device has this name, or the names of several begin with it.

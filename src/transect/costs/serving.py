@@ -51,7 +51,7 @@ class Efficiency:
         norm: the p of the p-norm of both bounds.
         keys: share of the read bandwidth that attention of decodes reaches.
         pairs: share of the matrix rate that attention of prompts reaches.
-        moved: share of the bandwidth that norms, rotations and activations reach; they are no part of the floor.
+        moved: share of the bandwidth that norms, rotations and activations reach; they are not part of the floor.
         step: seconds of any step. layer: of each layer. row: of each row.
         sums: seconds of a collective over its measured or published time; kernels beside it wait for all ranks.
     """
@@ -131,7 +131,7 @@ class ServingSteps:
 
     def parts(self, load: StepLoad) -> dict[str, float]:
         """Split the time of a step by cause; the products of the layers and the head together. Stages of a pipeline are
-        taken one after the other, so the sum is that of ``latency`` without messages."""
+        summed, so the sum is that of ``latency`` without messages."""
         known, size = self.efficiency, (load.padded or load.tokens, load.rows)
         costs = least_products(self.config, *size, self.storage)
         products = self._product(costs["linear"], size[0]) + self._product(costs["head"], size[1]) / self.layout.tensor
@@ -157,7 +157,7 @@ class ServingSteps:
         return stages * self.efficiency.step + layers + head + sent
 
     def _stage(self, load: StepLoad) -> tuple[float, float]:
-        """Seconds of all layers, and of the head."""
+        """Return the seconds of all layers, and of the head."""
         known = self.efficiency
         size = load.padded or load.tokens, load.rows
         found = self._parts.get(size)

@@ -1,7 +1,7 @@
 """Bits of a number of a model, from which costs and memory are computed (no torch).
 
-A ``Weight`` says its own ``WeightFormat``, and ``weights/measure.py`` makes the ``Storage`` of a model in memory.
-``storage_for`` makes that of a model to plan with, from the records of ``spec/numbers``.
+A ``Weight`` says its own ``WeightFormat``, and ``storage_of_model`` of ``engine/build.py`` makes the ``Storage`` of a
+model in memory. ``storage_for`` makes that of a model to plan with, from the records of ``spec/numbers``.
 """
 
 from __future__ import annotations
@@ -12,33 +12,34 @@ from ..spec.numbers.layouts import MatrixLayout
 from ..spec.numbers.registry import rounding
 
 Layouts = tuple[tuple[str, MatrixLayout], ...]
-"""The layout of each matrix of a layer that most layers have packed, by its name there (``attention.q``), and of the
+"""Packed layouts of a layer's matrices, as in most layers, by name in the layer (``attention.q``), and of the
 ``head``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Bits that one number takes, block scales included."""
+    """Bits of one number, including block scales."""
 
     linear: float = 16
-    """The matrices of the layers."""
+    """Bits of the matrices of the layers."""
     embed: float = 16
-    """The embedding table."""
+    """Bits of the embedding table."""
     head: float = 16
-    """The output head, as it is read; with tied embeddings the embedding table, or a copy packed differently."""
+    """Bits of the output head as it is read; with tied embeddings of the embedding table, or of a copy packed
+    differently."""
     norm: float = 16
-    """Norm weights and biases."""
+    """Bits of norm weights and biases."""
     activation: float = 16
     kv: float = 16
     head_copied: bool = False
-    """Tied embeddings, but the head is held a second time in its own format."""
+    """True if the embeddings are tied, but the head is a second copy in its own format."""
     matrices: tuple[tuple[str, float], ...] = ()
-    """Matrices of a layer that are not held as ``linear`` says, by their names in it (``mlp.down``)."""
+    """Bits of matrices of a layer that differ from ``linear``, by name in the layer (``mlp.down``)."""
     streamed: float = 0
-    """Bytes of matrices that every step brings over the host link, because they live elsewhere."""
+    """Bytes of matrices that every step copies over the host link."""
 
     def of(self, name: str) -> float:
-        """Bits of a number of the matrix ``name`` of a layer, such as ``attention.q``."""
+        """Return the bits of a number of the matrix ``name`` of a layer, such as ``attention.q``."""
         return dict(self.matrices).get(name, self.linear)
 
 
@@ -59,7 +60,7 @@ def storage_for(element: int, quantization: str | None = None, *, native: bool =
 
 
 def storage_held(storage: Storage, layouts: Layouts) -> Storage:
-    """``storage`` where matrices stay as the checkpoint packs them."""
+    """Return ``storage`` with matrices in the checkpoint's packing."""
     bits = {name: layout.bits for name, layout in layouts}
     head = bits.pop("head", None)
     if head is not None:

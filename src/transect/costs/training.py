@@ -66,7 +66,7 @@ class TrainingStep:
 
     @property
     def seconds(self) -> float:
-        """The step."""
+        """Seconds of the step."""
         return sum(self.parts.values())
 
     @property
@@ -76,7 +76,7 @@ class TrainingStep:
 
     @property
     def tokens_per_second(self) -> float:
-        """All ranks together."""
+        """Tokens per second of all ranks together."""
         return self.tokens / self.seconds
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class TrainingStep:
         return f"{1e3 * self.seconds:.1f} ms a step ({shown})"
 
     def to_dict(self) -> dict[str, float]:
-        """For JSON; seconds."""
+        """Return the figures for JSON; seconds."""
         return {"seconds": self.seconds, "tokens_per_second": self.tokens_per_second, **asdict(self)}
 
 
@@ -96,7 +96,7 @@ class Pass:
     backward: float
     again: float
     attention: float
-    """Forward pass of attention alone."""
+    """Seconds of the forward pass of attention alone."""
 
 
 def predict(config: ModelConfig, plan: TrainingPlan, spread: Spread, machine: Machine) -> TrainingStep:
@@ -183,7 +183,7 @@ def _share_of_first_mlp(config: ModelConfig) -> float:
 
 
 def _owned(part: RankPart, plan: TrainingPlan) -> int:
-    """Numbers whose state the rank has."""
+    """Count the numbers whose state the rank has."""
     trained = trained_shapes(part.config, plan) if plan.adapted else part.shapes
     if part.zero == 3:
         return part.sharded
@@ -191,12 +191,12 @@ def _owned(part: RankPart, plan: TrainingPlan) -> int:
 
 
 def _trained(part: RankPart, plan: TrainingPlan) -> int:
-    """Numbers that are trained, of those the rank computes with."""
+    """Count the trained numbers among those that the rank computes with."""
     return sum(math.prod(s) for s in (trained_shapes(part.config, plan) if plan.adapted else part.shapes).values())
 
 
 def _gradients(part: RankPart, plan: TrainingPlan, machine: Machine, micro: int, owned: int) -> float:
-    """Sums over micro-batches in 16 bits, copies into buckets, the norm."""
+    """Estimate the time of sums over micro-batches in 16 bits, copies into buckets, and the norm."""
     numbers, e, moved = _trained(part, plan), plan.element, 0.0
     if micro > 1 and e < 4:
         moved += (micro - 1) * numbers * (e + 8)
@@ -207,7 +207,7 @@ def _gradients(part: RankPart, plan: TrainingPlan, machine: Machine, micro: int,
 
 
 def _optimizer(part: RankPart, plan: TrainingPlan, spread: Spread, machine: Machine, owned: int) -> tuple[float, float]:
-    """Seconds of the step on the device, and on the host."""
+    """Estimate the seconds of the optimizer's step on the device, and on the host."""
     e = plan.element
     each = 4 if plan.master else e
     state = {"adamw8bit": 4}.get(plan.optimizer, 4 * each)
@@ -264,13 +264,14 @@ def _data(part: RankPart, plan: TrainingPlan, spread: Spread, machine: Machine, 
 
 
 def _sharing(spread: Spread, machine: Machine) -> Axis:
-    """Return the ranks with the same weights. Stages lie between data ranks, and not between context ranks."""
+    """Return the axis of ranks with the same weights. Stages are between data ranks, but not between context ranks."""
     stride = spread.tensor * (spread.pipeline if spread.data > 1 else 1)
     return Axis(machine, spread.data * spread.context, stride)
 
 
 def _root(part: RankPart, plan: TrainingPlan, spread: Spread, machine: Machine) -> Traffic:
-    """Embedding, last norm and head under zero 3: gathered before the first layer, summed after the last."""
+    """Time the messages of embedding, last norm and head under zero 3: gathered before the first layer, summed after
+    the last."""
     axis = _sharing(spread, machine)
     seconds = axis.gather(plan.element * part.outside) + axis.gather(part.reduce * part.outside)
     return Traffic(seconds)

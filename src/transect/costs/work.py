@@ -78,7 +78,7 @@ def expert_cost(
     ordered: bool = True,
     distinct: float | None = None,
 ) -> Cost:
-    """One product by experts: k rows for each token. Each expert that is touched is read once.
+    """Count one product by experts: k rows for each token. Each touched expert is read once.
 
     Args:
         ordered: the rows of a token are read as one, not as k.
@@ -95,7 +95,7 @@ def expert_cost(
 def product_cost(
     tokens: float, outputs: Sequence[int], inputs: int, *, bits: float, activation: float, bias: float = 0
 ) -> Cost:
-    """One product with matrices that share an input: each read once, input and output once.
+    """Count one product with matrices that share an input: each read once, input and output once.
 
     Args:
         outputs: rows of each matrix.

@@ -9,7 +9,7 @@ From settings to a running engine:
 * ``config``: ``EngineConfig``, all settings of a user. ``device``: the device that it names.
   ``build``: from it to a running engine.
 * ``kv_size``: the number of KV blocks. ``offload``: layers that stream from host memory or a file.
-  ``numerics``: a fingerprint of what its bits depend on. ``host_room``: a check that the weights fit in host memory.
+  ``numerics``: a fingerprint of what its bits depend on.
 * ``drafting``: the model that drafts, beside the engine's own.
 * ``decision_setup``: the decision log's header.
 * ``ranks``: one engine on several ranks. ``leading``: the cores of the leading rank and of the following ones.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,19 +14,23 @@ import torch
 
 from ..checkpoints.adapter import is_beside
 from ..checkpoints.kv_scales import take_scales
+from ..checkpoints.layouts import held_layouts
 from ..checkpoints.load import cache_dtype, in_blocks, kernels, kv_dtype, lacks_layers, load_model
 from ..checkpoints.resolve import ModelSource, resolve
 from ..costs.memory.streaming import StreamPlan
-from ..costs.model import kv_bytes_per_token
-from ..costs.storage import Storage, storage_for
+from ..costs.model import kv_bytes_per_token, weight_bytes
+from ..costs.storage import Storage, storage_for, storage_held
+from ..costs.units import GIB
+from ..models.decoder import Decoder
+from ..models.native import NativeStack
 from ..models.weights.kinds import rounded_values
-from ..models.weights.measure import storage_of_model
 from ..parallel.launch import Ranks
 from ..parallel.load import load_shard, shard_of
 from ..parallel.mesh import Mesh
-from ..spec.numbers.registry import cache_bits, takes_scales
+from ..spec.numbers.registry import cache_bits, roundings, takes_scales
 from ..text.grammar.compiler import GrammarCompiler
 from ..text.grammar.constraint import MaskFiller
+from ..text.grammar.params import CACHE_BYTES
 from ..text.grammar.vocabulary import Vocabulary
 from ..text.number_text import NumberText
 from ..text.tokenizer import Tokenizer
@@ -36,9 +42,8 @@ from .executors.drafted import Drafted
 from .executors.gpu.compilers import Compilers
 from .executors.runner import Runner
 from .executors.stage_runner import StageRunner
-from .host_room import check_weights
 from .kv_size import KVSize, default_cache_bytes, free_memory, kv_size
-from .numerics import UNKNOWN, Numerics, numerics_of
+from .numerics import UNKNOWN, Numerics, is_batch_invariant, numerics_of
 from .offload import stream_plan
 from .scheduling.batch import Executor
 from .scheduling.clock import WallClock
@@ -51,7 +56,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine, and what is to be known about it."""
+    """An engine, and the facts about it that callers need."""
 
     core: EngineCore
     source: ModelSource
@@ -59,17 +64,19 @@ class BuiltEngine:
     kv_tokens: int
     eos_token_ids: tuple[int, ...]
     kernels: str
-    """Which kernels run, and why: the start-up line."""
+    """Running kernels and the reason for them, as a start-up line."""
     report: tuple[str, ...] = ()
-    """On a GPU: where its memory went, and what starting took. On several ranks: what each of them does."""
+    """On a GPU: the use of its memory and the times of the start-up. On several ranks: the task of each rank."""
     ranks: Ranks | None = None
     """Ranks started for this engine, and closed with it."""
     mesh: Mesh | None = None
-    """All ranks, and the place of this one; None if there is only one."""
+    """All ranks, and the coordinates of this one; None if there is only one."""
     numerics: Numerics = UNKNOWN
     """Fingerprint of everything that its bits depend on."""
+    grammar_cache_bytes: int = CACHE_BYTES
+    """Memory of compiled grammars that are kept."""
     speaks: bool = True
-    """True on the one rank that decides and logs what runs."""
+    """True on the one rank that decides and logs steps."""
 
     def grammars(self, *, checked: bool) -> GrammarCompiler:
         """Return the grammar compiler of this model (``GrammarCompiler``); it reads the tokenizer when first needed."""
@@ -80,7 +87,7 @@ class BuiltEngine:
                 raise ValueError("structured_outputs need a tokenizer, and this model has none")
             return Vocabulary.of(found, self.eos_token_ids, self.vocab_size)
 
-        return GrammarCompiler(vocabulary, checked=checked)
+        return GrammarCompiler(vocabulary, checked=checked, cache_bytes=self.grammar_cache_bytes)
 
     @property
     def vocab_size(self) -> int:
@@ -129,14 +136,13 @@ def build_engine(
         fill_tokens, graph_tokens = parts.fill_tokens, parts.runner.graph_tokens or None
         graph_prompts = FEWEST_ROWS if graph_tokens else None
     else:
-        executor, size, why, storage, computes = _build_cpu(config, source, mesh, drafts_with)
+        executor, size, why, storage, computes, exact = _build_cpu(config, source, mesh, drafts_with)
+        if config.deterministic and not exact:
+            raise ValueError(f"{why} give a token other bits in other batches: leave out deterministic")
         if drafts_with is not None:
             draft = draft_config(config, drafts_with, size)
-            drafting = (
-                draft,
-                *_build_cpu(draft, drafts_with, None, on_host=1 if mesh is None else mesh.world.on_host)[:2],
-            )
-        exact = config.deterministic or config.dtype == "float32" or computes.startswith("C++ layers")
+            on_host = 1 if mesh is None else mesh.world.on_host
+            drafting = (draft, *_build_cpu(draft, drafts_with, None, on_host=on_host)[:2])
         if config.device == "auto" and torch.cuda.is_available():
             why = f"{why}; not on the GPU: {reason}"
     limit = config.step_limit
@@ -183,14 +189,24 @@ def build_engine(
         why = f"{why}, adapter {'beside' if config.quantization else 'in'} the weights"
     log.info("%s; KV cache %d tokens, context %d; %s", why, kv_tokens, size.max_model_len, config)
     numerics = numerics_of(config, source, device, computes, exact)
-    return BuiltEngine(core, source, size.max_model_len, kv_tokens, ends, why, report, numerics=numerics)
+    return BuiltEngine(
+        core,
+        source,
+        size.max_model_len,
+        kv_tokens,
+        ends,
+        why,
+        report,
+        numerics=numerics,
+        grammar_cache_bytes=config.grammar_cache_bytes,
+    )
 
 
 def scheduler_class(name: str | None) -> type[Scheduler]:
     """Load the class that ``scheduler_cls`` names.
 
     Raises:
-        ValueError: there is no such file, module or class, or it is no ``Scheduler``.
+        ValueError: there is no such file, module or class, or it is not a ``Scheduler``.
     """
     if name is None:
         return Scheduler
@@ -199,7 +215,7 @@ def scheduler_class(name: str | None) -> type[Scheduler]:
             file, _, attribute = name.rpartition(":")
             spec = importlib.util.spec_from_file_location(Path(file).stem, file)
             if spec is None or spec.loader is None:
-                raise ImportError(f"{file} is no Python file")
+                raise ImportError(f"{file} is not a Python file")
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
@@ -231,10 +247,17 @@ def _draft_on_gpu(
 
 def _build_cpu(
     config: EngineConfig, source: ModelSource, mesh: Mesh | None, beside: ModelSource | None = None, on_host: int = 1
-) -> tuple[Runner, KVSize, str, Storage, str]:
-    """The model and its cache in the memory of the host, which kernels run and why, in which formats, and what in the
-    kernels decides about bits. ``beside``: a model that drafts, whose cache has as many tokens; ``on_host``: ranks that
-    have this model whole."""
+) -> tuple[Runner, KVSize, str, Storage, str, bool]:
+    """Build the model and its cache in the memory of the host.
+
+    Args:
+        beside: a model that drafts, whose cache has as many tokens.
+        on_host: ranks that have this model whole.
+
+    Returns:
+        Runner, size of the cache, which kernels run and why, formats, what in the kernels decides about bits, and
+        ``Numerics.exact``.
+    """
     on_host = on_host if mesh is None else mesh.world.on_host
     threads = config.cpu_threads() if config.threads or on_host == 1 else max(1, config.cpu_threads() // on_host)
     torch.set_num_threads(threads)
@@ -260,12 +283,14 @@ def _build_cpu(
         whole = native and not lacks_layers(source.config, config.block_size, config.quantization)
         model = load_model(source, **drawn, **choice)  # type: ignore[arg-type]
         if source.adapter is not None:
-            beside = "beside the packed weights, layers operator by operator"
-            why = f"{why}, adapter {beside if is_beside(model) else 'in the weights'}"
+            place = "beside the packed weights"
+            if not isinstance(model.stack, NativeStack):
+                whole, place = False, f"{place}, layers operator by operator"
+            why = f"{why}, adapter {place if is_beside(model) else 'in the weights'}"
     else:
         model, why, native = load_shard(source, mesh, **drawn, **choice)  # type: ignore[arg-type]
         whole, library = native, None
-    computes = "C++ layers" if whole else "C++ products" if native else "torch"
+    computes = "C++ layers" if isinstance(model.stack, NativeStack) else "C++ products" if native else "torch"
     computes += "" if library is None else f" of {library.name}"
     if config.kv_cache_dtype != "auto":
         why = f"{why}, KV cache in {config.kv_cache_dtype}"
@@ -295,14 +320,86 @@ def _build_cpu(
     storage = storage_of_model(model, activation=computed, kv=cached_bits)
     if stream is not None:
         storage, why = replace(storage, streamed=stream.bytes), f"{why}; {stream}"
+    exact = is_batch_invariant(model)
     if mesh is not None and mesh.pipeline.size > 1:
-        return StageRunner(model, *caches, mesh, fill_masks=MaskFiller()), size, why, storage, computes
-    return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage, computes
+        return StageRunner(model, *caches, mesh, fill_masks=MaskFiller()), size, why, storage, computes, exact
+    return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage, computes, exact
 
 
 def _cpu_stream(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> StreamPlan | None:
-    """The layers that stream on a CPU, where plain torch does not hold the codes of every format."""
+    """Plan the layers that stream on a CPU, where plain torch does not hold the codes of every format."""
     quantization = None if rounded_values(config.quantization) else config.quantization
     storage = storage_for(kv_dtype(config.dtype).itemsize, quantization)
     shapes = None if mesh is None else shard_of(source.config, mesh).shapes()
     return stream_plan(config, source.config, storage, shapes, ranks=1 if mesh is None else mesh.world.on_host)
+
+
+def check_weights(
+    config: EngineConfig,
+    source: ModelSource,
+    free: int,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    ranks: int = 1,
+) -> None:
+    """Refuse weights that do not fit in the host's memory, before they are read or drawn.
+
+    Without this check a model that is too large takes all memory, and the system kills the engine, or another program,
+    without a message. Only a certain misfit is refused: the check counts the weights alone, in the fewest bits in which
+    they may be held.
+
+    Args:
+        free: bytes of this host's memory.
+        shapes: each rank's shapes of the weights; None for whole weights.
+        ranks: number of ranks on this host with such weights.
+
+    Raises:
+        ValueError: the weights do not fit; the message has the numbers, and what to change.
+    """
+    storage = storage_for(4 if config.dtype == "float32" else 2, config.quantization)
+    needed = ranks * weight_bytes(source.config, storage, shapes)
+    if needed <= free:
+        return
+    if config.quantization is None and config.dtype != "float32":
+        packed = storage_held(storage, held_layouts(source))
+        needed = min(needed, ranks * weight_bytes(source.config, packed, shapes))
+    if source.kind == "gguf":  # its blocks are held as they are, the table among them
+        needed = min(needed, sum(file.stat().st_size for file in source.gguf_files))
+    if needed <= free:
+        return
+    each = f" over {ranks} ranks of this host" if ranks > 1 else ""
+    fewest = next(iter(roundings()))
+    fewer = "" if config.quantization == fewest else f"hold them in fewer bits (quantization={fewest!r}), "
+    raise ValueError(
+        f"the weights take {needed / GIB:.1f} GiB of memory{each}, and {free / GIB:.1f} GiB are free: {fewer}take a "
+        "smaller model, or let layers come from a disk (cpu_offload_gb with offload_folder)"
+    )
+
+
+def storage_of_model(model: Decoder, *, activation: float = 16, kv: float = 16) -> Storage:
+    """Return the ``Storage`` of a loaded model, as its weights say; ``storage_for`` is that of a model not loaded.
+
+    Args:
+        model: its matrices' bits are averaged over the layers, one figure a matrix.
+        activation: bits of a number of the activations.
+        kv: bits of a number of the cache.
+    """
+    sizes: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for name, weight in model.weights():
+        if name != "head":
+            count = sizes[name.split(".", 2)[2]]
+            count[0] += weight.nbytes
+            count[1] += weight.out_features * weight.in_features
+    bits = {name: 8 * size / numbers for name, (size, numbers) in sizes.items()}
+    whole = [sum(column) for column in zip(*sizes.values(), strict=True)]
+    linear = 8 * whole[0] / whole[1]
+    return Storage(
+        linear=linear,
+        embed=model.embed.bits,
+        head=model.head.format.bits,
+        norm=8 * model.norm.weight.element_size(),
+        activation=activation,
+        kv=kv,
+        head_copied=model.config.tied_embeddings and not model.head_tied,
+        matrices=tuple((name, each) for name, each in bits.items() if each != linear),
+    )

@@ -13,17 +13,18 @@ from ..hardware.cores import usable_cores
 from ..spec.layouts.ranks import RankLayout
 from ..spec.numbers.registry import AUTO, cache_format, cache_formats, dtype_name, rounding, roundings
 from ..spec.settings import About, changed_fields, check_values
+from ..text.grammar.params import CACHE_BYTES
 from .executors.gpu.options import GPUOptions
 from .scheduling.drafters.registry import SpeculativeConfig
-from .scheduling.policies.order import SchedulingPolicy
+from .scheduling.policies.orders.registry import scheduling_policies
 from .scheduling.scheduler_config import Batching
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
-"""Tokens in a step. Decoding streams wait for the prefill chunks of others: this many take a small CPU 0.15 s, and an
-H200 with an 8B model 0.2 s."""
+"""Default tokens in a step. Decoding streams wait for the prefill chunks of others: a step of this size takes 0.15 s on
+a small CPU, and 0.2 s on an H200 with an 8B model."""
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_TIMED_SEQS = {"cpu": 64, "cuda": 512}
-"""Default of ``max_num_seqs`` where a time limits steps: more places, so that prompts wait less for one."""
+"""Default of ``max_num_seqs`` if a time limits steps: more sequences run, so prompts wait less for a place."""
 
 ONE_OR_MORE = About(least=1)
 DTYPES = About(choices=lambda: (AUTO, "bfloat16", "float16", "float32"))
@@ -35,9 +36,10 @@ class StepLimit(NamedTuple):
     """Meaning of ``EngineConfig.mixed_step_limit``."""
 
     tokens: int | None = None
-    """Largest number of tokens in a step in which sequences decode; None if ``max_num_batched_tokens`` is."""
+    """Largest number of tokens in a step in which sequences decode; None if only ``max_num_batched_tokens`` limits
+    it."""
     seconds: float | None = None
-    """Longest time of such a step; 0: a multiple of the time that decodes alone take; None if no time limits it."""
+    """Longest time of such a step; 0 for a multiple of the time that decodes alone take; None for no time limit."""
     fill: bool = False
     """Prefill in small chunks while decoding, when the whole batch finishes sooner."""
 
@@ -108,6 +110,8 @@ class EngineConfig:
             smaller ``"model"``; the answers are the same. Names are vLLM's: ``num_speculative_tokens`` (at most),
             ``prompt_lookup_min``, ``prompt_lookup_max``. The number of drafts of each step is chosen by expected gain.
         jump_ahead: Compute tokens that a grammar forces together; off: draw them one by one.
+        grammar_cache_bytes: Memory in bytes of compiled grammars that are kept for later requests; the least recently
+            used go first.
         max_queue: Requests that may wait; a server answers more with 503. Default: no limit.
         max_queue_bytes: Memory in bytes of requests that wait; one client may have half of it. Default: no limit in
             ``LLM``.
@@ -149,7 +153,7 @@ class EngineConfig:
         "itl_target": "mixed_step_limit, such as 30ms, auto or full",
         "policy": "batching (continuous, static), or scheduling_policy (fcfs, priority)",
     }
-    """Settings of earlier versions, and what to give in their place."""
+    """Settings of earlier versions, each with its replacement."""
 
     model: str
     load_format: Literal["auto", "dummy"] = "auto"
@@ -176,11 +180,12 @@ class EngineConfig:
     kv_cache_tokens: Annotated[int | None, ONE_OR_MORE] = None
     enable_prefix_caching: Annotated[bool, About(option="prefix-caching", also=("enable_prefix_caching",))] = True
     batching: Batching = "continuous"
-    scheduling_policy: SchedulingPolicy = "fcfs"
+    scheduling_policy: Annotated[str, About(choices=scheduling_policies)] = "fcfs"
     longest_first: bool | None = None
     scheduler_cls: str | None = None
     speculative_config: Mapping[str, Any] | None = None
     jump_ahead: bool = True
+    grammar_cache_bytes: Annotated[int, ONE_OR_MORE] = CACHE_BYTES
     max_queue: Annotated[int | None, ONE_OR_MORE] = None
     max_queue_bytes: Annotated[int | None, ONE_OR_MORE] = None
     max_queue_wait: Annotated[float | None, About(above=0)] = None
@@ -301,14 +306,14 @@ class EngineConfig:
 
     def _check_offload(self) -> None:
         if self.offload_folder is not None and not self.cpu_offload_gb:
-            raise ValueError("offload_folder holds layers that stream, and none do: give cpu_offload_gb too")
+            raise ValueError("offload_folder holds layers that stream, and no layers stream: give cpu_offload_gb too")
         if self.cpu_offload_gb and self.native:
             raise ValueError(
                 "native=True asks for the C++ kernels, which have all layers in memory: leave out cpu_offload_gb"
             )
 
     def _check_steps(self, seqs: int) -> None:
-        """Every sequence that runs needs a token of each step."""
+        """Check that a step has a token for every running sequence."""
         limits = (("max_num_batched_tokens", self.max_num_batched_tokens), ("mixed_step_limit", self.step_limit.tokens))
         for name, tokens in limits:
             if tokens is not None and tokens < seqs:
@@ -316,11 +321,11 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """``speculative_config`` as the scheduler takes it."""
+        """``speculative_config`` in the scheduler's form."""
         return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
 
     def limits(self, device: str) -> tuple[int, int]:
-        """max_num_seqs and max_num_batched_tokens with the defaults of a device type (``cpu``, ``cuda``).
+        """Return max_num_seqs and max_num_batched_tokens, with the defaults of a device type (``cpu``, ``cuda``).
 
         Raises:
             ValueError: mixed_step_limit is below the default of max_num_seqs.
@@ -333,19 +338,19 @@ class EngineConfig:
         return seqs, max(DEFAULT_BATCHED_TOKENS[device], seqs) if tokens is None else tokens
 
     def for_server(self) -> EngineConfig:
-        """This configuration with a server's defaults: a time limits steps."""
+        """Return this configuration with a server's defaults: a time limits steps."""
         if self.mixed_step_limit is not None or self.batching == "static":
             return self
         return dataclasses.replace(self, mixed_step_limit="auto")
 
     @property
     def step_limit(self) -> StepLimit:
-        """``mixed_step_limit`` in parts."""
+        """``mixed_step_limit``, parsed."""
         return _step_limit(self.mixed_step_limit)
 
     def cpu_threads(self) -> int:
-        """``threads``, or the number of cores that this process may use and has the time of (``usable_cores``), but no
-        more than ``OMP_NUM_THREADS`` says, where it is set.
+        """Return ``threads``, or the number of cores that this process may use and gets time on (``usable_cores``),
+        limited by ``OMP_NUM_THREADS`` if that is set.
 
         Raises:
             ValueError: more threads than cores. They would wait for each other at every barrier of a step, and keep
@@ -361,7 +366,7 @@ class EngineConfig:
         return self.threads or min(usable_cores(), asked)
 
     def __str__(self) -> str:
-        """The fields that differ from their defaults, for the start-up line."""
+        """List the fields that differ from their defaults, for the start-up line."""
         return ", ".join(changed_fields(self))
 
 

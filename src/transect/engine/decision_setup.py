@@ -1,4 +1,4 @@
-"""The decision log of an engine that is being built: what its header says of model, formats and device."""
+"""The decision log of an engine that is being built: facts about model, formats and device for its header."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def decision_log(
     device: torch.device,
     padding: dict[str, int] | None = None,
 ) -> DecisionLog | None:
-    """The log that ``config`` asks for; None for none. ``padding``: what steps are filled up to (``GPURunner``).
+    """Open the log that ``config`` asks for; None if it asks for none. ``padding``: padded step sizes (``GPURunner``).
 
     Raises:
         ValueError: its file cannot be written.
@@ -46,7 +46,7 @@ def decision_log(
 
 
 def _plain(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that costs depend on."""
+    """Return the fields of a dataclass that costs depend on."""
     found = {}
     for field in dataclasses.fields(value):
         each = getattr(value, field.name)
@@ -57,7 +57,7 @@ def _plain(value: Any) -> dict[str, Any]:
 
 
 def _described(device: torch.device, config: EngineConfig, storage: Storage) -> dict[str, Any]:
-    """Name, kind, threads, the dtype that products are computed in, and its ceilings where they have been measured."""
+    """Describe a device: name, kind, threads, compute dtype, and its ceilings if they have been measured."""
     if device.type == "cpu":
         dtype = "float32" if storage.activation == 32 else "bfloat16"
         here = dataclasses.replace(detect("cpu"), units=config.cpu_threads())

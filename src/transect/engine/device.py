@@ -8,7 +8,7 @@ from .config import EngineConfig
 
 
 def device_for(config: EngineConfig) -> tuple[torch.device, str]:
-    """The device that a configuration runs on, and why.
+    """Choose the device for a configuration. Returns the device and the reason.
 
     Raises:
         ValueError: ``cuda`` was asked for and cannot be used.

@@ -72,7 +72,8 @@ def check_pair(draft: ModelSource, source: ModelSource) -> None:
 
 
 def draft_config(config: EngineConfig, source: ModelSource, size: KVSize) -> EngineConfig:
-    """Settings of the model that drafts; ``size``: the KV cache of the engine's model, which has as many tokens."""
+    """Return the settings of the drafting model; ``size``: the KV cache of the engine's model, which has as many
+    tokens."""
     speculation = config.speculation
     assert speculation is not None and speculation.model is not None
     return replace(

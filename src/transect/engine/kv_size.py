@@ -10,14 +10,14 @@ from .config import EngineConfig
 
 MIB = 2**20
 SHARE_OF_FREE_MEMORY = 4
-"""By default the cache takes a quarter of it: other programs live on the machine too ..."""
+"""Default divisor of the free memory for the cache, because the machine runs other programs too."""
 DEFAULT_MOST_BYTES = 2048 * MIB
-"""... and no more than this."""
+"""Upper limit of the cache's default size, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVSize:
-    """``num_blocks`` in the pool and the context length, in tokens, that goes with it."""
+    """``num_blocks`` of the pool, and the context length that fits, in tokens."""
 
     num_blocks: int
     max_model_len: int
@@ -37,7 +37,7 @@ def kv_size(
     max_num_seqs: int | None = None,
     default_bytes: int | None = None,
 ) -> KVSize:
-    """Size the KV cache.
+    """Choose the size of the KV cache.
 
     Args:
         model_positions: the longest context of the model.
@@ -95,14 +95,15 @@ def default_cache_bytes(free_bytes: int) -> int:
 
 
 def free_memory() -> int:
-    """Bytes that this process can still take: the machine's, or its container's if that allows less (Linux).
+    """Return the bytes that this process can still allocate: the machine's free memory, or its container's if that is
+    less (Linux).
 
     Raises:
         ValueError: the system does not say; give the size of the KV cache.
     """
     free = _meminfo_available()
     if free is None:
-        raise ValueError("this system does not say how much memory is free: give num_kv_blocks or kv_cache_bytes")
+        raise ValueError("this system does not report its free memory: give num_kv_blocks or kv_cache_bytes")
     container = _cgroup_available()
     return free if container is None else min(free, container)
 

@@ -1,5 +1,5 @@
-"""The cores of an engine on several ranks: that of rank 0, which has the callers, and those that do as they are told.
-``ranks.py`` says why they agree."""
+"""The cores of an engine on several ranks: rank 0 serves the callers, and the other ranks follow its orders.
+``ranks.py`` explains why all ranks agree."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .scheduling.request import Request
 
 
 class Message(NamedTuple):
-    """Call of a method of ``EngineCore``. ``group``: place along the data axis of the ranks that make the call; None
-    for all ranks."""
+    """A call of a method of ``EngineCore``. ``group``: coordinate along the data axis of the ranks that make the call;
+    None for all ranks."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -32,7 +32,7 @@ class Orders:
 
 
 class LeadingCore(EngineCore):
-    """The engine of rank 0: does what it is asked, and has the other ranks do the same."""
+    """The engine of rank 0: executes calls, and makes the other ranks do the same."""
 
     def __init__(self, core: EngineCore, ranks: Ranks) -> None:
         super().__init__(core.scheduler, core.executor, lag=core.lag, decisions=core.decisions)
@@ -40,7 +40,7 @@ class LeadingCore(EngineCore):
         self._ranks = ranks
         self._messages: list[Message] = []
         self._lost = ""
-        """The exception after which the other ranks may have gone another way."""
+        """Exception after which the other ranks may have diverged."""
 
     def add(self, request: Request) -> None:
         self._check_together()
@@ -78,12 +78,12 @@ class LeadingCore(EngineCore):
     def _check_together(self) -> None:
         if self._lost:
             raise RuntimeError(
-                f"a step of this engine was broken off ({self._lost}), and its other ranks may have gone on: make "
+                f"a step of this engine was interrupted ({self._lost}), and its other ranks may have continued: create "
                 "another engine"
             )
 
     def release(self) -> None:
-        """Let the other ranks go; they wait for another job."""
+        """Release the other ranks, which wait for another job."""
         if self._ranks.failure is None:
             self._ranks.world.announce(None)
 
@@ -96,7 +96,7 @@ class LeadingCore(EngineCore):
 
 
 class FollowingCore(EngineCore):
-    """The engine of another rank. It learns step times, which may size the next steps, from rank 0."""
+    """The engine of another rank. It receives learned step times, which may size later steps, from rank 0."""
 
     def __init__(self, core: EngineCore) -> None:
         super().__init__(core.scheduler, core.executor, lag=core.lag)

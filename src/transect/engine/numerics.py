@@ -1,4 +1,5 @@
-"""A fingerprint of all that an engine's bits depend on, so that replicas can tell that they give the same answers.
+"""A fingerprint of everything that an engine's bits depend on, by which replicas recognize that they give the same
+answers.
 
 Two engines with equal fingerprints compute the same logits from the same tokens, if ``exact`` holds for both: then no
 result depends on what else is in the batch or how a prompt was cut into chunks, and an answer begun in one continues in
@@ -24,9 +25,11 @@ from .config import EngineConfig
 if TYPE_CHECKING:
     import torch
 
+    from ..models.decoder import Decoder
+
 SAMPLES, SAMPLE_BYTES, READ_WHOLE = 256, 4096, 2**24
-"""Pieces of a large weight file that are looked at, their size, and the size up to which a file is read whole: reading
-a large one would take as long as loading it."""
+"""Number and size of the samples of a large weight file, and the size up to which a file is read whole: reading a large
+one would take as long as loading it."""
 SIZED = ("dtype", "quantization", "kv_cache_dtype", "block_size", "tensor_parallel_size", "pipeline_parallel_size")
 """Settings that choose formats, the tiles of attention, and the order of sums over ranks."""
 
@@ -48,11 +51,11 @@ class Numerics(msgspec.Struct, frozen=True):
         return blake2b(msgspec.json.encode(sorted(self.parts.items())), digest_size=8).hexdigest()
 
     def promises(self, other: Numerics) -> bool:
-        """True if an answer begun with ``other`` continues here to the bit."""
+        """Return True if an answer begun with ``other`` continues here with identical bits."""
         return self.exact and other.exact and self.parts == other.parts
 
     def differences(self, other: Numerics) -> list[str]:
-        """Names of the parts that differ, sorted."""
+        """List the names of the parts that differ, sorted."""
         return sorted(name for name in {*self.parts, *other.parts} if self.parts.get(name) != other.parts.get(name))
 
 
@@ -61,7 +64,7 @@ UNKNOWN = Numerics({}, False)
 
 
 def numerics_of(config: EngineConfig, source: ModelSource, device: torch.device, kernels: str, exact: bool) -> Numerics:
-    """The fingerprint of an engine.
+    """Compute the fingerprint of an engine.
 
     Args:
         kernels: which of several implementations run.
@@ -80,8 +83,23 @@ def numerics_of(config: EngineConfig, source: ModelSource, device: torch.device,
     return Numerics({name: str(value) for name, value in parts.items()}, exact)
 
 
+def is_batch_invariant(model: Decoder) -> bool:
+    """Return True if a model on a CPU gives a token the same logits in any batch: its layers run in the C++ kernels, or
+    its operators and products are batch-invariant."""
+    from ..models.native import NativeStack
+    from ..ops.registry import get
+
+    if isinstance(model.stack, NativeStack):
+        return True
+    chosen = (get(name).implementations[label] for name, label in model.ops.chosen)
+    return all(each.batch_invariant for each in chosen) and all(
+        getattr(module, "batch_invariant", True) for module in model.modules()
+    )
+
+
 def weights_digest(config: EngineConfig, source: ModelSource) -> str:
-    """A digest of the weights: sizes of their files, and samples of their contents. Of random weights, the seed."""
+    """Compute a digest of the weights: sizes of their files, and samples of their contents; of random weights, the
+    seed."""
     digest = blake2b(repr(source.config).encode(), digest_size=16)
     if config.load_format == "dummy" or source.kind == "shape":
         digest.update(f"random {config.seed or 0}".encode())

@@ -1,5 +1,5 @@
-"""Which layers of an engine stream from host memory or a file (``models/streaming/``), and whether there is room for
-them: said before anything is read."""
+"""Choice of the layers that stream from host memory or a file (``models/streaming/``), and a check for room before
+anything is read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stream_plan(
     *,
     ranks: int = 1,
 ) -> StreamPlan | None:
-    """``planned_stream``, for an engine that is about to load them.
+    """Plan the layers that stream, like ``planned_stream``, and check that there is room for them.
 
     Args:
         ranks: number of ranks on this host that do the same.
@@ -55,7 +55,7 @@ def planned_stream(
 
 
 def check_room(plan: StreamPlan, ranks: int = 1) -> None:
-    """See that the layers of ``plan`` have room where they are to live.
+    """Check that the layers of ``plan`` fit in their storage.
 
     Raises:
         ValueError: they have not; the message has the numbers.

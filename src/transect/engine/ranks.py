@@ -49,8 +49,8 @@ FOLLOW = "transect.engine.ranks:follow"
 
 
 class _Checked:
-    """An executor that first sees that all ranks of a group (at one place along the data axis) have planned the
-    same."""
+    """An executor that first checks that all ranks of a group (at one coordinate of the data axis) have planned the
+    same step."""
 
     def __init__(self, inner: Executor, mesh: Mesh) -> None:
         self.inner, self._mesh = inner, mesh
@@ -58,7 +58,7 @@ class _Checked:
 
     @property
     def launched(self) -> str:
-        """Way in which the inner executor launched its newest step."""
+        """Kind of launch of the inner executor's newest step."""
         return getattr(self.inner, "launched", "")
 
     def submit(self, batch: ScheduledBatch) -> Handle:
@@ -66,7 +66,7 @@ class _Checked:
         return self.inner.submit(batch)
 
     def abandon(self) -> None:
-        """Forget the steps before (``Executor``)."""
+        """Forget earlier steps (``Executor``)."""
         if (abandon := getattr(self.inner, "abandon", None)) is not None:
             abandon()
 
@@ -86,7 +86,8 @@ class _Checked:
 
 
 def plan_digest(batch: ScheduledBatch) -> str:
-    """A checksum of all that a step computes: its rows, their tokens and blocks, and the copies before them."""
+    """Compute a checksum of everything that a step computes: its rows, their tokens and blocks, and the block
+    copies."""
     digest = hashlib.blake2b(repr((batch.step, batch.block_copies)).encode(), digest_size=8)
     for row in batch.rows:
         draws = [(draw.seq_id, draw.seed) for draw in row.draws]
@@ -103,7 +104,7 @@ def start_engine(
     ranks: Ranks | None = None,
     children: Children | None = None,
 ) -> BuiltEngine:
-    """Build an engine of one rank or of several, started here if need be.
+    """Build an engine of one rank or of several; missing ranks are started.
 
     Args:
         compilers, began: as for ``build_engine``.
@@ -156,7 +157,7 @@ def start_engine(
 
 
 def _leading(built: BuiltEngine, ranks: Ranks, config: EngineConfig) -> EngineCore:
-    """The core of rank 0."""
+    """Return the core of rank 0."""
     if not config.shares_data:
         return LeadingCore(built.core, ranks)
     assert built.mesh is not None
@@ -166,7 +167,7 @@ def _leading(built: BuiltEngine, ranks: Ranks, config: EngineConfig) -> EngineCo
 
 
 def end(core: EngineCore, ranks: Ranks | None) -> None:
-    """End what an engine has beside this process: the other ranks. ``ranks``: those that end with it."""
+    """End the other ranks of an engine. ``ranks``: those that end with it."""
     if ranks is None and not isinstance(core, LeadingCore):
         return
     executor = core.executor.inner if isinstance(core.executor, _Checked) else core.executor
@@ -181,7 +182,7 @@ def end(core: EngineCore, ranks: Ranks | None) -> None:
 
 
 def shard_check(config: EngineConfig) -> None:
-    """See that the model can be cut as is asked, before processes are started for it.
+    """Check that the model can be sharded as configured, before processes are started for it.
 
     Raises:
         ValueError: it cannot.
@@ -206,7 +207,7 @@ def follow_rank_0(config: EngineConfig) -> None:
 
 
 def follow(world: World, config: EngineConfig) -> None:
-    """The job of all ranks but 0: build the same engine, then take its requests and steps from rank 0."""
+    """Run the job of all ranks but 0: build the same engine, then follow the requests and steps of rank 0."""
     _follow(world, config)
     gc.collect()  # a model and its stack hold each other, and with that memory of a GPU
     if world.device.type == "cuda":
@@ -279,7 +280,8 @@ def _facts(config: EngineConfig, built: BuiltEngine) -> dict[str, Any]:
 
 
 def _own_sums(mesh: Mesh, config: EngineConfig) -> str:
-    """Have GPUs of the tensor axis sum by our kernels where that is quicker. Returns what the start says of it.
+    """Let GPUs of the tensor axis sum by our kernels if those are faster than NCCL. Returns a note for the start-up
+    line.
 
     Raises:
         ValueError: NCCL alone can sum, and would do it in another order for other batches where that must not be.
@@ -308,7 +310,7 @@ def _own_sums(mesh: Mesh, config: EngineConfig) -> str:
 
 
 def _own_logits(mesh: Mesh, config: EngineConfig) -> str:
-    """Have GPUs of the tensor axis leave logits where they are for draws. Returns what the start says of it."""
+    """Let GPUs of the tensor axis read each other's logits for draws. Returns a note for the start-up line."""
     group, world = mesh.tensor, mesh.world
     group.logits = None
     if group.sums is None or not config.gpu.device_sampling:

@@ -30,7 +30,7 @@ from .scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
 from .scheduling.request import Request
 
 TAG = 1 << 30
-"""The tag of reports; steps have theirs."""
+"""Tag of reports; steps have tags of their own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class _Running:
 
     ticket: Ticket
     choices: int
-    """Those that have not ended."""
+    """Choices that have not ended."""
 
 
 class SharingCore(LeadingCore):
-    """The engine of rank 0, which is in the first group, and has the callers of all."""
+    """The engine of rank 0, which belongs to the first group, and serves the callers of all groups."""
 
     def __init__(self, core: EngineCore, ranks: Ranks, mesh: Mesh, kv_tokens: int, seed: int) -> None:
         super().__init__(core, ranks)
@@ -66,9 +66,9 @@ class SharingCore(LeadingCore):
         self._running: dict[str, _Running] = {}
         self._stats: list[SchedulerStats] = [self.scheduler.stats() for _ in self._leads]
         self._busy = [False] * layout.data
-        """Whose steps are under way, of the other groups."""
+        """True for each other group with steps in flight."""
         self._new = [0] * layout.data
-        """Requests that a group got since its last report."""
+        """Requests that each group received since its last report."""
         self._seed, self._count = seed, 0
 
     def add(self, request: Request) -> None:
@@ -170,7 +170,7 @@ class GroupCore(FollowingCore):
         return outputs
 
     def learned(self, lesson: Lesson) -> None:
-        """It has learned that itself."""
+        """Do nothing: this rank has measured the step itself."""
 
     def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
         return EngineCore._learn(self, done, ended, late)

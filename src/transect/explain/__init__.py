@@ -16,7 +16,7 @@ __all__ = ["Explain"]
 
 
 def __getattr__(name: str) -> Any:
-    """``Explain``, without importing torch for those who do not ask for it."""
+    """Import ``Explain`` on first use, so that other users do not import torch."""
     if name == "Explain":
         from .program.explain import Explain
 

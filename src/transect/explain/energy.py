@@ -1,4 +1,4 @@
-"""Energy of an explained run: processor and GPU, as far as the machine counts them, and what it stands for."""
+"""Energy of an explained run: processor and GPU, as far as the machine counts them, with CO2e."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..bench.rapl import Rapl, footprint
 
 
 class Energies:
-    """Measures what runs inside of ``with``.
+    """Measures the energy inside of ``with``.
 
     Args:
         wanted: False measures nothing.

@@ -1,4 +1,4 @@
-"""Rooflines (Williams, Waterman and Patterson 2009): work over bytes against what a device can do.
+"""Rooflines (Williams, Waterman and Patterson 2009): FLOPs per byte against a device's ceilings.
 
 A point is an operator: its FLOPs per byte, and the rate that the device allows at that intensity, or the rate that was
 measured. Left of the ridge bytes bind, right of it arithmetic. ``points_of_*`` make points of a model's step, of an
@@ -21,7 +21,7 @@ from .program.op_floor import dtype_of
 from .program.split import OpStat, Split
 
 CHIEF = 12
-"""Points of a trace: the operators that take the most time."""
+"""Number of points of a trace: the operators that take the most time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Point:
 
     @property
     def rate(self) -> float:
-        """FLOP/s: measured, else what the roof allows."""
+        """FLOP/s: measured, else the roof's."""
         seconds = self.roof if self.seconds is None else self.seconds
         return self.flops / seconds if seconds else 0.0
 
@@ -67,7 +67,7 @@ class Roofline:
     source: str = ""
 
     def ridge(self, dtype: str) -> float:
-        """FLOPs per byte at which ``dtype`` turns from bytes to arithmetic."""
+        """Return the FLOPs per byte at which products in ``dtype`` turn from memory-bound to compute-bound."""
         return self.flops_per_second[dtype] / self.bytes_per_second
 
     def bound(self, point: Point) -> str:
@@ -75,7 +75,7 @@ class Roofline:
         return "FLOPs" if point.intensity >= self.ridge(point.dtype) else "bytes"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; seconds, bytes, FLOP/s."""
+        """Return the figures for JSON; seconds, bytes, FLOP/s."""
         return {
             "device": self.device,
             "bytes_per_second": self.bytes_per_second,

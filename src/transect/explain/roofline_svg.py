@@ -12,7 +12,7 @@ COLOURS = ("#0b7285", "#f08c00", "#c92a2a", "#5f3dc4", "#2b8a3e", "#495057")
 
 
 class _Axes:
-    """Where a point lies."""
+    """Logarithmic axes of the picture."""
 
     def __init__(self, found: Roofline) -> None:
         points = [point for point in found.points if point.intensity > 0 and point.rate > 0]
@@ -24,14 +24,14 @@ class _Axes:
         self.y = math.floor(math.log10(min(rates))), math.ceil(math.log10(highest) + 0.1)
 
     def at(self, intensity: float, rate: float) -> tuple[float, float]:
-        """Shares of the width and of the height, from the lower left corner."""
+        """Return a point's coordinates as shares of the width and of the height, from the lower left corner."""
         across = (math.log10(intensity) - self.x[0]) / (self.x[1] - self.x[0])
         up = (math.log10(rate) - self.y[0]) / (self.y[1] - self.y[0])
         return across, up
 
 
 def svg(found: Roofline) -> str:
-    """One self-contained ``<svg>`` element; each point says its figures in a ``<title>``."""
+    """Return one self-contained ``<svg>`` element; each point has its figures in a ``<title>``."""
     axes = _Axes(found)
     inner_width, inner_height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
@@ -78,7 +78,7 @@ def svg(found: Roofline) -> str:
 
 
 def describe(found: Roofline, point: Point) -> str:
-    """Return a point in a sentence."""
+    """Describe a point in a sentence."""
     said = f"{point.group}: {point.name}, {point.intensity:.3g} FLOPs/byte, bound by {found.bound(point)}, "
     said += f"floor {_seconds(point.roof)}"
     if point.seconds:
@@ -87,7 +87,7 @@ def describe(found: Roofline, point: Point) -> str:
 
 
 def text(found: Roofline, columns: int = 76, rows: int = 18) -> str:
-    """Return the same with characters, and the points in a list below."""
+    """Draw the roofline with characters, and list the points below it."""
     axes = _Axes(found)
     grid = [[" "] * columns for _ in range(rows)]
 

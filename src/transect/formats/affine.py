@@ -47,7 +47,7 @@ class AffineGroups:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """(rows, columns)."""
         return self.codes.shape[0], self.codes.shape[1]
 
     def values(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Reads the block types of GGUF files with NumPy: the places of bits in their bytes.
+"""Readers of the block types of GGUF files with NumPy: the positions of bits in their bytes.
 
 ``spec/numbers/gguf.py`` has the sizes of blocks. All numbers are little-endian. Two families:
 
@@ -39,12 +39,12 @@ def _half(x: np.ndarray, at: int) -> np.ndarray:
 
 
 def _nibbles(x: np.ndarray) -> np.ndarray:
-    """[..., n] bytes to [..., 2n] codes: all low halves first, then all high halves."""
+    """Unpack [..., n] bytes to [..., 2n] codes: all low halves first, then all high halves."""
     return np.concatenate((x & 15, x >> 4), axis=-1)
 
 
 def _fifth_bits(x: np.ndarray) -> np.ndarray:
-    """Four bytes, bit j for value j, to [..., 32] values of 0 or 16."""
+    """Unpack four bytes, bit j for value j, to [..., 32] values of 0 or 16."""
     return np.unpackbits(x, axis=-1, bitorder="little") << 4
 
 
@@ -88,7 +88,8 @@ def _k_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _k_nibbles(x: np.ndarray) -> np.ndarray:
-    """128 bytes to [..., 8, 32] codes: 32 bytes hold one group in their low halves, the next in their high ones."""
+    """Unpack 128 bytes to [..., 8, 32] codes: 32 bytes hold one group in their low halves, the next in their high
+    ones."""
     runs = x.reshape(*x.shape[:-1], 4, 32)
     return np.stack((runs & 15, runs >> 4), axis=-2).reshape(*x.shape[:-1], 8, 32)
 
@@ -106,7 +107,7 @@ def _q5_k(x: np.ndarray) -> Unpacked:
 
 
 def _q6_k(x: np.ndarray) -> Unpacked:
-    """128 bytes of low 4 bits, 64 of upper 2 bits, 16 signed scales, a float16.
+    """Unpack Q6_K: 128 bytes of low 4 bits, 64 of upper 2 bits, 16 signed scales, a float16.
 
     Each half block (64 + 32 bytes) is four runs of 32 values: the low halves of its first 32 bytes, those of its second
     32, then their high halves.
@@ -120,7 +121,7 @@ def _q6_k(x: np.ndarray) -> Unpacked:
 
 
 def _q2_k(x: np.ndarray) -> Unpacked:
-    """16 bytes of a scale (low half) and a minimum (high half), 64 of 2-bit codes, two float16.
+    """Unpack Q2_K: 16 bytes of a scale (low half) and a minimum (high half), 64 of 2-bit codes, two float16.
 
     Of each half of the codes' bytes the lowest 2 bits are 32 neighbouring codes, the next 2 the next 32, and so on.
     """
@@ -129,14 +130,15 @@ def _q2_k(x: np.ndarray) -> Unpacked:
 
 
 def _two_bits(x: np.ndarray) -> np.ndarray:
-    """64 bytes to [..., 2, 4, 32] codes of 2 bits."""
+    """Unpack 64 bytes to [..., 2, 4, 32] codes of 2 bits."""
     shift = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     found: np.ndarray = x.reshape(*x.shape[:-1], 2, 1, 32) >> shift & 3
     return found
 
 
 def _q3_k(x: np.ndarray) -> Unpacked:
-    """32 bytes of upper bits (bit n of a byte for the n-th 32 codes), 64 of 2-bit codes, 12 of scales, a float16.
+    """Unpack Q3_K: 32 bytes of upper bits (bit n of a byte for the n-th 32 codes), 64 of 2-bit codes, 12 of scales, a
+    float16.
 
     The 16 scales of 6 bits have their low 4 bits in bytes 0-7, low halves first, their upper 2 in bytes 8-11.
     """
@@ -177,7 +179,7 @@ def _signed_steps(x: np.ndarray) -> np.ndarray:
 
 
 def _paired_steps(x: np.ndarray) -> np.ndarray:
-    """Scales and minima of 6 bits [M, b, 8, 2] of a Q4_K or Q5_K block."""
+    """Return scales and minima of 6 bits [M, b, 8, 2] of a Q4_K or Q5_K block."""
     return np.stack(_k_steps(x), axis=-1)
 
 
@@ -191,7 +193,7 @@ _STEPS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A tensor as a GGUF file packs it.
+    """A tensor in the packing of a GGUF file.
 
     Attributes:
         type_name: one of ``BLOCK_TYPES``; the plain types F32, F16 and BF16 are among them.
@@ -231,10 +233,11 @@ class QuantizedTensor:
         return self.blocks.nbytes
 
     def rows(self, index: slice | np.ndarray) -> QuantizedTensor:
-        """Some rows of a matrix, in the order given, still packed; a slice makes a view, an integer array a copy.
+        """Select some rows of a matrix, in the order given, still packed; a slice makes a view, an integer array a
+        copy.
 
         Raises:
-            ValueError: the tensor is no matrix.
+            ValueError: the tensor is not a matrix.
         """
         if len(self.shape) != 2:
             raise ValueError(f"rows() needs a matrix, this tensor has shape {list(self.shape)}")
@@ -242,7 +245,7 @@ class QuantizedTensor:
         return QuantizedTensor(self.type_name, (blocks.shape[0], self.shape[1]), blocks)
 
     def dequantize(self) -> np.ndarray:
-        """Return the values as a fresh float32 array of this tensor's shape, to the bit those of ggml's reference
+        """Return the values as a new float32 array of this tensor's shape, with the same bits as ggml's reference
         code."""
         out = np.empty(self.shape, np.float32)
         rows = out.reshape(self.blocks.shape[0], self.shape[-1])
@@ -317,7 +320,8 @@ class QuantizedTensor:
         return codes, halves, None if steps is None else np.ascontiguousarray(steps(blocks))
 
     def has_nonfinite_scale(self) -> bool:
-        """True where a float16 of a block (or, in a plain type, a value) is infinite or NaN: the file is corrupt."""
+        """Return True if a float16 of a block (or, in a plain type, a value) is infinite or NaN: the file is
+        corrupt."""
         kind = self.block_type
         if not kind.packed:
             width, exponent = _EXPONENTS[kind.name]

@@ -1,4 +1,5 @@
-"""Float32 to the K types of GGUF files, Q4_K, Q5_K and Q6_K: the way back of their readers in ``ggml_blocks.py``.
+"""Conversion of float32 to the K types of GGUF files, Q4_K, Q5_K and Q6_K: the inverse of their readers in
+``ggml_blocks.py``.
 
 A block is 256 numbers. Each of its groups (8 of 32, or 16 of 16 in Q6_K) gets the scale, and minimum, of
 ``ggml_search.py``. These are rounded to 6 (or 8) bits beside one float16 for the block, which is fitted once more to
@@ -16,11 +17,11 @@ import numpy as np
 from .ggml_search import affine_scale, inverse, symmetric_scale
 
 Half = Callable[[np.ndarray], np.ndarray]
-"""Float32 to float16, refusing what that cannot hold."""
+"""Function from float32 to float16 that refuses numbers out of range."""
 
 
 def pack_k(x: np.ndarray, weight: np.ndarray, type_name: str, half: Half) -> np.ndarray:
-    """``[n, 256] -> bytes [n, bytes of a block]``."""
+    """Pack ``[n, 256]`` numbers into bytes [n, bytes of a block]."""
     return _PACK[type_name](x, np.broadcast_to(weight, x.shape), half)
 
 
@@ -45,7 +46,7 @@ def _with_minima(x: np.ndarray, weight: np.ndarray, top: int, half: Half) -> np.
 
 
 def _whole(values: np.ndarray, most: int, half: Half) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of a block, 0 or more, as whole ones from 0 to ``most`` and a factor ``[n, 1]`` that float16 holds."""
+    """Round nonnegative numbers of a block to whole ones from 0 to ``most`` with a factor ``[n, 1]`` in float16."""
     factor = half(values.max(1, keepdims=True) / np.float32(most)).astype(np.float32)
     return np.rint(values * inverse(factor)).clip(0, most), factor
 
@@ -66,8 +67,8 @@ def _fitted(
     drop: np.ndarray,
     half: Half,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the two factors of a block, ``[n, 1]``, that bring ``step * up - drop * minima`` nearest to x; those that
-    were where the fit is worse once it is rounded, or has another sign."""
+    """Return the two factors of a block, ``[n, 1]``, that bring ``step * up - drop * minima`` nearest to x; the given
+    ones if the fit is worse after rounding, or has another sign."""
     down = np.broadcast_to(minima[..., None], x.shape)
 
     def total(values: np.ndarray) -> np.ndarray:
@@ -90,7 +91,7 @@ def _fitted(
 
 
 def _six_bits(steps: np.ndarray, minima: np.ndarray) -> np.ndarray:
-    """Eight scales and eight minima below 64 in 12 bytes; ``ggml_blocks`` says where each bit is."""
+    """Pack eight scales and eight minima below 64 into 12 bytes; ``ggml_blocks`` documents the bits."""
     s, m = steps.astype(np.uint8), minima.astype(np.uint8)
     first = s[:, :4] | s[:, 4:] >> 4 << 6
     second = m[:, :4] | m[:, 4:] >> 4 << 6
@@ -122,7 +123,7 @@ def _q6_k(x: np.ndarray, weight: np.ndarray, half: Half) -> np.ndarray:
 
 
 def _bytes(value: np.ndarray) -> np.ndarray:
-    """[n, 1] numbers that float16 holds, to [n, 2] uint8."""
+    """Convert [n, 1] numbers in float16's range to [n, 2] uint8."""
     return np.ascontiguousarray(value.astype("<f2")).view(np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Float32 to GGUF block types.
+"""Conversion of float32 to GGUF block types.
 
 The simple types round each block on its own, as ggml's reference code does (``ggml-quants.c``). The K types search for
 good scales (``ggml_k_types.py``), and so do the 4- and 5-bit types where the importance of columns is given.
@@ -29,8 +29,8 @@ def quantize(array: np.ndarray, type_name: str, importance: np.ndarray | None = 
             matrix's inputs), used by the types of 4 to 6 bits. None if all weigh the same.
 
     Raises:
-        ValueError: another type, a last dimension that is no multiple of the block, a number that is not finite, or one
-            too large for a float16 scale; an importance of another length, or one that is negative or not finite.
+        ValueError: another type, a last dimension that is not a multiple of the block, a number that is not finite, or
+            one too large for a float16 scale; an importance of another length, or one that is negative or not finite.
     """
     if type_name not in WRITABLE:
         raise ValueError(f"cannot quantize to {type_name!r}; choose one of {', '.join(WRITABLE)}")
@@ -64,7 +64,7 @@ def _weights(importance: np.ndarray | None, columns: int) -> np.ndarray:
 
 
 def _searched(values: np.ndarray, kind: BlockType, weights: np.ndarray) -> np.ndarray:
-    """Some rows at a time, to bytes [blocks, bytes]."""
+    """Search scales and pack, some rows at a time, to bytes [blocks, bytes]."""
     rows = values.reshape(-1, values.shape[-1])
     step = max(1, _CHUNK // rows.shape[1])
     done = []
@@ -88,7 +88,7 @@ def _to_half(x: np.ndarray, type_name: str) -> np.ndarray:
 
 
 def _round_to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """To nearest, ties to even: add just under half of the last kept bit, or exactly half where that bit is odd."""
+    """Round to nearest, ties to even: add just under half of the last kept bit, or exactly half if that bit is odd."""
     bits = x.view(np.uint32)
     return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype("<u2")
 
@@ -101,7 +101,7 @@ _PLAIN: Mapping[str, Callable[[np.ndarray, str], np.ndarray]] = {
 
 
 def _pack(x: np.ndarray, kind: BlockType, weights: np.ndarray | None = None) -> np.ndarray:
-    """[blocks, 32] float32 to [blocks, bytes] uint8."""
+    """Pack [blocks, 32] float32 to [blocks, bytes] uint8."""
     type_name, top = kind.name, 2**kind.bits - 1
     low = x.min(axis=1, keepdims=True)
     peak = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
@@ -132,10 +132,10 @@ def _pack(x: np.ndarray, kind: BlockType, weights: np.ndarray | None = None) -> 
 
 
 def _kept(scale: np.ndarray, type_name: str) -> np.ndarray:
-    """Return the scale that the file will hold: codes that were searched for are taken with that."""
+    """Return the scale as stored in the file, by which searched codes are chosen."""
     return _to_half(scale, type_name).astype(np.float32)
 
 
 def _bytes(half: np.ndarray) -> np.ndarray:
-    """[blocks, 1] float16 to [blocks, 2] uint8."""
+    """Convert [blocks, 1] float16 to [blocks, 2] uint8."""
     return np.ascontiguousarray(half).view(np.uint8)

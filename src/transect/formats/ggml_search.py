@@ -1,4 +1,4 @@
-"""Scales for groups of numbers that are to become small whole codes: those that leave the smallest weighted error.
+"""Search of scales for groups of numbers with small integer codes, minimizing the weighted error.
 
     symmetric:       x ~ scale * code               code in -half .. half - 1
     with a minimum:  x ~ scale * code + minimum     code in 0 .. top
@@ -16,19 +16,19 @@ from __future__ import annotations
 import numpy as np
 
 _STRETCH = (-0.9, -0.6, -0.3, 0.0, 0.3, 0.6, 0.9)
-"""By how many steps a candidate's range is larger (or smaller) than the group's."""
+"""Number of steps by which a candidate's range is larger (or smaller) than the group's."""
 
 
 def inverse(scale: np.ndarray) -> np.ndarray:
-    """1 / scale, and 0 where that is no number (all values of the group alike)."""
+    """Return 1 / scale, and 0 if that is not finite (all values of the group equal)."""
     with np.errstate(divide="ignore", over="ignore"):
         found = np.float32(1) / scale
     return np.where(np.isfinite(found), found, np.float32(0))
 
 
 def symmetric_scale(x: np.ndarray, weight: np.ndarray, half: int, *, signed: bool = True) -> np.ndarray:
-    """``[n, g] -> scale [n, 1]``. It is negative where the number of largest magnitude is positive, which then becomes
-    code -half; or, unless ``signed``, never."""
+    """Find the scales ``[n, 1]`` of ``[n, g]`` numbers. A scale is negative if the number of largest magnitude is
+    positive, which then becomes code -half; never unless ``signed``."""
     peak = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
     peak = peak if signed else -np.abs(peak)
     best = peak / np.float32(-half)
@@ -46,7 +46,8 @@ def symmetric_scale(x: np.ndarray, weight: np.ndarray, half: int, *, signed: boo
 
 
 def affine_scale(x: np.ndarray, weight: np.ndarray, top: int, *, below: bool) -> tuple[np.ndarray, np.ndarray]:
-    """``[n, g] -> (scale, minimum)``, both ``[n, 1]``. ``below``: the minimum is 0 or less, as in the K types."""
+    """Find (scale, minimum), both ``[n, 1]``, of ``[n, g]`` numbers. ``below``: the minimum is 0 or less, as in the K
+    types."""
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
     if below:
         low = np.minimum(low, np.float32(0))

@@ -69,7 +69,7 @@ class GGUFFile:
         """Map a file and read its lists; the tensor data stays on disk until it is used.
 
         Raises:
-            ValueError: the file cannot be read, is no GGUF file, is truncated or corrupt, is one part of several of
+            ValueError: the file cannot be read, is not a GGUF file, is truncated or corrupt, is one part of several of
                 which others are not beside it, or holds a tensor of an unsupported type. The message is one line that
                 names the file and says what to do.
         """
@@ -96,7 +96,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, QuantizedTensor]]:
 
 
 def _parts(path: Path, count: int) -> tuple[Path, ...]:
-    """All files of a model of which ``path`` is one."""
+    """List all files of a model of which ``path`` is one."""
     named = _PART.fullmatch(path.name)
     if named is None or int(named[2]) != count:
         raise ValueError(
@@ -176,7 +176,7 @@ class _Reader:
         return ValueError(f"{self.path} is a {kind} GGUF file: {what}; fetch or convert it again")
 
     def _skip(self, n: int, what: str) -> int:
-        """Move ``n`` bytes on; returns where they begin."""
+        """Skip ``n`` bytes; returns their start."""
         start = self.at
         if n > self.end - start:
             raise self._corrupt(f"{what} at byte {start} runs past the end ({self.end} bytes)", truncated=True)
@@ -251,7 +251,7 @@ class _Reader:
         return out
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], BlockType, int]:
-        """Name, shape in torch's order, type, and offset within the data."""
+        """Read name, shape in torch's order, type, and offset within the data."""
         name = self._string("a tensor name", _MAX_KEY)
         n_dims = self._number("<I")
         if not 1 <= n_dims <= _MAX_DIMS:

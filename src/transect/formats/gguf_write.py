@@ -15,8 +15,8 @@ from .ggml_blocks import QuantizedTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """A tensor to be written: its name, shape in torch's order, type, and what makes it when its turn comes."""
+class PlannedTensor:
+    """A tensor to be written: its name, shape in torch's order, type, and a function that makes it when needed."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,8 +24,8 @@ class Planned:
     made: Callable[[], QuantizedTensor]
 
 
-def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Iterable[Planned]) -> None:
-    """Write a file; it has its name when it is whole.
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Iterable[PlannedTensor]) -> None:
+    """Write a file, which gets its name when it is complete.
 
     Args:
         metadata: key to value: str, int (written as uint32), float (float32), bool, or a list of one of these;

@@ -1,4 +1,4 @@
-"""The folder in which this package keeps what it measures or builds on a machine."""
+"""The folder of measurements and builds of this package on a machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """``$TRANSECT_CACHE``, or ``transect`` in the user's cache directory."""
+    """Return ``$TRANSECT_CACHE``, or ``transect`` in the user's cache directory."""
     explicit = os.environ.get("TRANSECT_CACHE")
     if explicit:
         return Path(explicit)

@@ -11,7 +11,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may run on, limited by the CPU quota of its container (``docker run --cpus``).
+    """Return the number of cores that this process may run on, limited by the CPU quota of its container (``docker run
+    --cpus``).
 
     With more threads than the quota allows, all of them are stopped for a part of every 100 ms.
     """
@@ -19,7 +20,7 @@ def usable_cores() -> int:
 
 
 def _quotas() -> list[float]:
-    """Limits in cores, from the control groups of this process and from all groups around them."""
+    """Return the limits in cores, of the control groups of this process and of all enclosing groups."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:
@@ -36,7 +37,7 @@ def _quotas() -> list[float]:
 
 
 def _quota(group: Path) -> float:
-    """CPU time over the length of a period, in cores; 0 where there is no limit."""
+    """Return the CPU time per period, in cores; 0 if there is no limit."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # versions 2 and 1
         try:
             quota, period = " ".join((group / name).read_text() for name in names).split()

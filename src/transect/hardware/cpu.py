@@ -1,4 +1,4 @@
-"""Measures what this machine's processor and memory can do. Takes a few seconds."""
+"""Measures the ceilings of this machine's processor and memory. Takes a few seconds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def processor_name() -> str:
 
 
 def best_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """The shortest of several runs: what the machine can do when nothing else disturbs it."""
+    """Return the shortest of several runs: the machine's speed without disturbance."""
     work()
     times = []
     for _ in range(repeats):
@@ -41,8 +41,8 @@ def best_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
 
 
 def memory_bandwidth() -> tuple[float, float, float]:
-    """(read, copy, update in place) in bytes per second with torch's current number of threads; a copy and an update
-    count both directions."""
+    """Measure (read, copy, update in place) in bytes per second with torch's current number of threads; a copy and an
+    update count both directions."""
     source = torch.ones(PROBE_BYTES // 4)
     target = torch.empty_like(source)
     read = PROBE_BYTES / best_seconds(source.sum)
@@ -52,14 +52,14 @@ def memory_bandwidth() -> tuple[float, float, float]:
 
 
 def matmul_rate(dtype: torch.dtype) -> float:
-    """FLOP/s of a square product of random numbers, with torch's current number of threads."""
+    """Measure the FLOP/s of a square product of random numbers, with torch's current number of threads."""
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, MATRIX, MATRIX, generator=generator).to(dtype)
     return 2 * MATRIX**3 / best_seconds(lambda: a @ b, 5)
 
 
 def launch_seconds(launches: int = LAUNCHES) -> float:
-    """Time of one eager operation on one element, back to back."""
+    """Measure the time of one eager operation on one element, back to back."""
     x = torch.zeros(1)
 
     def work() -> None:
@@ -70,7 +70,8 @@ def launch_seconds(launches: int = LAUNCHES) -> float:
 
 
 def measure() -> Ceilings:
-    """Bandwidth of reads, copies and updates over 256 MiB, products in float32 and bfloat16, cost of an eager call."""
+    """Measure the bandwidth of reads, copies and updates over 256 MiB, products in float32 and bfloat16, and the cost
+    of an eager call."""
     read, copy, update = memory_bandwidth()
     rates = {str(d).removeprefix("torch."): matmul_rate(d) for d in (torch.float32, torch.bfloat16)}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

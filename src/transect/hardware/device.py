@@ -1,4 +1,4 @@
-"""Which device is here: its name, driver and sizes, as the system gives them."""
+"""Detection of the present device: its name, driver and sizes, as reported by the system."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Device:
 
     @property
     def key(self) -> str:
-        """Validity of a measurement: device, driver and torch version (and threads, on a CPU)."""
+        """Key of measurements: device, driver and torch version (and threads, on a CPU)."""
         threads = f", {self.units} threads" if self.kind == "cpu" else ""
         return f"{self.name}{threads}; driver {self.driver or 'none'}; torch {self.torch}"
 
@@ -60,7 +60,7 @@ def detect(which: str = "auto") -> Device:
     try:
         device = torch.device(which)
     except RuntimeError as error:
-        raise ValueError(f"{which!r} names no device; use auto, cpu, cuda or cuda:0") from error
+        raise ValueError(f"{which!r} does not name a device; use auto, cpu, cuda or cuda:0") from error
     if device.type != "cuda":
         raise ValueError(f"{which!r} is not a device that can be measured; use auto, cpu, cuda or cuda:0")
     if not torch.cuda.is_available():
@@ -85,7 +85,7 @@ def detect(which: str = "auto") -> Device:
 
 
 def driver_version() -> str:
-    """Version of the NVIDIA driver; ``unknown`` where ``nvidia-smi`` is not installed."""
+    """Return the version of the NVIDIA driver; ``unknown`` if ``nvidia-smi`` is not installed."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30)

@@ -25,8 +25,8 @@ PART_BYTES = 8 * 2**20
 THREADS = 16
 
 
-class Pending:
-    """A read or a write on its way."""
+class PendingTransfer:
+    """A read or write in progress."""
 
     def __init__(self, what: str, parts: list[Future[None]]) -> None:
         self._what, self._parts = what, parts
@@ -91,26 +91,26 @@ class DirectFile:
         self.direct = False
         return os.open(self.path, flags, 0o644)
 
-    def read(self, offset: int, into: Tensor) -> Pending:
+    def read(self, offset: int, into: Tensor) -> PendingTransfer:
         """Start to read ``into.nbytes`` bytes from ``offset``; do not touch ``into`` before ``wait``."""
         return self._start("reading", offset, into)
 
-    def write(self, offset: int, source: Tensor) -> Pending:
+    def write(self, offset: int, source: Tensor) -> PendingTransfer:
         """Start to write ``source`` to ``offset``; do not change it before ``wait``."""
         return self._start("writing", offset, source)
 
-    def _start(self, what: str, offset: int, tensor: Tensor) -> Pending:
+    def _start(self, what: str, offset: int, tensor: Tensor) -> PendingTransfer:
         if not tensor.is_contiguous() or tensor.device.type != "cpu":
             raise ValueError("a file is read and written from contiguous memory of the host")
         if self.direct and (offset % ALIGNMENT or tensor.nbytes % ALIGNMENT or tensor.data_ptr() % ALIGNMENT):
             raise ValueError(f"{what} {self.path} needs offset, length and address to be multiples of {ALIGNMENT}")
         if not tensor.nbytes:
-            return Pending(f"{what} {self.path}", [])
+            return PendingTransfer(f"{what} {self.path}", [])
         bytes_ = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
         move = self._fill if what == "reading" else self._drain
         starts = range(0, len(bytes_), PART_BYTES)
         parts = [self._team.submit(move, bytes_[at : at + PART_BYTES], offset + at) for at in starts]
-        return Pending(f"{what} {self.path}", parts)
+        return PendingTransfer(f"{what} {self.path}", parts)
 
     def _fill(self, part: memoryview, offset: int) -> None:
         done = 0
@@ -126,11 +126,11 @@ class DirectFile:
             done += os.pwritev(self._handle, [part[done:]], offset + done)
 
     def flush(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until written data is on the disk."""
         os.fsync(self._handle)
 
     def close(self) -> None:
-        """Finish what is under way and close it."""
+        """Finish transfers in progress and close the file."""
         self._team.shutdown()
         if self._handle >= 0:
             os.close(self._handle)

@@ -1,4 +1,4 @@
-"""Where and with what a measurement was made: machine, versions, commit. Every recorded result carries this."""
+"""Environment of a measurement: machine, versions, commit. Every recorded result has it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..version import __version__
 from .cpu import processor_name
 
 ROOT = Path(__file__).resolve().parents[3]
-"""The repository that this package is run from."""
+"""Repository that this package is run from."""
 
 
 def environment(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def environment(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
 
 
 def commit(root: Path = ROOT) -> str:
-    """Return the commit that the sources in ``root`` are, with ``+changes`` when tracked files differ from it.
+    """Return the commit of the sources in ``root``, with ``+changes`` if tracked files differ from it.
 
     A copied tree without a git history may name its commit in a file ``COMMIT`` beside ``src``. Where neither is there,
     the answer is ``unknown``.

@@ -1,4 +1,5 @@
-"""Measures what a GPU can do, in a few seconds: memory bandwidth, matrix rate by dtype, cost of a launch, host link."""
+"""Measures the ceilings of a GPU, in a few seconds: memory bandwidth, matrix rate by dtype, cost of a launch, host
+link."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ REPEATS = 15
 
 
 def median_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median device time of one call, by events, after three calls that are not counted."""
+    """Measure the median device time of one call, by events, after three uncounted calls."""
     for _ in range(3):
         work()
     times = []
@@ -44,7 +45,7 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 
 def bandwidths(device: str) -> tuple[float, float]:
-    """(read, copy) in bytes per second over at most 2 GiB; a copy counts both directions."""
+    """Measure (read, copy) in bytes per second over at most 2 GiB; a copy counts both directions."""
     free, _ = torch.cuda.mem_get_info(device)
     nbytes = min(PROBE_BYTES, free // 4 // 4096 * 4096)
     source = torch.randn(nbytes // 4, device=device)
@@ -54,8 +55,8 @@ def bandwidths(device: str) -> tuple[float, float]:
 
 
 def matmul_rates(device: str) -> dict[str, float]:
-    """FLOP/s of a square product of random numbers, by dtype: float32, tf32, bfloat16, float16, and fp8 where the
-    device has it."""
+    """Measure the FLOP/s of a square product of random numbers, by dtype: float32, tf32, bfloat16, float16, and fp8 if
+    the device has it."""
     side = MATRIX
     flops = 2 * side**3
     a, b = torch.randn(2, side, side, device=device)
@@ -90,7 +91,7 @@ def has_fp8(device: str) -> bool:
 
 
 def launch_seconds(device: str = "cuda", launches: int = 2000) -> float:
-    """Host time of one eager launch of a tiny kernel, back to back."""
+    """Measure the host time of one eager launch of a tiny kernel, back to back."""
     x = torch.zeros(1, device=device)
     for _ in range(100):
         x.add_(1)
@@ -103,7 +104,7 @@ def launch_seconds(device: str = "cuda", launches: int = 2000) -> float:
 
 
 def link(device: str = "cuda") -> tuple[float, float]:
-    """(host to device, device to host) in bytes per second, through pinned memory."""
+    """Measure (host to device, device to host) in bytes per second, through pinned memory."""
     host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
     up = LINK_BYTES / median_seconds(lambda: there.copy_(host, non_blocking=True), 7)

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 4096
-"""Bytes: of addresses, offsets and lengths in direct reads and writes; a multiple of every disk's sector."""
+"""Alignment in bytes of addresses, offsets and lengths in direct reads and writes; a multiple of every disk's
+sector."""
 HUGE_PAGE = 2 * 2**20
 TOUCH_BYTES = 256 * 2**20
-"""So much memory one thread touches at a time."""
+"""Bytes of memory that one thread touches at a time."""
 
 
 class _Mapping(mmap.mmap):
@@ -33,12 +34,13 @@ class _Mapping(mmap.mmap):
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to ``ALIGNMENT``."""
+    """Round ``nbytes`` up to ``ALIGNMENT``."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def host_memory(nbytes: int, *, pin: bool = False, threads: int = 0) -> Tensor:
-    """Zeros, uint8 ``[nbytes]``, from an address that is a multiple of ``ALIGNMENT``. It is given back with the tensor.
+    """Allocate zeros, uint8 ``[nbytes]``, at an address that is a multiple of ``ALIGNMENT``. The memory is freed with
+    the tensor.
 
     Args:
         pin: lock the pages for copies to and from GPUs.
@@ -64,7 +66,7 @@ def host_memory(nbytes: int, *, pin: bool = False, threads: int = 0) -> Tensor:
 
 
 def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pin: bool = False, threads: int = 0) -> Tensor:
-    """Zeros of this shape and dtype in memory of ``host_memory``; errors are its own."""
+    """Allocate zeros of this shape and dtype by ``host_memory``, with its errors."""
     count = math.prod(shape)
     return host_memory(count * dtype.itemsize, pin=pin, threads=threads).view(dtype).view(*shape)
 
@@ -98,17 +100,17 @@ class Slot:
         self._until: torch.cuda.Event | None = None
 
     def view(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Its first ``count`` numbers, ``[count]``."""
+        """View the first ``count`` numbers, ``[count]``."""
         return self.memory[: count * dtype.itemsize].view(dtype)
 
     def busy_until(self, stream: torch.cuda.Stream) -> None:
-        """It is in use until what was put on ``stream`` so far is done."""
+        """Mark the slot as used until the work submitted to ``stream`` so far is done."""
         if self._until is None:
             self._until = torch.cuda.Event()
         self._until.record(stream)
 
     def wait(self) -> None:
-        """Wait until the device is done with it."""
+        """Wait until the device no longer uses the slot."""
         if self._until is not None:
             self._until.synchronize()
 
@@ -130,7 +132,7 @@ class Ring:
         self._next = 0
 
     def take(self) -> Slot:
-        """The next buffer, once the device is done with it."""
+        """Return the next buffer, once the device no longer uses it."""
         slot = self.slots[self._next]
         self._next = (self._next + 1) % len(self.slots)
         slot.wait()

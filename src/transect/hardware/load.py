@@ -10,7 +10,7 @@ from pathlib import Path
 
 STAT = Path("/proc/stat")
 QUIET = 0.1
-"""Share of the time that others may use while a ceiling is measured."""
+"""Largest share of the time that other work may use while a ceiling is measured."""
 SAMPLE_S = 0.2
 PATIENCE_S = 3.0
 
@@ -26,7 +26,7 @@ def cpu_load(seconds: float = SAMPLE_S) -> float:
 
 
 def _times() -> tuple[int, int] | None:
-    """(ticks used, all ticks) of the cores that this process may run on, since the machine started."""
+    """Return (used ticks, all ticks) of the cores that this process may run on, since the machine started."""
     ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     used = total = 0
     try:
@@ -42,8 +42,7 @@ def _times() -> tuple[int, int] | None:
 
 
 def gpu_load(uuid: str) -> float:
-    """Return the share of the last moments in which kernels ran on a GPU, from ``nvidia-smi``; 0 where that is not
-    there."""
+    """Return the recent share of time in which kernels ran on a GPU, from ``nvidia-smi``; 0 if that is missing."""
     query = ["nvidia-smi", "-i", uuid, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30)
@@ -53,7 +52,7 @@ def gpu_load(uuid: str) -> float:
 
 
 def wait_until_quiet(load: Callable[[], float], patience_s: float = PATIENCE_S) -> float:
-    """Wait for up to ``patience_s`` until ``load`` is at most ``QUIET``; returns the last load seen."""
+    """Wait for up to ``patience_s`` until ``load`` is at most ``QUIET``; returns the last load."""
     until = time.monotonic() + patience_s
     while (seen := load()) > QUIET and time.monotonic() < until:
         time.sleep(SAMPLE_S)

@@ -32,7 +32,7 @@ FORMAT = 3
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Ceilings, and what is to be known of how they came about.
+    """Ceilings, and the conditions of their measurement.
 
     Attributes:
         ceilings: measured rates. On a CPU the rate of float32 is that of torch's matrix product or of plain
@@ -51,7 +51,7 @@ class Measurement:
 
     @property
     def busy(self) -> bool:
-        """True where others used so much of the device that the ceilings may be too low."""
+        """True if other work used so much of the device that the ceilings may be too low."""
         return self.load > QUIET
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ def measurement(
 
 
 def kept(device: Device) -> Measurement | None:
-    """Return the cached measurement of ``device``, made on a busy machine or not; None if there is none."""
+    """Return the cached measurement of ``device``, even of a busy machine; None if there is none."""
     return _read(cache_file(device), device)
 
 
@@ -124,8 +124,7 @@ def _with_multiply_adds(found: Measurement, rate: float) -> Measurement:
 
 
 def _best(before: Measurement, now: Measurement) -> Measurement:
-    """Return the new one with what the old one saw that was better: a busy machine shows less than it can, never
-    more."""
+    """Return the new measurement, with better values of the old one: a busy machine can only measure too little."""
     old, new = before.ceilings, now.ceilings
     better: dict[str, Any] = {
         "flops_per_second": {

@@ -27,7 +27,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """Processors that are near the same memory. ``cpus`` as Linux writes lists: ``0-15,32-47``."""
+    """Processors near the same memory. ``cpus`` as Linux writes lists: ``0-15,32-47``."""
 
     number: int
     cpus: str
@@ -53,7 +53,7 @@ class Topology:
 
 
 def topology(*, measure: bool = True) -> Topology:
-    """Return the connections of this machine. ``measure``: also how fast each pair of GPUs copies."""
+    """Return the connections of this machine. ``measure``: measure also the copies between each pair of GPUs."""
     count = torch.cuda.device_count()
     if count < 2:
         return Topology(numa_nodes())
@@ -65,7 +65,7 @@ def topology(*, measure: bool = True) -> Topology:
 
 
 def numa_nodes(folder: Path = NODES) -> tuple[NumaNode, ...]:
-    """Return the NUMA nodes, as Linux lists them; none where it does not say."""
+    """Return the NUMA nodes listed by Linux; none if it lists none."""
     found = []
     for node in sorted(folder.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
         try:
@@ -99,7 +99,7 @@ def described(kind: str) -> str:
 
 
 def copy_rate(first: int, second: int) -> float:
-    """Bytes per second of copies from one GPU to another, the best of five."""
+    """Measure the bytes per second of copies from one GPU to another, the best of five."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{first}")
     target = torch.empty_like(source, device=f"cuda:{second}")
     best = float("inf")

@@ -7,7 +7,7 @@
 * ``folder``     the folder that a student works in
 * ``ladder``     the path: the list, and the map of what unlocks what
 * ``progress``   what a student has climbed; ``portfolio`` makes a page of it
-* ``live``, ``using``  a student's scheduler inside the live engine
+* ``live``       a student's scheduler inside the live engine
 * ``classroom``  grades submissions of a class in a sandbox
 * ``template``   makes a new rung from an operator
 """

@@ -21,7 +21,7 @@ class Graded:
 
 
 def students(rung: Rung, folder: Path) -> list[tuple[str, Path]]:
-    """(name, program) of each folder that has the rung's file.
+    """List (name, program) of each folder that has the rung's file.
 
     Raises:
         ValueError: there is none.

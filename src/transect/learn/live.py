@@ -6,7 +6,10 @@ scheduler's; who runs, how many tokens, and which KV blocks are the student's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from ..engine.scheduling.batch import Clock, ScheduledBatch, ScheduledRow, StepResult
@@ -14,10 +17,24 @@ from ..engine.scheduling.outputs import EngineOutput, SchedulerStats
 from ..engine.scheduling.request import Request, Sequence, Status
 from ..engine.scheduling.scheduler import Scheduler
 from ..engine.scheduling.scheduler_config import SchedulerConfig
+from .record import Rung
 
 OPTIONS = ("--no-prefix-caching", "--no-async-scheduling", "--mixed-step-limit", "full", "--kv-cache-tokens", "4096",
            "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--max-model-len", "1024")  # fmt: skip
 """Options of ``transect serve`` for such a scheduler: it has no prefix cache, and plans when all tokens are known."""
+
+
+PROGRAM = '''"""Puts {path} into the live engine."""
+
+import importlib.util
+
+from transect.learn.live import live_scheduler
+
+spec = importlib.util.spec_from_file_location("mine", {path!r})
+mine = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(mine)
+Scheduler = live_scheduler(mine.Scheduler)
+'''
 
 
 def live_scheduler(make: Callable[[int, int, int, int], Any]) -> type[Scheduler]:
@@ -109,3 +126,19 @@ def live_scheduler(make: Callable[[int, int, int, int], Any]) -> type[Scheduler]
             return found
 
     return LiveScheduler
+
+
+@contextmanager
+def server_options(rung: Rung, program: Path) -> Iterator[list[str]]:
+    """Yield the options of ``transect serve`` that run the program of a rung in the server, for the length of the
+    block.
+
+    Raises:
+        ValueError: the server has no place for this rung.
+    """
+    if rung.name != "scheduler":
+        raise ValueError(f"only the rung scheduler can run inside the live server yet, not {rung.name}")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "live_scheduler.py"
+        file.write_text(PROGRAM.format(path=str(program.resolve())))
+        yield ["--scheduler-cls", f"{file}:Scheduler", *OPTIONS]

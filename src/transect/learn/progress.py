@@ -28,7 +28,7 @@ class Climbed:
 
 
 def progress_file() -> Path:
-    """``learn/progress.json`` in ``$TRANSECT_CACHE`` or the user's cache folder."""
+    """Return ``learn/progress.json`` in ``$TRANSECT_CACHE`` or the user's cache folder."""
     return cache_folder() / "learn" / "progress.json"
 
 

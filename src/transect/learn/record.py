@@ -73,7 +73,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class ToCompile:
     """One Triton kernel of the solution, to be compiled ahead of time; see ``ops.registry.Kernel``."""
 
     name: str
@@ -115,7 +115,7 @@ class Rung:
     """Operators of torch that a kernel's launcher may use beside ``PLACES``."""
     allows: tuple[str, ...] = ()
     """Modules of transect that the student's program may import."""
-    compiled: tuple[Compiled, ...] = ()
+    compiled: tuple[ToCompile, ...] = ()
     tolerance: float = 1e-5
     minutes: int = 45
     differences: str = ""

@@ -50,5 +50,5 @@ def get(name: str) -> Rung:
 
 
 def unlocks(name: str) -> list[str]:
-    """Rungs that come directly after this one."""
+    """List the rungs that come directly after this one."""
     return [rung.name for rung in all_rungs().values() if name in rung.after]

@@ -94,7 +94,7 @@ RUNG = Rung(
 
 
 def _with_helpers(function: ast.FunctionDef, module: ast.Module) -> list[str]:
-    """Names of the function and of those of its file that it calls, directly or not; helpers first."""
+    """List the names of the function and of those of its file that it calls, directly or not; helpers first."""
     known = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
     found: list[str] = []
     left = [function.name]
@@ -107,7 +107,7 @@ def _with_helpers(function: ast.FunctionDef, module: ast.Module) -> list[str]:
 
 
 def _examples(op: Op, arguments: list[str]) -> list[int]:
-    """Numbers of the examples that can be sent to a program: tensors and plain numbers."""
+    """List the numbers of the examples that can be sent to a program: tensors and plain numbers."""
     import torch
 
     plain = (torch.Tensor, int, float, bool, str, type(None))

@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def excerpt(file: str, *names: str) -> str:
-    """Functions and classes of a file of this package, as they are shipped; kernels with Triton's own decorator.
+    """Extract functions and classes of a file of this package, as they are shipped; kernels with Triton's own
+    decorator.
 
     Args:
         file: path in the package, ``ops/first/vector_add.py``.

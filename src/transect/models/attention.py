@@ -75,7 +75,8 @@ class Attention(Half):
         """Divisors of keys and values for a cache in fp8 (``layer_kv_scales.py``)."""
 
     def forward(self, x_TD: Tensor, rotation: tuple[Tensor, Tensor] | None, context: AttentionContext) -> Tensor:
-        """``rotation`` is cos and sin ``[T, d/2]``, or None where positions are not rotary."""
+        """Compute attention for ``x_TD``. ``rotation`` is cos and sin ``[T, d/2]``, or None if positions are not
+        rotary."""
         q_TE, k_TE, v_TE = self.qkv.apart(x_TD)
         if self.q_norm is not None and self.k_norm is not None and self.norm_whole:
             q_TE, k_TE = self.q_norm(q_TE), self.k_norm(k_TE)
@@ -104,7 +105,7 @@ class Attention(Half):
 
 
 def _by_root_mean_square(x_THd: Tensor, eps: float) -> Tensor:
-    """Each head divided by its root mean square, in float32."""
+    """Divide each head by its root mean square, in float32."""
     wide = x_THd if x_THd.dtype == torch.float64 else x_THd.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x_THd.dtype)
 

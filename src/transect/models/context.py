@@ -1,4 +1,4 @@
-"""Where a step's keys and values are, and how attention reaches them: all that training and serving differ in.
+"""Location of a step's keys and values, and attention over them: the only difference between training and serving.
 
 The model hands each layer's q, k and v to an ``AttentionContext`` and gets the attended values back. ``VarlenContext``
 keeps nothing: packed documents that see only themselves (training, whole prompts), with gradients. ``PagedContext``
@@ -45,7 +45,7 @@ class AttentionContext(Protocol):
         sinks: Tensor | None = None,
         chunk: int | None = None,
     ) -> Tensor:
-        """Causal attention of one layer -> ``[T, H, d]``; ``softcap``, ``sinks`` and ``chunk`` (the layer's) as
+        """Compute causal attention of one layer -> ``[T, H, d]``; ``softcap``, ``sinks`` and ``chunk`` (the layer's) as
         in ``ModelConfig``."""
         ...
 
@@ -60,17 +60,17 @@ class Wanted:
     tokens_R: Tensor
     """int32 or int64: index into the step's tokens."""
     batch: PagedBatch
-    """Their sequences, a row of one query for each."""
+    """The sequences of these tokens, a row of one query for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class WholePrompts:
-    """Where in a batch the sequences begin that stand in it from their first token on: nothing of them is cached."""
+    """Start of the sequences whose first token is part of the step: none of their tokens is cached."""
 
     row: int
-    """The first of these rows; all that follow are of this kind."""
+    """First row of these sequences; all later rows are of this kind."""
     token: int
-    """Their first token."""
+    """First token of these sequences."""
 
 
 class VarlenContext:
@@ -110,7 +110,7 @@ class VarlenContext:
         sinks: Tensor | None = None,
         chunk: int | None = None,
     ) -> Tensor:
-        """See ``AttentionContext.attend``."""
+        """Attend within each document; see ``AttentionContext.attend``."""
         if softcap is not None or sinks is not None or chunk is not None:
             how: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "chunk": chunk}
             return by_document(q_THd, k_TKd, v_TKd, self.cu_seqlens, scale, window, **how)
@@ -199,7 +199,7 @@ class PagedContext:
         sinks: Tensor | None = None,
         chunk: int | None = None,
     ) -> Tensor:
-        """See ``AttentionContext.attend``; k and v are written to the cache first."""
+        """Write k and v to the cache, then attend; see ``AttentionContext.attend``."""
         self.ops.kv_cache_write(k_TKd, v_TKd, *self.caches(layer), self.batch)
         given = {"softcap": softcap, "sinks": sinks, "chunk": chunk}
         how = {name: value for name, value in given.items() if value is not None}
@@ -208,8 +208,8 @@ class PagedContext:
     def attend_written(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float, window: int | None, **how: Any
     ) -> Tensor:
-        """Does what ``attend`` does, for k and v that have been written to the cache already. ``how``: those of
-        ``softcap``, ``sinks`` and ``chunk`` that the model has; with them whole prompts go through the cache too."""
+        """Attend like ``attend`` with k and v that are already in the cache. ``how``: ``softcap``, ``sinks`` and
+        ``chunk``, if the model has them; with them whole prompts go through the cache too."""
         caches = self.caches(layer)
         if self.whole is None or how:
             return self.ops.paged_attention(q_THd, *caches, self.batch, scale, window, **how)

@@ -23,17 +23,18 @@ from .attention import Attention
 from .context import AttentionContext
 from .embedding import Embedding
 from .mlp import MLP
-from .moe import MoE, Router, SharedRouter
+from .moe import ExpertRouter, MoE, SharedRouter
 from .norm import LayerNorm, RMSNorm, make_norm
 from .rope import Rope
 from .stored import StoredWeights, stored_tensor
 from .streaming.stream import LayerStream
 from .weights.dense import Dense
 from .weights.projection import Projection
+from .weights.row_adapted import StepRows
 from .weights.weight import Kinds, Weight, draw_normal
 
 Stack = Callable[[Tensor, Tensor, AttentionContext], Tensor]
-"""``(x_TD, positions_T, context) -> x_TD``: all layers, before the final norm; of ``context.wanted`` tokens alone."""
+"""``(x_TD, positions_T, context) -> x_TD``: all layers, before the final norm; only for ``context.wanted`` tokens."""
 Part = TypeVar("Part")
 
 
@@ -74,7 +75,7 @@ class Layer(nn.Module):
         return self._add(x_TD, self.attention_post_norm(self.attention(self.attention_norm(x_TD), rotation, context)))
 
     def add_mlp(self, x_TD: Tensor) -> Tensor:
-        """The second half: x and what the MLP says."""
+        """Add the MLP block's output to the residual stream."""
         return self._add(x_TD, self.mlp_post_norm(self.mlp(self.mlp_norm(x_TD))))
 
     def _add(self, x_TD: Tensor, branch_TD: Tensor) -> Tensor:
@@ -125,14 +126,17 @@ class Decoder(nn.Module):
         """True if the head is the embedding's table itself, not a copy in another format."""
         self.tie_weights()
         self.offloaded: LayerStream | None = None
+        self.rows: StepRows | None = None
+        """Which adapter each row of a step has, where rows may have different ones (``row_adapters.py``)."""
         self.stack: Stack = self.run_layers
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, context: AttentionContext, places_T: Tensor | None = None
     ) -> Tensor:
-        """tokens and positions ``[T]`` int64 -> hidden states after the final norm ``[T, D]``, or ``[R, D]`` of the R
-        tokens of ``context.wanted``. With ``places_T`` ``[T]`` int32, ``tokens_T`` is a vector of any length, and token
-        t stands at ``places_T[t]`` of it; below 0 there is none, and what comes out for it means nothing."""
+        """Compute the hidden states after the final norm from tokens and positions ``[T]`` int64 -> ``[T, D]``, or
+        ``[R, D]`` of the R tokens of ``context.wanted``. With ``places_T`` ``[T]`` int32, ``tokens_T`` is a vector of
+        any length, and token t is ``tokens_T[places_T[t]]``; a negative index marks padding, whose output is
+        undefined."""
         whole = getattr(self.stack, "hidden", None)
         if whole is not None:
             return whole(tokens_T, positions_T, context, places_T)
@@ -152,7 +156,8 @@ class Decoder(nn.Module):
         return hidden_TD if self.config.logit_scale == 1.0 else hidden_TD * self.config.logit_scale
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Hidden states ``[T, D]`` of ``forward`` -> logits ``[T, V]``, float32 (float64 for a float64 model)."""
+        """Compute logits ``[T, V]`` from hidden states ``[T, D]`` of ``forward``, in float32 (float64 for a float64
+        model)."""
         logits_TV = self.head(hidden_TD)
         return self.capped(logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float())
 
@@ -165,19 +170,19 @@ class Decoder(nn.Module):
         return (cap * torch.tanh(wide_TV / cap)).to(logits_TV.dtype)
 
     def run_layers(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
-        """Return the default ``stack``: one layer after another."""
+        """Run the layers one after another: the default ``stack``."""
         for layer, rotation in zip(self.in_turn(list(self.layers)), self.rotations(positions_T), strict=True):
             x_TD = layer(x_TD, rotation, context)
         wanted = context.wanted
         return x_TD if wanted is None else x_TD.index_select(0, wanted.tokens_R)
 
     def in_turn(self, layers: Sequence[Part]) -> Iterable[Part]:
-        """Yield a stack's part for each layer in order; a layer's matrices are on the device until the next one's
-        turn."""
+        """Yield a stack's part for each layer in order; a layer's matrices are on the device until the next layer is
+        yielded."""
         return layers if self.offloaded is None else self.offloaded.turns(layers)
 
     def rotations(self, positions_T: Tensor) -> list[tuple[Tensor, Tensor] | None]:
-        """Cos and sin for each layer; None where a layer does not rotate."""
+        """Return cos and sin for each layer; None for a layer that does not rotate."""
         if self.rope is None:
             return [None] * len(self.layers)
         angles = self.rope.cos_sin(positions_T)
@@ -187,8 +192,8 @@ class Decoder(nn.Module):
         return [None if rope is None else angles if rope is config.rope else local for rope in ropes]
 
     def new_kv_cache(self, blocks: int, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """K and V caches ``[layers, blocks, kv heads, block size, head size]`` for a ``PagedContext``; not filled. In
-        int8 a head is longer by its scale (``ops/attention/paged/cache_codes.py``).
+        """Allocate K and V caches ``[layers, blocks, kv heads, block size, head size]`` for a ``PagedContext``, not
+        filled. In int8 a head is longer by its scale (``ops/attention/paged/cache_codes.py``).
 
         A fused ``stack`` may want another memory layout under the same shape; it then has a ``new_cache`` of its own.
         """
@@ -202,8 +207,8 @@ class Decoder(nn.Module):
         return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
 
     def tie_weights(self) -> None:
-        """Make ``head`` share ``embed``'s table where the configuration says so and the head's kind can; again after
-        weights are replaced."""
+        """Make ``head`` share ``embed``'s table if the configuration ties them and the head's kind can; to be repeated
+        after weights are replaced."""
         table = getattr(self.embed, "weight", None)
         if self.config.tied_embeddings and table is not None:
             self.head_tied = self.head.tie(table)
@@ -215,7 +220,7 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the weights."""
         return self.norm.weight.device
 
     @property
@@ -225,7 +230,7 @@ class Decoder(nn.Module):
 
     @property
     def device_nbytes(self) -> int:
-        """Memory of the weights on its device: as ``nbytes``, but of layers that stream, their slots."""
+        """Memory of the weights on the device: like ``nbytes``, with slots in place of streamed layers."""
         stream = self.offloaded
         if stream is None:
             return self.nbytes
@@ -233,8 +238,8 @@ class Decoder(nn.Module):
         return sum(stays) + stream.slot_bytes
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
-        """Every matrix by its canonical name, without ``.weight``: ``layers.0.attention.q``, ..., ``head``. What a
-        weight is made of inside (an adapter's base) is its own business."""
+        """Yield every matrix by its canonical name, without ``.weight``: ``layers.0.attention.q``, ..., ``head``. Inner
+        weights (an adapter's base) are not yielded."""
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             for where, half in (("attention", layer.attention), ("mlp", layer.mlp)):
@@ -244,7 +249,7 @@ class Decoder(nn.Module):
         yield "head", self.head
 
     def projections(self) -> Iterator[tuple[str, Weight]]:
-        """Every product that a step computes, by name: ``layers.0.qkv``, ``layers.0.o``, ..., ``head``."""
+        """Yield every product that a step computes, by name: ``layers.0.qkv``, ``layers.0.o``, ..., ``head``."""
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             attention, mlp = layer.attention, layer.mlp
@@ -253,27 +258,27 @@ class Decoder(nn.Module):
         yield "head", self.head
 
     def replace(self, name: str, weight: Weight) -> None:
-        """Put another weight in the place of one, by its canonical name."""
+        """Replace a weight, given by its canonical name."""
         owner, _, child = name.rpartition(".")
         setattr(self.get_submodule(owner), child, weight)
 
     def join(self) -> None:
-        """Lay the matrices that share an input in one storage, where their kinds can; see ``Projection.join``."""
+        """Lay the matrices that share an input in one storage, if their kinds can; see ``Projection.join``."""
         for _, weight in self.projections():
             weight.join()
 
     @torch.no_grad()
     def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> Decoder:
         """Draw all weights for training from scratch: matrices and tables normal with ``std``, biases 0, norms 1. They
-        are drawn on the generator's device, and so the same wherever the model is."""
+        are drawn on the generator's device, so they do not depend on the model's device."""
         for module in self.modules():
             self._draw(module, std, generator)
         return self
 
     @torch.no_grad()
     def drawn_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> StoredWeights:
-        """Yield the same numbers as weights to be read, in this order and each while it is there: one module at a time
-        has memory, on the generator's device. The model must be on ``meta``, and has no more use."""
+        """Yield the same numbers as stored weights, in this order. One module at a time has memory, on the generator's
+        device, so each weight must be read before the next. The model must be on ``meta``, and is used up."""
         device = torch.device("cpu") if generator is None else generator.device
         for name, module in list(self.named_modules()):
             if isinstance(module, Projection) or (module is self.head and self.head_tied):
@@ -287,14 +292,14 @@ class Decoder(nn.Module):
             module.to_empty(device="meta", recurse=False)
 
     def _draw(self, module: nn.Module, std: float, generator: torch.Generator | None) -> None:
-        """The own weights of a module, as ``init_weights`` has them."""
+        """Draw a module's own weights, as for ``init_weights``."""
         if isinstance(module, Projection):
             return
         if isinstance(module, Embedding):
             draw_normal(module.weight, std, generator)
         elif isinstance(module, Weight) and not (module is self.head and self.head_tied):
             module.draw(std, generator)
-        elif isinstance(module, (Router, SharedRouter)):
+        elif isinstance(module, (ExpertRouter, SharedRouter)):
             draw_normal(module.weight, std, generator)
         elif isinstance(module, (RMSNorm, LayerNorm)):
             module.weight.fill_(1.0 - getattr(module, "offset", 0.0))
@@ -303,5 +308,5 @@ class Decoder(nn.Module):
         bias = getattr(module, "bias", None)
         if bias is not None:
             bias.zero_()
-        if isinstance(module, Router) and module.score_bias is not None:
+        if isinstance(module, ExpertRouter) and module.score_bias is not None:
             module.score_bias.zero_()

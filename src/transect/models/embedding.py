@@ -31,7 +31,7 @@ class Embedding(nn.Module):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows, and numbers of one."""
+        """(rows, numbers of a row)."""
         return tuple(self.weight.shape)
 
     @property
@@ -40,7 +40,7 @@ class Embedding(nn.Module):
         return 8 * self.weight.element_size()
 
     def load(self, values: Tensor | QuantizedTensor, staging: Staging) -> None:
-        """Take the values of a file, of this shape."""
+        """Copy the values of a file, of this shape."""
         staging.copy(dense_values(values), self.weight.detach())
 
     def extra_repr(self) -> str:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.linear.stream_products import Stream, StreamProducts
+from ..ops.linear.stream_products import ResidualStream, StreamProducts
 from ..ops.position import embed_tokens
 from ..spec.model import ModelConfig
 from .context import AttentionContext, PagedContext, Wanted
@@ -45,7 +45,7 @@ HeadNorms = tuple[()] | tuple[Tensor, Tensor, float]
 
 @dataclass(frozen=True, slots=True)
 class Fusions:
-    """Each can be switched off, to see what it is worth."""
+    """Fusions that can be switched off, to measure the gain of each."""
 
     embed: bool = True
     qkv: bool = True
@@ -55,12 +55,12 @@ class Fusions:
 
     @classmethod
     def all(cls, on: bool) -> Fusions:
-        """All of them, or none."""
+        """Return settings with all fusions on, or all off."""
         return cls(on, on, on, on, on)
 
 
 def refusal(config: ModelConfig) -> str | None:
-    """Why a model cannot run on ``FusedStack``, as a sentence; None if it can."""
+    """Return the reason why a model cannot run on ``FusedStack``, as a sentence; None if it can."""
     if config.norm != "rmsnorm" or not config.gated_mlp or config.position != "rope":
         return "the fused layers are for RMSNorm, gated MLPs and rotary positions"
     beyond = [what for what in config.beyond_stacks if what not in ("experts", "attention sinks")]
@@ -85,6 +85,7 @@ class FusedStack:
             raise ValueError(reason)
         assert model.rope is not None
         self._run_layers, self._in_turn = model.run_layers, model.in_turn
+        self._rows = model.rows
         assert isinstance(model.norm, RMSNorm)
         self._embed, self._norm = model.embed, model.norm
         self._config = config
@@ -96,13 +97,14 @@ class FusedStack:
         ]
         streamed = {None if layer.on_stream is None else layer.on_stream.qkv.leaves for layer in self._layers}
         self._on_stream = self._layers[0].on_stream if len(streamed) == 1 else None
-        """The first layer's products on the stream, where all layers have them: they say which steps they take."""
+        """The first layer's products on the residual stream, if all layers have such; they decide which steps use
+        them."""
         self._chains = [_chain(layer, after) for layer, after in pairwise(self._layers)] + [None]
         self._offloaded = lambda: model.offloaded is not None
         """Return True if layers stream, so that none may read the weights of the next."""
         device = model.norm.weight.device
         self._rotations = torch.cat(model.rope.cos_sin(torch.arange(max_positions, device=device)), dim=-1)
-        """For each position, cosines and then sines."""
+        """Cosines, then sines, for each position."""
 
     def __call__(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         if not isinstance(context, PagedContext):
@@ -115,7 +117,7 @@ class FusedStack:
     def hidden(
         self, tokens: Tensor, positions_T: Tensor, context: AttentionContext, places_T: Tensor | None = None
     ) -> Tensor:
-        """From token ids to the hidden states after the model's last norm; arguments as of ``Decoder.forward``."""
+        """Compute the hidden states after the model's last norm from token ids; arguments as of ``Decoder.forward``."""
         if not isinstance(context, PagedContext):
             x_TD = self._embed(tokens if places_T is None else embed_tokens.placed(tokens, places_T))
             return self._norm(self._run_layers(x_TD, positions_T, context))
@@ -149,6 +151,8 @@ class FusedStack:
             attended_THd = self._attend(layer, layer.qkv(normed_TD), (cos, sin), context, last)
             if last is not None:
                 x_TD = x_TD.index_select(0, last.tokens_R)
+                if self._rows is not None:
+                    self._rows.only(last.tokens_R)
                 if not len(x_TD):
                     return x_TD, None, None
             branch_TD = layer.o(attended_THd.flatten(-2))
@@ -160,9 +164,9 @@ class FusedStack:
     def _run_streams(
         self, x_TD: Tensor, rotation: tuple[Tensor, Tensor], context: PagedContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Does what ``_run`` does, by products that begin and end at the residual stream."""
+        """Run the layers like ``_run``, by products that begin and end at the residual stream."""
         first = self._layers[0].attention_norm
-        stream = Stream(x_TD, first(x_TD), None, first.eps)
+        stream = ResidualStream(x_TD, first(x_TD), None, first.eps)
         chains = self._chains if len(x_TD) == 1 and not self._offloaded() else [None] * len(self._layers)
         qkv: Tensor | None = None
         for layer, after, chain in zip(self._in_turn(self._layers), [*self._layers[1:], None], chains, strict=True):
@@ -195,7 +199,7 @@ class FusedStack:
     def _add_norm(
         self, x_TD: Tensor, branch_TD: Tensor | None, norm: RMSNorm, unsummed: Unsummed | None
     ) -> tuple[Tensor, Tensor]:
-        """(x + branch, its norm)."""
+        """Return (x + branch, its norm)."""
         if branch_TD is None:
             return x_TD, norm(x_TD)
         if unsummed is not None:
@@ -217,7 +221,7 @@ class FusedStack:
         context: PagedContext,
         wanted: Wanted | None,
     ) -> Tensor:
-        """Attention of all tokens ``[T, H, d]``, or of those that are wanted."""
+        """Compute attention of all tokens ``[T, H, d]``, or of the wanted ones."""
         scales, q_norm, k_norm = layer.kv_scales, layer.q_norm, layer.k_norm
         norms: HeadNorms = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
         if scales is None:
@@ -236,7 +240,7 @@ class FusedStack:
         return scales.after(self._attend_to(layer, scaled, rotation, context, wanted, norms))
 
     def _parts(self, qkv: Tensor | Sequence[Tensor]) -> list[Tensor]:
-        """q ``[T, H, d]``, k and v ``[T, K, d]``."""
+        """Split the product into q ``[T, H, d]``, k and v ``[T, K, d]``."""
         config = self._config
         sizes = (config.q_dim, config.kv_dim, config.kv_dim)
         parts = qkv.split(sizes, dim=-1) if isinstance(qkv, Tensor) else qkv
@@ -251,7 +255,8 @@ class FusedStack:
         wanted: Wanted | None,
         norms: HeadNorms,
     ) -> Tensor:
-        """Rotation, the write to the cache, and attention; ``norms``: what heads still need."""
+        """Rotate q and k, write k and v to the cache, and attend; ``norms``: norms of heads that remain to be
+        applied."""
         config = self._config
         q_THd, k_TKd, v_TKd = self._parts(qkv)
         k_cache, v_cache = context.caches(layer.index)
@@ -274,14 +279,14 @@ class FusedStack:
         return self._ops.paged_attention(q_RHd, k_cache, v_cache, wanted.batch, scale, window, **how)
 
     def _gated(self, layer: _FusedLayer, x_TD: Tensor) -> Tensor:
-        """``silu(gate(x)) * up(x)``."""
+        """Compute ``silu(gate(x)) * up(x)``."""
         if layer.gated is not None:
             return layer.gated(x_TD)
         return self._ops.swiglu(*(product(x_TD) for product in layer.gate_up_apart))
 
 
 class _FusedLayer:
-    """One layer's norms, and its products, resolved once."""
+    """One layer's norms and products, resolved once."""
 
     def __init__(
         self, layer: Layer, index: int, config: ModelConfig, fusions: Fusions, streams: StreamProducts | None
@@ -303,7 +308,7 @@ class _FusedLayer:
         self.gated: Product | None = None
         self.gate_up_apart: list[Product] = []
         self.sizes: list[tuple[int, int, bool]] = []
-        """The sizes of its products, as ``StreamProducts`` asks for them."""
+        """Sizes of its products, in the form that ``StreamProducts`` takes."""
         self.on_stream: _StreamLayer | None = None
         if isinstance(mlp, MoE):
             return
@@ -318,7 +323,7 @@ class _FusedLayer:
 
     @property
     def kv_scales(self) -> KVScales | None:
-        """Those of its attention, which may come after the stack."""
+        """Scales of its attention, which may be set after the stack is built."""
         return self._attention.kv_scales
 
 
@@ -329,7 +334,7 @@ def _ended(weight: Weight, fusions: Fusions) -> tuple[Product, Unsummed | None]:
 
 
 def _together(products: Sequence[Product]) -> Callable[[Tensor], Sequence[Tensor]]:
-    """Several products of one input, each a kernel of its own."""
+    """Combine several products of one input, each a kernel of its own."""
     return lambda x: [product(x) for product in products]
 
 
@@ -343,7 +348,8 @@ class _StreamLayer(NamedTuple):
 
     @classmethod
     def of(cls, projections: Sequence[Weight], streams: StreamProducts) -> _StreamLayer | None:
-        """None where a projection has no such product, one but the first a bias, or they are of several kinds."""
+        """Build the layer's products; None if a projection has no such product, if a product other than the first has a
+        bias, or if they are of several kinds."""
         found = [weight.stream_product(streams) for weight in projections]
         if any(product is None for product in found) or any(product.biased for product in found[1:] if product):
             return None
@@ -353,7 +359,7 @@ class _StreamLayer(NamedTuple):
 
 
 def _chain(layer: _FusedLayer, after: _FusedLayer) -> Chain | None:
-    """Return the products between the attention of two layers in one launch, where there is such a kernel."""
+    """Return the products between the attention of two layers in one launch; None if there is no such kernel."""
     own = layer.on_stream
     if own is None or after.on_stream is None:
         return None

@@ -37,16 +37,16 @@ class KVScales:
         return q, k, v
 
     def joined(self, qkv_TE: Tensor) -> Tensor:
-        """``before`` of one projection ``[T, (H + 2 K) d]``; before or after the rotation, which is linear."""
+        """Apply ``before`` to one projection ``[T, (H + 2 K) d]``; before or after the rotation, which is linear."""
         return (qkv_TE.unflatten(-1, (len(self._joined), -1)) * self._joined).flatten(-2)
 
     def norms(self, q_weight_d: Tensor, k_weight_d: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights ``[H, d]`` and ``[K, d]`` of norms that leave q and k as ``before`` does."""
+        """Return weights ``[H, d]`` and ``[K, d]`` of norms that scale q and k as ``before`` does."""
         queries, keys, _ = self._apart
         return q_weight_d * queries, k_weight_d * keys
 
     def of_values(self, v_TKd: Tensor) -> Tensor:
-        """v as ``before`` leaves it."""
+        """Scale v as ``before`` does."""
         return v_TKd * self._apart[2]
 
     def after(self, out_THd: Tensor) -> Tensor:
@@ -55,5 +55,5 @@ class KVScales:
 
 
 def powers_of_two(scales: Tensor) -> Tensor:
-    """Return the next power of two of each."""
+    """Round each scale up to a power of two."""
     return torch.exp2(torch.ceil(torch.log2(scales.float())))

@@ -28,7 +28,7 @@ Watch = Callable[[Tensor, Tensor], object]
 
 
 class Exchanged(Protocol):
-    """Tokens on their way to the ranks that have their experts (``parallel/exchange.py``)."""
+    """Tokens in transit to the ranks that have their experts (``parallel/exchange.py``)."""
 
     def send(self, x_TD: Tensor) -> Tensor:
         """Send rows of this rank's tokens to their experts' ranks; return the rows for the experts here."""
@@ -48,20 +48,20 @@ class ExpertShards(Protocol):
         ...
 
     def exchange(self, experts_Tk: Tensor) -> Exchanged:
-        """Where the own tokens with these experts go."""
+        """Plan the exchange of this rank's tokens with these experts."""
         ...
 
     @property
     def first(self) -> int:
-        """The first of the experts that are here."""
+        """Index of the first expert on this rank."""
         ...
 
     def gather(self, x_TD: Tensor) -> Tensor:
-        """Return the tokens that the experts here are for: these, or those of other ranks too."""
+        """Return the tokens for this rank's experts: its own, or those of other ranks too."""
         ...
 
     def own(self, x: Tensor, tokens: int) -> Tensor:
-        """Return the rows of the own ``tokens``, of one for each that ``gather`` gave."""
+        """Return the rows of this rank's own ``tokens``, out of rows for all tokens of ``gather``."""
         ...
 
     def scatter(self, y: Tensor, tokens: int) -> Tensor:
@@ -77,8 +77,8 @@ SLOPE = 1.702
 """The factor inside the sigmoid of the clamped SwiGLU."""
 
 
-class Router(nn.Module):
-    """``x [T, D] -> logits [T, E]`` in float32, whatever the model computes in. ``score_bias`` is no part of them."""
+class ExpertRouter(nn.Module):
+    """``x [T, D] -> logits [T, E]`` in float32, whatever the model computes in. ``score_bias`` is not part of them."""
 
     bias: nn.Parameter | None
     score_bias: Tensor | None
@@ -106,7 +106,7 @@ class Router(nn.Module):
 
 
 class SharedRouter(nn.Module):
-    """``x [T, D] -> [T, 1]``: how much the shared experts count."""
+    """Gate of the shared experts: ``x [T, D] -> [T, 1]``."""
 
     def __init__(
         self, dim: int, ops: OpSet, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -155,7 +155,7 @@ class MoE(Half):
             return kind(outputs, inputs, bias, ops=ops, device=device, dtype=dtype)
 
         n, dim, width = moe.held, config.dim, moe.expert_dim
-        self.router = Router(moe, dim, ops, device=device, dtype=dtype)
+        self.router = ExpertRouter(moe, dim, ops, device=device, dtype=dtype)
         self.experts_gate = matrix("experts_gate", dim, n * width, moe.bias)
         self.experts_up = matrix("experts_up", dim, n * width, moe.bias)
         self.experts_down = matrix("experts_down", width, n * dim, moe.bias)
@@ -185,8 +185,8 @@ class MoE(Half):
         return out_TD if spread is None else spread.sum(out_TD)
 
     def _exchanged(self, x_TD: Tensor, spread: ExpertShards) -> Tensor:
-        """Return the same of the own tokens, each of which goes to the ranks that have its experts. Scores go with it,
-        so that all ranks choose alike."""
+        """Compute the output for this rank's own tokens, each of which is sent to the ranks that have its experts.
+        Scores are sent along, so that all ranks choose alike."""
         logits_TE = self.router(x_TD)
         _, experts_Tk, *_ = self._route(logits_TE.detach(), self.router.score_bias)
         if self.watch is not None:
@@ -220,7 +220,7 @@ class MoE(Half):
         return out_TD
 
     def _inner(self, x_TD: Tensor, starts_E1: Tensor, order_R: Tensor | None) -> Tensor:
-        """The first half of the experts, ``[R, F]``."""
+        """Compute the hidden values of the experts, ``[R, F]``."""
         gated = self.experts_gate.grouped_gate_up(self.experts_up) if self.moe.clamp is None else None
         if gated is not None:
             return gated(x_TD, starts_E1, order_R)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..hardware.cache import cache_folder
-from ..ops.cpu.library import GROUP_ROWS, KV_DTYPES, LayerStack, Library, StackLayer, empty_cache
+from ..ops.cpu.library import GROUP_ROWS, KV_DTYPES, LayerStack, Library, StackAdapter, StackLayer, empty_cache
 from ..ops.cpu.packing import read_packed, write_packed
 from ..ops.opset import OpSet
 from ..spec.model import ModelConfig
@@ -27,7 +27,9 @@ from .decoder import Decoder, Layer
 from .mlp import MLP
 from .norm import LayerNorm, RMSNorm
 from .rope import Rope
+from .weights.low_rank import packed_adapter
 from .weights.packed import Packed, PackedEmbedding, refuses
+from .weights.row_adapted import StepRows
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 FIRST_POSITIONS = 2048
@@ -38,6 +40,16 @@ class NativeStack:
 
     def __init__(self, model: Decoder, library: Library, kv_dtype: torch.dtype, block_size: int) -> None:
         config = model.config
+        self.library = library
+        self.adapters: list[StackAdapter | None] = []
+        """Adapters by slot. Of a model with one adapter beside its weights, that is in slot 0."""
+        self.rows = StepRows()
+        """The adapter of each token of a step."""
+        factors = {name: low for name, weight in model.weights() if (low := weight.unadapted()[1]) is not None}
+        self._one_for_all = bool(factors)
+        if factors:
+            half = kv_dtype != torch.float32
+            self.adapters = [packed_adapter(library, factors, config.n_layers, half=half)]
         self._run_layers = model.run_layers
         self._rope: Rope | None = model.rope
         self._rotation: tuple[Tensor, Tensor] | None = None
@@ -71,20 +83,24 @@ class NativeStack:
         x_TD = x_TD.to(torch.float32).contiguous()
         batch = context.batch
         rotation = self._cos_sin(int(positions_T.max()) + 1) if positions_T.numel() else None
+        slots_T = self.rows.slots_T
+        if self._one_for_all:
+            slots_T = torch.zeros(len(x_TD), dtype=torch.int32)
         if self._stack is None:  # scales of keys and values may come after the weights
             self._stack = self._made()
         self._stack.run(
             *(x_TD, positions_T, context.k_cache, context.v_cache),
             *(batch.block_tables, batch.query_starts, batch.seq_lens, rotation),
+            *(slots_T, self.adapters),
         )
         return x_TD
 
     def new_cache(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """See ``Decoder.new_kv_cache``: the kernels want the positions of K innermost."""
+        """Allocate caches with the positions of K innermost; see ``Decoder.new_kv_cache``."""
         return empty_cache(shape, dtype)
 
     def _cos_sin(self, positions: int) -> tuple[Tensor, Tensor] | None:
-        """Return the table of all positions so far; it doubles when a longer sequence comes."""
+        """Return the table of all positions so far; its size doubles when a longer sequence arrives."""
         if self._rope is None:
             return None
         if self._rotation is None or self._rotation[0].shape[0] < positions:
@@ -96,7 +112,7 @@ class NativeStack:
 
 
 def refusal(config: ModelConfig, block_size: int, quantization: str | None = None) -> str | None:
-    """Why the C++ kernels cannot run this model, as a sentence; None if they can."""
+    """Return the reason why the C++ kernels cannot run this model, as a sentence; None if they can."""
     if config.beyond_stacks:
         return f"the C++ kernels do not have {config.beyond_stacks[0]}"
     form = rounding(quantization)
@@ -127,8 +143,8 @@ def native_model(
     quantization: str | None = None,
     ops: OpSet | None = None,
 ) -> Decoder:
-    """Return a model whose matrices are ``Packed``, without values; fill it, then ``run_natively``. Where ``refusal``
-    says why the kernels cannot run its layers, it runs them one by one.
+    """Build a model whose matrices are ``Packed``, without values; fill it, then call ``run_natively``. If ``refusal``
+    gives a reason, its layers run one by one.
 
     Args:
         kv_dtype: one of ``KV_DTYPES``, of the KV cache that the model will run on.
@@ -155,13 +171,13 @@ def native_model(
 
 
 def run_natively(model: Decoder, library: Library, kv_dtype: torch.dtype, block_size: int = 16) -> Decoder:
-    """All layers of a filled model in one C++ call, for a KV cache of this dtype in blocks of this size."""
+    """Make a filled model run all layers in one C++ call, for a KV cache of this dtype in blocks of this size."""
     model.stack = NativeStack(model, library, kv_dtype, block_size)
     return model
 
 
 def packed_matrices(model: Decoder) -> dict[str, Packed]:
-    """Return the packed matrices of a model by the canonical names of the weights that they hold, each once."""
+    """Return the packed matrices of a model, each once, by the canonical names of their weights."""
     found = {"embed": model.embed.table} if isinstance(model.embed, PackedEmbedding) else {}
     for name, weight in model.weights():
         if isinstance(weight, Packed) and not (name == "head" and model.head_tied):
@@ -170,7 +186,7 @@ def packed_matrices(model: Decoder) -> dict[str, Packed]:
 
 
 def take_packed(model: Decoder, path: Path) -> bool:
-    """The matrices of a file that ``keep_packed`` wrote, mapped into a model; False if there is no such file."""
+    """Map the matrices of a file that ``keep_packed`` wrote into a model; False if there is no such file."""
     own = packed_matrices(model)
     packed = read_packed(path, own)
     if packed is None:
@@ -181,8 +197,8 @@ def take_packed(model: Decoder, path: Path) -> bool:
 
 
 def keep_packed(model: Decoder, path: Path | None) -> None:
-    """Write a model's packed matrices, so that the next start maps them. A file that cannot be written is no error: the
-    model is then packed again at the next start."""
+    """Write a model's packed matrices, so that the next start maps them. A file that cannot be written is not an error:
+    the model is then packed again at the next start."""
     if path is None:
         return
     try:
@@ -192,7 +208,7 @@ def keep_packed(model: Decoder, path: Path | None) -> None:
 
 
 def packed_path(source: Path, dtype: str, parts: Sequence[Path] = ()) -> Path:
-    """Where the packed form of a weight file, or of its ``parts``, is kept; other files under the same names get
+    """Return the path for the packed form of a weight file, or of its ``parts``; changed files under the same names get
     another path."""
     states = [file.stat() for file in parts or (source,)]
     sizes = "\0".join(f"{state.st_size}\0{state.st_mtime_ns}" for state in states)
@@ -220,7 +236,10 @@ def _stack_layer(layer: nn.Module, window: int | None, library: Library) -> Stac
         mlp_norm_bias=shift(between),
         q_norm=scale(attention.q_norm),
         k_norm=scale(attention.k_norm),
-        **cast(dict[str, Any], {"gate": None} | {name: weight.packed(library) for name, weight in products.items()}),
+        **cast(
+            dict[str, Any],
+            {"gate": None} | {name: weight.unadapted()[0].packed(library) for name, weight in products.items()},
+        ),
         window=window or 0,
         k_scale=None if attention.kv_scales is None else attention.kv_scales.keys,
         v_scale=None if attention.kv_scales is None else attention.kv_scales.values,

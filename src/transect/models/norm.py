@@ -66,7 +66,7 @@ def make_norm(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> RMSNorm | LayerNorm:
-    """Return the norm over the model width that the configuration asks for."""
+    """Build the norm over the model width that the configuration asks for."""
     if config.norm == "layernorm":
         return LayerNorm(config.dim, config.norm_eps, op=ops.layer_norm, device=device, dtype=dtype)
     return RMSNorm(config.dim, config.norm_eps, op=ops.rms_norm, offset=config.norm_offset, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Quantized matrices in safetensors as other programs lay them out: functions from tensors to values and back.
+"""Layouts of quantized matrices in safetensors files of other programs: functions from tensors to values and back.
 
 A matrix is ``[O, I]``: outputs, inputs. Values are float32. Groups are neighbouring inputs that share a scale.
 
@@ -23,35 +23,35 @@ from ..spec.numbers.number_format import Codebook
 PER_WORD = 8
 """Codes of 4 bits in an int32."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the eight outputs of a word are in it."""
+"""Position in a word of each of its eight outputs."""
 AWQ_PLACES = tuple(AWQ_ORDER.index(place) for place in range(PER_WORD))
-"""Which of the eight outputs stands in a place of a word."""
+"""Output at each position of a word."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MX_BLOCK = 32
 
 
 def words_to_codes(words: Tensor, bits: int = 4) -> Tensor:
-    """int32 ``[..., n]`` -> codes of 4 or 8 bits, int32 ``[..., 32 n / bits]``, the lowest bits first."""
+    """Unpack words, int32 ``[..., n]``, into codes of 4 or 8 bits, int32 ``[..., 32 n / bits]``, the lowest bits
+    first."""
     shifts = bits * torch.arange(32 // bits, dtype=torch.int32, device=words.device)
     return ((words.to(torch.int32)[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
 
 
 def codes_to_words(codes: Tensor) -> Tensor:
-    """Codes below 16 ``[..., 8 n]`` -> int32 ``[..., n]``."""
+    """Pack codes below 16 ``[..., 8 n]`` into int32 ``[..., n]``."""
     shifts = 4 * torch.arange(PER_WORD, dtype=torch.int64, device=codes.device)
     words = (codes.long().unflatten(-1, (-1, PER_WORD)) << shifts).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
 def codes_to_awq(codes: Tensor) -> Tensor:
-    """Codes below 16 ``[..., 8 n]`` -> int32 ``[..., n]`` in AWQ's order."""
+    """Pack codes below 16 ``[..., 8 n]`` into int32 ``[..., n]``, in AWQ's order."""
     return codes_to_words(codes.unflatten(-1, (-1, PER_WORD))[..., list(AWQ_PLACES)].flatten(-2))
 
 
 def spread(scale: Tensor, rows: int, columns: int, block: tuple[int, int] | None = None) -> Tensor:
-    """Return a scale for the tensor, for each row, or for each block, as one that can be multiplied with ``[rows,
-    columns]``.
-    ``block``: rows and columns of a block; the last ones may be cut off.
+    """Expand a scale for the tensor, for each row, or for each block, so that it can be multiplied with ``[rows,
+    columns]``. ``block``: rows and columns of a block; the last blocks may be smaller.
 
     Raises:
         ValueError: it has no such shape.
@@ -73,7 +73,8 @@ def spread(scale: Tensor, rows: int, columns: int, block: tuple[int, int] | None
 
 
 def gptq_values(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor, *, zero_step: int = 1) -> Tensor:
-    """qweight ``[I / 8, O]``, qzeros ``[G, O / 8]`` int32, scales ``[G, O]``, g_idx ``[I]`` -> ``[O, I]``.
+    """Dequantize GPTQ: qweight ``[I / 8, O]``, qzeros ``[G, O / 8]`` int32, scales ``[G, O]``, g_idx ``[I]`` -> ``[O,
+    I]``.
 
     ``zero_step``: what the first format of AutoGPTQ leaves out of its zeros."""
     codes = words_to_codes(qweight.T)  # [O, I]
@@ -83,13 +84,13 @@ def gptq_values(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor, 
 
 
 def gptq_zeros(qzeros: Tensor, zero_step: int = 1) -> Tensor:
-    """qzeros ``[G, O / 8]`` int32 -> ``[O, G]``. One was taken from each zero of a word at once, and is put back so: a
-    zero of 0 had borrowed from its neighbour."""
+    """Unpack qzeros ``[G, O / 8]`` int32 -> ``[O, G]``. The writer subtracted one from all zeros of a word at once, and
+    the addition restores them: a zero of 0 had borrowed from its neighbour."""
     return words_to_codes(qzeros.to(torch.int32) + zero_step * 0x11111111).T
 
 
 def awq_values(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
-    """qweight ``[I, O / 8]``, qzeros ``[G, O / 8]`` int32, scales ``[G, O]`` -> ``[O, I]``."""
+    """Dequantize AWQ: qweight ``[I, O / 8]``, qzeros ``[G, O / 8]`` int32, scales ``[G, O]`` -> ``[O, I]``."""
 
     def in_order(words: Tensor) -> Tensor:
         return words_to_codes(words).unflatten(-1, (-1, PER_WORD))[..., list(AWQ_ORDER)].flatten(-2)
@@ -101,8 +102,8 @@ def awq_values(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
 def packed_values(
     packed: Tensor, scale: Tensor, zero: Tensor | None, g_idx: Tensor | None, columns: int, bits: int = 4
 ) -> Tensor:
-    """compressed-tensors: packed ``[O, bits I / 32]`` int32 of codes plus 2^(bits - 1), scale ``[O, G]``, zero
-    ``[O, G]`` whole numbers or ``[bits O / 32, G]`` packed -> ``[O, I]``."""
+    """Dequantize compressed-tensors: packed ``[O, bits I / 32]`` int32 of codes plus 2^(bits - 1), scale ``[O, G]``,
+    zero ``[O, G]`` whole numbers or ``[bits O / 32, G]`` packed -> ``[O, I]``."""
     middle = 2 ** (bits - 1)
     codes = words_to_codes(packed, bits)[:, :columns] - middle
     groups = scale.shape[1]
@@ -115,22 +116,23 @@ def packed_values(
 
 
 def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks ``[..., G, 16]`` uint8, two codes a byte, the lower first; scales ``[..., G]`` uint8, exponents plus 127
-    -> ``[..., 32 G]``."""
+    """Dequantize MXFP4: blocks ``[..., G, 16]`` uint8, two codes a byte, the lower first; scales ``[..., G]`` uint8,
+    exponents plus 127 -> ``[..., 32 G]``."""
     table = torch.tensor((*E2M1, *(-value for value in E2M1)), dtype=torch.float32, device=blocks.device)
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     return torch.ldexp(table[codes.long()], scales.int()[..., None] - 127).flatten(-2)
 
 
 def to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``[O, I]`` -> e4m3 codes ``[O, I]`` and a float32 scale ``[O, 1]``: the largest of a row is the largest code."""
+    """Quantize ``[O, I]`` to e4m3 codes ``[O, I]`` and a float32 scale ``[O, 1]``: the largest number of a row becomes
+    the largest code."""
     most = FP8.largest
     scale = (weight.float().abs().amax(1, keepdim=True) / most).clamp(min=1e-12)
     return (weight.float() / scale).clamp(-most, most).to(torch.float8_e4m3fn), scale
 
 
 def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``[O, I]`` -> int8 codes and a float32 scale ``[O, 1]``."""
+    """Quantize ``[O, I]`` to int8 codes and a float32 scale ``[O, 1]``."""
     scale = (weight.float().abs().amax(1, keepdim=True) / INT8.largest).clamp(min=1e-12)
     return (weight.float() / scale).round().clamp(-INT8.largest, INT8.largest).to(torch.int8), scale
 
@@ -146,7 +148,7 @@ def scale_shape(codebook: Codebook, outputs: int, inputs: int) -> tuple[int, int
 
 
 def to_listed(weight: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
-    """``[O, I]`` -> codes uint8 ``code_shape`` and scales ``scale_shape``.
+    """Quantize ``[O, I]`` to codes uint8 ``code_shape`` and scales ``scale_shape``.
 
     Each group takes, of ``SIZES`` of scales, the one that leaves the smallest square error. Codes are taken with the
     scale as it is stored.
@@ -170,11 +172,11 @@ def to_listed(weight: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
 
 
 SIZES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
-"""Scales that are tried, as shares of the scale that makes the largest number of a group the largest value."""
+"""Candidate scales, as shares of the scale that maps a group's largest number to the largest value."""
 
 
 def _code_bytes(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 ``[O, I]`` of 1, 2, 4 or 8 bits -> bytes ``[O, bits I / 8]``, the first in the lowest bits."""
+    """Pack codes uint8 ``[O, I]`` of 1, 2, 4 or 8 bits into bytes ``[O, bits I / 8]``, the first in the lowest bits."""
     per_byte = 8 // bits
     whole = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_byte)).unflatten(1, (-1, per_byte))
     shifts = bits * torch.arange(per_byte, dtype=torch.uint8, device=codes.device)
@@ -191,13 +193,13 @@ def byte_values(codebook: Codebook, device: torch.device | str = "cpu") -> Tenso
 
 
 def code_numbers(codes: Tensor, bits: int) -> Tensor:
-    """Bytes ``[O, n]`` as ``to_listed`` gives them -> the codes in them, int32 ``[O, 8 n / bits]``."""
+    """Unpack bytes ``[O, n]`` of ``to_listed`` into codes, int32 ``[O, 8 n / bits]``."""
     shifts = bits * torch.arange(8 // bits, dtype=torch.uint8, device=codes.device)
     return (codes[..., None] >> shifts & 2**bits - 1).flatten(1).int()
 
 
 def listed_values(codes: Tensor, scale: Tensor, table: Tensor, group: int, inputs: int) -> Tensor:
-    """Codes and scales as ``to_listed`` gives them, and ``byte_values`` -> ``[O, I]`` float32."""
+    """Dequantize codes and scales of ``to_listed`` with ``byte_values`` -> ``[O, I]`` float32."""
     values = torch.nn.functional.embedding(codes.int(), table).flatten(1)
     if inputs % group:
         return values[:, :inputs] * scale.float().repeat_interleave(group, 1)[:, :inputs]

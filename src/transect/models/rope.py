@@ -26,7 +26,7 @@ from ..spec.model import RopeConfig
 
 
 def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each plane, ``[head_dim / 2]`` float32 on the CPU."""
+    """Return the radians per position of each plane, ``[head_dim / 2]`` float32 on the CPU."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / config.theta**exponent
     if config.scaling == "none":
@@ -45,7 +45,8 @@ def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn_ramp(config: RopeConfig, head_dim: int) -> Tensor:
-    """From 0 at the plane that turns ``beta_fast`` times within the old context to 1 at ``beta_slow``, unclamped."""
+    """Return the blend of each plane, unclamped: 0 at the plane that turns ``beta_fast`` times within the old context,
+    1 at ``beta_slow``."""
 
     def plane(turns: float) -> float:
         length = config.original_max_position / (turns * 2 * math.pi)
@@ -71,7 +72,7 @@ class Rope:
         self.frequencies = frequencies(config, head_dim)
 
     def cos_sin(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """positions ``[T]`` -> cos, sin ``[T, head_dim / 2]`` float32, on the device of the positions."""
+        """Compute cos and sin ``[T, head_dim / 2]`` float32 of positions ``[T]``, on their device."""
         if self.frequencies.device != positions_T.device:
             self.frequencies = self.frequencies.to(positions_T.device)
         angles = positions_T[:, None].float() * self.frequencies
@@ -79,5 +80,5 @@ class Rope:
 
 
 def half_rotation_rows(heads: int, head_dim: int) -> np.ndarray:
-    """For each row in half-rotation order the row of the file that holds it, int64 [heads * head_dim]."""
+    """Return, for each row in half-rotation order, the file's row that holds it, int64 [heads * head_dim]."""
     return np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)

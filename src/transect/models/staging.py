@@ -11,11 +11,11 @@ from torch import Tensor
 from ..formats.ggml_blocks import QuantizedTensor
 
 PIECE = 64 * 2**20
-"""Bytes of pinned memory, twice."""
+"""Bytes of each of the two pinned buffers."""
 
 
 def dense_values(values: Tensor | QuantizedTensor) -> Tensor:
-    """Contiguous numbers; packed ones are dequantized to float32. May be a view of a mapped file."""
+    """Return contiguous numbers; packed ones are dequantized to float32. May be a view of a mapped file."""
     if isinstance(values, QuantizedTensor):
         return torch.from_numpy(values.dequantize())
     return values.contiguous()
@@ -39,7 +39,7 @@ class Staging:
         self._pieces.clear()
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """``source`` into ``target`` of the same shape, rounded to its dtype on the device."""
+        """Copy ``source`` into ``target`` of the same shape, rounded to its dtype on the device."""
         if self.device.type != "cuda" or source.device == target.device:
             target.copy_(source)
             return
@@ -52,7 +52,7 @@ class Staging:
             target.copy_(landed)
 
     def bring(self, source: Tensor) -> Tensor:
-        """``source`` on the device, in its own dtype."""
+        """Return ``source`` on the device, in its own dtype."""
         if source.device.type == self.device.type:
             return source
         landed = torch.empty(source.shape, dtype=source.dtype, device=self.device)

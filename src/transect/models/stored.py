@@ -1,4 +1,4 @@
-"""``Stored``: a weight of a model as a file holds it, under its canonical name; read when asked, whole or in part.
+"""``Stored``: a weight of a model in a file, under its canonical name; read on demand, whole or in part.
 
 ``checkpoints/`` makes them (``hf.py``, ``gguf.py``, ``dummy.py``) and reads them into a model (``load.py``).
 """
@@ -26,7 +26,7 @@ class Codes8:
     """A matrix ``[O, I]`` of 8 bits: codes int8 (of fp8 the bits), scale float32 ``[O]`` or ``[O / 128, I / 128]``."""
 
     ROWS: ClassVar = ("codes", "scale")
-    """Tensors that have the rows of the matrix, or some for each of its blocks of rows."""
+    """Tensors with the rows of the matrix, or with some for each of its blocks of rows."""
     layout: ScaledLayout
     codes: Tensor
     scale: Tensor
@@ -40,8 +40,8 @@ class Codes8:
 @dataclass(frozen=True, slots=True)
 class Codes4:
     """A matrix ``[O, I]`` of 4 bits: ``scale code + zero``. Codes uint8 ``[O, I]``, one in a byte; scale and zero
-    float32 ``[O, G]``, of I / G neighbours each; ``order`` int64 ``[I]``: the input that a column of the codes is for,
-    None if that is its own."""
+    float32 ``[O, G]``, for I / G neighbours each; ``order`` int64 ``[I]``: input of each column of the codes, None if
+    they are in order."""
 
     ROWS: ClassVar = ("codes", "scale", "zero")
     layout: GroupLayout
@@ -52,13 +52,13 @@ class Codes4:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in a file, which has two codes in one."""
+        """Bytes in a file, which stores two codes in a byte."""
         return self.codes.numel() // 2 + self.scale.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCodes:
-    """A matrix ``[O, I]`` in a block type of GGUF files: uint8 ``[O, bytes of a row]``, as the file has them."""
+    """A matrix ``[O, I]`` in a block type of GGUF files: uint8 ``[O, bytes of a row]``, as stored."""
 
     ROWS: ClassVar = ("blocks",)
     layout: BlockLayout
@@ -87,7 +87,7 @@ class ListedCodes:
 
 
 PackedValues = Codes8 | Codes4 | BlockCodes | ListedCodes
-"""A matrix as a checkpoint packs it."""
+"""A matrix as packed in a checkpoint."""
 P = TypeVar("P", bound=PackedValues)
 
 
@@ -105,8 +105,8 @@ class Stored:
     codes: Callable[[slice, slice], PackedValues] | None = None
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Values:
-        """Return the values, of the whole or of some neighbouring rows and columns: nothing else is read of the file.
-        They may be a view of the mapped file.
+        """Return the values of the whole, or of contiguous rows and columns, without reading the rest of the file. They
+        may be a view of the mapped file.
 
         Raises:
             ValueError: the file is damaged, or packs numbers together that ``columns`` would cut apart.
@@ -115,18 +115,18 @@ class Stored:
 
 
 StoredWeights = Iterator[tuple[str, Stored]]
-"""Every weight of a model once, by canonical name. One may be read until the iterator is closed."""
+"""Iterator over every weight of a model once, by canonical name. A weight may be read until the iterator is closed."""
 
 
 def stored_tensor(values: Tensor) -> Stored:
-    """Return a tensor in memory as a weight that is stored."""
+    """Wrap a tensor in memory as a stored weight."""
     if values.ndim == 1:
         return Stored(tuple(values.shape), lambda rows, _columns: values[rows])
     return Stored(tuple(values.shape), lambda rows, columns: values[rows, columns])
 
 
 def read_all(weights: StoredWeights) -> Iterator[tuple[str, Values]]:
-    """Every weight's values, one at a time."""
+    """Yield every weight's values, one at a time."""
     return ((name, stored.read()) for name, stored in weights)
 
 
@@ -156,5 +156,5 @@ def within(size: int, part: slice) -> slice:
 
 
 def is_whole(size: int, part: slice) -> bool:
-    """True if a slice takes all of ``size``."""
+    """Return True if a slice covers all of ``size``."""
     return within(size, part) == slice(0, size)

@@ -18,6 +18,7 @@ from .activation import gelu, swiglu  # noqa: F401
 from .attention.packed import attention  # noqa: F401
 from .attention.paged import kv_cache_write, paged_attention, rotary_kv_write  # noqa: F401
 from .linear import gate_up, linear  # noqa: F401
+from .linear.adapters import add_low_rank  # noqa: F401
 from .moe import combining, grouped_gate_up, grouped_linear, router, routing  # noqa: F401
 from .norm import add_rms_norm, layer_norm, rms_norm  # noqa: F401
 from .position import embed_tokens, norm_rotary, rotary  # noqa: F401
@@ -39,6 +40,7 @@ class OpSet:
     gate_up: Callable[..., Any]
     gelu: Callable[..., Any]
     linear: Callable[..., Any]
+    add_low_rank: Callable[..., Any]
     attention: Callable[..., Any]
     kv_cache_write: Callable[..., Any]
     rotary_kv_write: Callable[..., Any]
@@ -70,8 +72,9 @@ def resolve_ops(
 ) -> OpSet:
     """Pick for each operator the first implementation, in the order of ``backends``, that runs on ``device``.
 
-    ``batch_invariant`` admits only implementations that say so: slower, and a row's float32 result is the same to the
-    bit in any batch. ``differentiable`` takes each implementation's ``torch.library`` operator, for training;
+    ``batch_invariant`` admits only implementations that say so, and no configuration that was tuned on this machine:
+    slower, and a row's result is the same to the bit in any batch, and on any machine with such a device.
+    ``differentiable`` takes each implementation's ``torch.library`` operator, for training;
     torch's own are differentiable as they are. ``ValueError`` names the operator for which nothing is left, and why.
     """
     target = _target(torch.device(device))
@@ -95,6 +98,8 @@ def resolve_ops(
             if reason is None:
                 try:
                     picked[name] = load()
+                    if batch_invariant and _takes(picked[name], "own_tuning"):
+                        picked[name] = partial(picked[name], own_tuning=False)
                 except Unavailable as error:
                     reason = str(error)
             if reason is None:
@@ -115,14 +120,14 @@ def with_dependent_launch(ops: OpSet, on: bool = True) -> OpSet:
     on their stream must be kernels that wait for what they read, or that are launched without it."""
     callables = {name: getattr(ops, name) for name in OPERATORS}
     told: dict[str, Any] = {
-        name: partial(call, dependent_launch=on) for name, call in callables.items() if _takes_dependent_launch(call)
+        name: partial(call, dependent_launch=on) for name, call in callables.items() if _takes(call, "dependent_launch")
     }
     return replace(ops, **told)
 
 
-def _takes_dependent_launch(call: Callable[..., Any]) -> bool:
+def _takes(call: Callable[..., Any], argument: str) -> bool:
     try:
-        return "dependent_launch" in signature(call).parameters
+        return argument in signature(call).parameters
     except ValueError:  # torch's own functions show no signature
         return False
 

@@ -10,7 +10,7 @@ import torch
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` through ``torch.compile`` for each shape by itself; nothing is compiled before the first call.
+    """Compile ``function`` with ``torch.compile`` for each shape separately; nothing is compiled before the first call.
 
     Raises (when called):
         torch._dynamo.exc.Unsupported: the function does not compile as a whole.

@@ -103,7 +103,7 @@ class Knobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class KernelTrace:
     """A run of a kernel small enough to look at, for ``transect trace`` (Triton's interpreter, on the CPU).
 
     ``launch(**arguments())`` runs it with tiles of a few elements. ``watch`` names a function inside the kernel and
@@ -159,7 +159,7 @@ class Op:
     """Real shapes, from ``shapes.py``."""
     kernels: Callable[[], Sequence[Kernel]] = lambda: ()
     knobs: Callable[[], Sequence[Knobs]] = lambda: ()
-    trace: Callable[[], Trace] | None = None
+    trace: Callable[[], KernelTrace] | None = None
     """Run that ``transect trace`` shows; None for the smallest example, through the Triton implementation."""
     directions: tuple[str, ...] = ("forward", "backward")
     """The directions to time: ``forward``; ``backward`` alone, after a forward pass; ``both`` together, where an
@@ -210,7 +210,7 @@ def get(name: str) -> Op:
 
 
 def all_ops() -> list[Op]:
-    """Every entry, by name; imports each file of the families."""
+    """List every entry, by name; imports each file of the families."""
     for family in FAMILIES:
         package = import_module(f".{family}", __package__)
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):

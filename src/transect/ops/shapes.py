@@ -30,7 +30,7 @@ PREFILL_ROWS = (8192,)
 
 
 def by_size(size: Callable[[ModelShape], Any]) -> list[tuple[str, ModelShape]]:
-    """Models that differ in ``size``, each with the names of all that share it."""
+    """List the models that differ in ``size``, each with the names of all that share it."""
     found: dict[Any, list[ModelShape]] = {}
     for model in MODELS:
         found.setdefault(size(model), []).append(model)
@@ -38,5 +38,5 @@ def by_size(size: Callable[[ModelShape], Any]) -> list[tuple[str, ModelShape]]:
 
 
 def rows_for_bytes(row_bytes: int, target: int = 256 * 2**20) -> int:
-    """Rows, a multiple of 256, that make a tensor of at least ``target`` bytes: past every cache."""
+    """Return the rows, a multiple of 256, of a tensor of at least ``target`` bytes: larger than every cache."""
     return -(-target // (row_bytes * 256)) * 256

@@ -4,6 +4,9 @@ rule.
 Choices live in ``tuned/<device>.json`` of this folder (shipped) and of the user's cache (``$TRANSECT_CACHE`` or
 ``~/.cache/transect``), which wins. A file maps a launcher's name to size buckets, and a bucket to its knobs. Buckets
 are powers of two: a row of 3000 elements belongs to bucket ``4096``, a product of 8 x 6144 x 4096 to ``8x8192x4096``.
+
+Batch-invariant operators leave the user's findings aside (``own=False``) where a knob decides the order of a sum: two
+machines of one kind then compute the same bits, whatever was tuned on either.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ def user_folder() -> Path:
 
 
 def file_name(device_name: str) -> str:
-    """``NVIDIA H200`` -> ``nvidia_h200.json``."""
+    """Convert ``NVIDIA H200`` to ``nvidia_h200.json``."""
     return re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".json"
 
 
@@ -49,10 +52,10 @@ def bucket_name(size: Size) -> str:
 
 
 @cache
-def choices(device_name: str) -> Mapping[str, Mapping[str, Config]]:
-    """Everything known of a device: shipped findings, overlaid by the user's own."""
+def choices(device_name: str, own: bool = True) -> Mapping[str, Mapping[str, Config]]:
+    """Load all known choices of a device: shipped ones, overridden by the user's own unless ``own`` is False."""
     merged: dict[str, dict[str, Config]] = {}
-    for folder in (SHIPPED, user_folder()):
+    for folder in (SHIPPED, *([user_folder()] if own else [])):
         for launcher, buckets in _read(folder / file_name(device_name)).items():
             merged.setdefault(launcher, {}).update(buckets)
     if not merged:
@@ -61,13 +64,13 @@ def choices(device_name: str) -> Mapping[str, Mapping[str, Config]]:
 
 
 @cache
-def choose(launcher: str, size: Size, device: torch.device, rule: Callable[[Any], Config]) -> Config:
+def choose(launcher: str, size: Size, device: torch.device, rule: Callable[[Any], Config], own: bool = True) -> Config:
     """Return the configuration of a launcher at a size: ``rule(size)``, overlaid by what was found for its bucket.
 
-    So a file that is older than a knob is still of use.
+    So a file that is older than a knob is still of use. ``own``: see ``choices``.
     """
     if device.type == "cuda":
-        found = choices(torch.cuda.get_device_name(device)).get(launcher, {}).get(bucket_name(size))
+        found = choices(torch.cuda.get_device_name(device), own).get(launcher, {}).get(bucket_name(size))
         if found is not None:
             return {**rule(size), **found}
     return rule(size)
@@ -81,7 +84,7 @@ def _read(path: Path) -> dict[str, dict[str, Config]]:
         found = json.loads(path.read_text())["choices"]
         return {launcher: {size: dict(config) for size, config in found[launcher].items()} for launcher in found}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s cannot be read (%s) and is left aside; `transect tune OP` writes it anew", path, error)
+        log.warning("%s cannot be read (%s) and is ignored; `transect tune OP` writes a new one", path, error)
         return {}
 
 
@@ -99,13 +102,13 @@ def save(device_name: str, findings: Mapping[str, Mapping[str, Config]], folder:
 
 
 def row_rule(width: int) -> Config:
-    """Whole rows in registers: 16 elements a thread, several narrow rows to a program. It depends on the width
-    alone."""
+    """Choose whole rows in registers: 16 elements a thread, several narrow rows to a program. The choice depends on the
+    width alone."""
     block = bucket(width)
     rows = max(1, 2048 // block)
     return {"rows": rows, "warps": min(16, max(1, rows * block // 512))}
 
 
 def flat_rule(n: int) -> Config:
-    """Element by element: 16 bytes of a half type a thread and access, two accesses in flight."""
+    """Choose knobs for elementwise kernels: 16 bytes of a half type a thread and access, two accesses in flight."""
     return {"block": 2048, "warps": 4}

@@ -23,7 +23,8 @@ A model on them:
 
 Training on them:
 
-* ``parallelize.py``: ``parallelize(model, mesh, plan)``, the one way in: this rank's part, and what it knows of others
+* ``parallelize.py``: ``parallelize(model, mesh, plan)``, the one way in: this rank's part, and what it knows of others;
+  ``plan.py``: ``ParallelPlan``
 * ``differentiable.py``: collectives with gradients; ``split_loss.py``: cross entropy over a vocabulary that is cut
 * ``pipeline.py``: runs a pipeline schedule
 * ``ring.py``: context parallelism, attention whose keys and values go round; ``ring_pairs.py``: which queries see

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 BEGIN_S = 300.0
-"""For all ranks to import torch and meet."""
+"""Seconds for all ranks to import torch and meet."""
 
 
 class RankFailure(RuntimeError):
@@ -35,10 +35,10 @@ class Children:
     def __init__(self, size: int, job: str | None = None) -> None:
         self.size = size
         self.folder = Path(tempfile.mkdtemp(prefix="transect-ranks-"))
-        """Where they meet."""
+        """Folder in which the ranks meet."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.taken = False
-        """Somebody else ends them."""
+        """True if other code ends the children."""
         try:
             for rank in range(1, size):
                 arguments = (str(self.folder), str(rank), str(size), *([] if job is None else [job]))
@@ -53,7 +53,7 @@ class Children:
             raise
 
     def begin(self, device: str, first_device: int) -> None:
-        """Wait until all are about to meet, and have them do so on ``device``: rank i on ``first_device`` + i.
+        """Wait until all children are ready to meet, and let them do so on ``device``: rank i on ``first_device`` + i.
 
         Raises:
             RankFailure: one has ended, or takes too long.
@@ -72,7 +72,7 @@ class Children:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """End them now."""
+        """Kill the children."""
         for child in self.processes.values():
             child.kill()
             child.wait()
@@ -100,12 +100,12 @@ def told(folder: Path) -> tuple[str, int]:
 
 
 def arrived(folder: Path, rank: int) -> Path:
-    """Return the file that a child makes when it is about to meet the others."""
+    """Return the file that a child creates when it is about to meet the others."""
     return folder / f"rank-{rank}"
 
 
 def last_words(folder: Path, rank: int) -> Path:
-    """Return the file in which a child says why it ends."""
+    """Return the file in which a child records the reason of its end."""
     return folder / f"rank-{rank}.error"
 
 

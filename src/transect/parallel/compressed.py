@@ -1,4 +1,4 @@
-r"""``SignSums``: sums over ranks of one bit a number, whose errors are made good in later sums.
+r"""``SignSums``: sums over ranks of one bit a number, whose errors are compensated in later sums.
 
 The scheme of 1-bit Adam (Tang et al. 2021, arXiv:2102.02888), with d the error that a rank still owes:
 
@@ -39,7 +39,7 @@ class SignSums:
 
     @torch.no_grad()
     def sum(self, x: Tensor) -> Tensor:
-        """``[numbers]`` float32 of each rank -> about their sum, the same to the bit on every rank."""
+        """Sum ``[numbers]`` float32 over the ranks approximately, with the same bits on every rank."""
         group, owed = self.group, self.owed
         owed[: self.numbers] += x
         codes, scales = encode(owed)
@@ -55,12 +55,13 @@ class SignSums:
 
 
 def full_sum_bytes(numbers: int, ranks: int, element: int = 4) -> int:
-    """Bytes that a rank sends to sum ``numbers`` of ``element`` bytes by a ring."""
+    """Return the bytes that a rank sends to sum ``numbers`` of ``element`` bytes by a ring."""
     return 2 * (ranks - 1) * numbers * element // ranks
 
 
 def encode(x: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 ``[n]``, n a multiple of ``CHUNK`` -> signs, uint8 ``[n / 8]``, and scales, float32 ``[n / CHUNK]``."""
+    """Encode float32 ``[n]``, n a multiple of ``CHUNK``, to signs, uint8 ``[n / 8]``, and scales, float32 ``[n /
+    CHUNK]``."""
     places = 2 ** torch.arange(8, dtype=torch.uint8, device=x.device)
     codes = ((x >= 0).view(-1, 8) * places).sum(-1, dtype=torch.uint8)
     return codes, x.view(-1, CHUNK).abs().mean(-1)

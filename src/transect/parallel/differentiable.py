@@ -1,4 +1,4 @@
-"""Collectives with gradients: where the work of a tensor group begins and ends inside a layer.
+"""Collectives with gradients: the start and end of a tensor group's shared work inside a layer.
 
 Two of them belong together, each the other's backward pass (Shoeybi et al. 2019, arXiv:1909.08053)::
 
@@ -25,7 +25,7 @@ from .group import Group
 
 
 def entered(x: Tensor, group: Group) -> Tensor:
-    """x; its gradient is summed over the ranks."""
+    """Return x; its gradient is summed over the ranks."""
     out: Tensor = _Entered.apply(x, group)
     return out
 
@@ -37,19 +37,19 @@ def summed(x: Tensor, group: Group) -> Tensor:
 
 
 def gathered(x: Tensor, group: Group) -> Tensor:
-    """``[T / ranks, ...]`` of each rank -> ``[T, ...]``."""
+    """Gather ``[T / ranks, ...]`` of each rank to ``[T, ...]``."""
     out: Tensor = _Gathered.apply(x, group)
     return out
 
 
 def scattered(x: Tensor, group: Group) -> Tensor:
-    """``[T, ...]`` of each rank -> the own ``[T / ranks, ...]`` of their sum."""
+    """Sum ``[T, ...]`` over the ranks, and return this rank's ``[T / ranks, ...]``."""
     out: Tensor = _Scattered.apply(x, group)
     return out
 
 
 def own_rows(x: Tensor, group: Group) -> Tensor:
-    """Return the own ``[T / ranks, ...]`` of x, which all ranks have alike."""
+    """Return this rank's ``[T / ranks, ...]`` of x, which is equal on all ranks."""
     each = x.shape[0] // group.size
     return x[group.rank * each : (group.rank + 1) * each]
 

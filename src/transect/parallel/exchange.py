@@ -1,4 +1,4 @@
-"""Tokens on their way to the ranks that have their experts, and back: all-to-all with gradients.
+"""All-to-all exchange of tokens with the ranks that have their experts, with gradients.
 
 A rank sends each of its tokens once to every rank that has one of the token's k experts, and gets back what the experts
 there say of it together::
@@ -35,7 +35,7 @@ def sent_share(ranks: int, per_token: int) -> float:
 
 
 class Exchange:
-    """Where the tokens of one layer of one micro-batch go. Every rank of the group makes it together.
+    """The exchange of one layer's tokens of one micro-batch. Every rank of the group creates it together.
 
     Args:
         experts_Tk: the experts of the own tokens, whole numbers among all experts.
@@ -50,7 +50,7 @@ class Exchange:
         counts = torch.stack((count_n, group.all_to_all(count_n))).tolist()  # the host waits here
         self._sent, self._taken = counts
         self._rows = goes_Tn.T.nonzero()[:, 1]
-        """The own tokens that go somewhere, those for the first rank first."""
+        """This rank's tokens that are sent, sorted by target rank."""
 
     def send(self, x_TD: Tensor) -> Tensor:
         """Send rows of this rank's tokens to their experts' ranks; return the rows ``[S, D]`` for the experts here."""
@@ -64,11 +64,11 @@ class Exchange:
         return out
 
     def go(self, x_TD: Tensor) -> Tensor:
-        """``send`` without a gradient."""
+        """Send tokens like ``send``, without a gradient."""
         return self._move(x_TD.index_select(0, self._rows), self._sent, self._taken)
 
     def come(self, y_SD: Tensor) -> Tensor:
-        """``bring_back`` without a gradient."""
+        """Return outputs like ``bring_back``, without a gradient."""
         rows = self._move(y_SD, self._taken, self._sent)
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
         total = torch.zeros(self.tokens, rows.shape[1], dtype=wide, device=rows.device)

@@ -1,4 +1,4 @@
-"""Experts on several ranks: what a layer with experts asks of those that share it.
+"""Experts on several ranks: the collectives of a layer whose experts ranks share.
 
 Along the tensor axis all ranks have the same tokens, so each computes its part of the experts (a share of every expert,
 or some experts whole) for all of them, and one sum a layer, with that of shared experts in it, makes the result.
@@ -41,7 +41,7 @@ from .mesh import Mesh
 
 Way = Literal["auto", "gather", "all_to_all"]
 WORTH = 0.75
-"""An all-to-all is taken where it sends at most this share of what a gather does."""
+"""Largest share of a gather's bytes at which an all-to-all is chosen."""
 
 
 def way_of(ranks: int, per_token: int, asked: Way = "auto") -> Way:
@@ -70,29 +70,30 @@ class ExpertRanks:
         self.exchanges = way == "all_to_all" and self.data.size > 1
 
     def exchange(self, experts_Tk: Tensor) -> Exchange:
-        """Where the own tokens with these experts ``[T, k]`` go. All ranks along the data axis call it."""
+        """Plan the exchange of this rank's tokens with these experts ``[T, k]``. All ranks along the data axis call
+        it."""
         return Exchange(experts_Tk, self.held, self.data)
 
     def meet(self, tokens: int) -> int:
-        """Before a step: the most tokens that a rank has in it. All ranks along the data axis call it."""
+        """Find the most tokens of a rank before a step. All ranks along the data axis call it."""
         if self.data.size > 1:
             self.size = self.data.most(tokens)
         return self.size
 
     def gather(self, x_TD: Tensor) -> Tensor:
-        """Return the tokens of all ranks along the data axis, those of each filled up to ``size``: ``[ranks * size,
-        D]``."""
+        """Return the tokens of all ranks along the data axis, each padded to ``size``: ``[ranks * size, D]``."""
         if self.data.size == 1:
             return x_TD
         return gathered(F.pad(x_TD, (0, 0, 0, self.size - len(x_TD))), self.data)
 
     def own(self, x: Tensor, tokens: int) -> Tensor:
-        """Return the rows of the own ``tokens``, of one for each that ``gather`` gave."""
+        """Return the rows of this rank's own ``tokens``, out of rows for all tokens of ``gather``."""
         begin = self.data.rank * self.size
         return x if self.data.size == 1 else x[begin : begin + tokens]
 
     def scatter(self, y: Tensor, tokens: int) -> Tensor:
-        """``[ranks * size, D]`` of each rank along the data axis -> the sum, of the own ``tokens`` alone."""
+        """Sum ``[ranks * size, D]`` over the ranks along the data axis, and return the rows of this rank's ``tokens``
+        tokens."""
         return y if self.data.size == 1 else scattered(y, self.data)[:tokens]
 
     def sum(self, y_TD: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ class ExpertRanks:
 
 
 def spread_experts(model: Decoder, shard: Shard, mesh: Mesh, way: Way = "gather") -> None:
-    """Tell the layers with experts who shares them; ``way``: how tokens come to them."""
+    """Set the ranks that share the experts of each layer; ``way``: collective that brings tokens to experts."""
     if shard.model.moe is None or mesh.tensor.size == shard.expert_ranks == 1:
         return
     spread = ExpertRanks(mesh, shard, way)
@@ -110,12 +111,13 @@ def spread_experts(model: Decoder, shard: Shard, mesh: Mesh, way: Way = "gather"
 
 
 def moe_layers(model: Decoder) -> list[MoE]:
-    """Return the halves of layers that are mixtures of experts."""
+    """Return the blocks of layers that are mixtures of experts."""
     return [layer.mlp for layer in model.layers if isinstance(layer, Layer) and isinstance(layer.mlp, MoE)]
 
 
 def meeting(model: Decoder) -> ExpertRanks | None:
-    """Whom each step has to ``meet`` first; None where ranks along the data axis share no experts."""
+    """Return the ``ExpertRanks`` that each step has to ``meet`` first; None if ranks along the data axis share no
+    experts."""
     for moe in moe_layers(model):
         if isinstance(moe.spread, ExpertRanks) and moe.spread.data.size > 1:
             return moe.spread

@@ -25,7 +25,7 @@ class Store(Protocol):
         """Write a value."""
 
     def get(self, key: str, /) -> bytes:
-        """Read one."""
+        """Read a value."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
@@ -34,7 +34,7 @@ class Store(Protocol):
 
 
 def start_name(store: Store, rank: int, size: int, patience: float = BEGIN_S) -> str:
-    """The same name on all ranks of this start, and on those of no other.
+    """Return a name that is equal on all ranks of this start, and unique to it.
 
     Args:
         store: of this start's ranks and those before.
@@ -48,19 +48,19 @@ def start_name(store: Store, rank: int, size: int, patience: float = BEGIN_S) ->
 
 
 def _answer(store: Store, size: int, until: float, patience: float) -> str:
-    """On rank 0: answer all others until each has its answer."""
+    """Answer all other ranks until each has its answer; called on rank 0."""
     name = uuid.uuid4().hex
     missing = list(range(1, size))
     while True:
         missing = [rank for rank in missing if not _answered(store, rank, name)]
         if not missing:
             return name
-        _wait(until, f"rank {missing[0]} has not come within {patience:.0f} s")
+        _wait(until, f"rank {missing[0]} did not arrive within {patience:.0f} s")
 
 
 def _answered(store: Store, rank: int, name: str) -> bool:
-    """Answer a rank's question, if there is one, even of a process that has ended; return True if the rank has
-    taken the answer."""
+    """Answer a rank's question, if there is one, even of a process that has ended; return True if the rank has read the
+    answer."""
     if not store.check([_asks(rank)]):
         return False
     question = store.get(_asks(rank)).decode()
@@ -73,7 +73,7 @@ def _ask(store: Store, rank: int, until: float, patience: float) -> str:
     question = uuid.uuid4().hex
     store.set(_asks(rank), question)
     while not store.check([_given(question)]):
-        _wait(until, f"rank 0 has not come within {patience:.0f} s")
+        _wait(until, f"rank 0 did not arrive within {patience:.0f} s")
     name = store.get(_given(question)).decode()
     store.set(_taken(question, name), "")
     return name
@@ -98,5 +98,5 @@ def _taken(question: str, name: str) -> str:
 
 
 def under_torchrun() -> bool:
-    """True if ``torchrun`` (or what sets the same variables) started this process as one of several."""
+    """Return True if ``torchrun`` (or a launcher with the same variables) started this process as one of several."""
     return "RANK" in os.environ and "MASTER_ADDR" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1

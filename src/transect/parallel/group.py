@@ -1,4 +1,4 @@
-"""``Group``: some ranks, and what they do together. The tensors may be on a CPU (gloo) or on GPUs (NCCL).
+"""``Group``: some ranks and their collectives. Tensors may be on a CPU (gloo) or on GPUs (NCCL).
 
 Every rank of a group calls the same functions in the same order, with tensors of the same shape and dtype; that is all
 that keeps them together. On a GPU the calls are put on the current stream, and can be captured in a CUDA graph.
@@ -26,7 +26,7 @@ Way = TypeVar("Way", bound=Callable[..., Any])
 
 
 def _timed(way: Way) -> Way:
-    """Counts the time of a call in ``Group.seconds``. On a GPU it only starts there, and is not counted."""
+    """Count the time of a call in ``Group.seconds``. On a GPU the call only launches, and is not counted."""
 
     @functools.wraps(way)
     def call(self: Group, x: Tensor, *rest: Any) -> Any:
@@ -71,7 +71,7 @@ class Group:
 
     @_timed
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks, in the place of ``x``, the same to the bit on every rank."""
+        """Sum ``x`` over all ranks in place, with the same bits on every rank."""
         if self.sums is not None and self.sums.takes(x):
             return self.sums.sum(x)
         if self.group is not None:
@@ -79,7 +79,7 @@ class Group:
         return x
 
     def most(self, number: int) -> int:
-        """Return the largest of the numbers that the ranks have; no device waits for it."""
+        """Return the largest of the ranks' numbers, without waiting for a device."""
         if self.group is None:
             return number
         found = torch.tensor([number], dtype=torch.int64)
@@ -88,7 +88,7 @@ class Group:
 
     @_timed
     def all_gather(self, x: Tensor) -> Tensor:
-        """``[...]`` of each rank -> ``[ranks, ...]``, in the order of the ranks."""
+        """Gather ``[...]`` of each rank to ``[ranks, ...]``, in the order of the ranks."""
         if self.group is None:
             return x[None]
         out = x.new_empty(self.size, *x.shape)
@@ -96,8 +96,8 @@ class Group:
         return out
 
     def start_gather(self, out: Tensor, x: Tensor) -> dist.Work | None:
-        """Begin to fill ``out`` ``[ranks * n]`` with ``x`` ``[n]`` of each rank, in their order; both must stay until
-        the work is done. With one rank it is done at once, and there is nothing to wait for."""
+        """Start to fill ``out`` ``[ranks * n]`` with ``x`` ``[n]`` of each rank, in their order; both must exist until
+        the work is done. With one rank it is done at once, and the result is None."""
         if self.group is None:
             out.copy_(x)
             return None
@@ -105,7 +105,8 @@ class Group:
         return work
 
     def start_scatter(self, out: Tensor, x: Tensor) -> dist.Work | None:
-        """Begin to fill ``out`` ``[n]`` with the own part of the sum of ``x`` ``[ranks * n]``; as ``start_gather``."""
+        """Start to fill ``out`` ``[n]`` with this rank's part of the sum of ``x`` ``[ranks * n]``; as
+        ``start_gather``."""
         if self.group is None:
             out.copy_(x)
             return None
@@ -113,16 +114,16 @@ class Group:
         return work
 
     def gather_into(self, out: Tensor, x: Tensor) -> None:
-        """``all_gather`` of vectors into ``out``; ``x`` may be the rank's own part of it."""
+        """Gather vectors into ``out``; ``x`` may be the rank's own part of it."""
         _gather(out, x, group=self.group)
 
     def scatter_into(self, out: Tensor, x: Tensor) -> None:
-        """``reduce_scatter`` of a vector into ``out``, which may be the rank's own part of ``x``."""
+        """Reduce-scatter a vector into ``out``, which may be the rank's own part of ``x``."""
         _scatter(out, x, group=self.group)
 
     @_timed
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """``[ranks * n, ...]`` of each rank -> the own ``[n, ...]`` of the sum."""
+        """Sum ``[ranks * n, ...]`` over the ranks, and return this rank's ``[n, ...]``."""
         if self.group is None:
             return x
         out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
@@ -131,7 +132,7 @@ class Group:
 
     @_timed
     def all_to_all(self, x: Tensor) -> Tensor:
-        """``[ranks * n, ...]``: part i goes to rank i; what comes back is the part from each rank, in their order."""
+        """Exchange ``[ranks * n, ...]``: part i goes to rank i; returns the part from each rank, in their order."""
         if self.group is None:
             return x
         out = torch.empty_like(x)
@@ -140,8 +141,8 @@ class Group:
 
     @_timed
     def all_to_all_rows(self, x: Tensor, give: list[int], take: list[int]) -> Tensor:
-        """``[sum(give), n]`` -> ``[sum(take), n]``: of the rows of x the first ``give[0]`` go to rank 0 and so on; what
-        comes back is the rows from each rank, in their order, ``take`` of them."""
+        """Exchange rows, ``[sum(give), n]`` -> ``[sum(take), n]``: the first ``give[0]`` rows go to rank 0 and so on;
+        returns the rows from each rank, in their order, ``take`` of them."""
         if self.group is None:
             return x
         out = x.new_empty(sum(take), x.shape[1])
@@ -149,33 +150,34 @@ class Group:
         return out
 
     def send(self, x: Tensor, to: int) -> dist.Work | None:
-        """Start sending to the rank at place ``to``; ``x`` must stay as it is until the work is done."""
+        """Start sending to the rank with index ``to``; ``x`` must not change until the work is done."""
         return dist.isend(x.contiguous(), group=self.group, group_dst=to)
 
     @_timed
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Fill ``x`` with what the rank at place ``source`` sends."""
+        """Receive ``x`` from the rank with index ``source``."""
         dist.recv(x, group=self.group, group_src=source)
         return x
 
     def start_shift(self, x: Tensor) -> Shift:
-        """Begin to send ``x`` to the next rank, and to take what the rank before sends; ``x`` must stay until then."""
+        """Start sending ``x`` to the next rank, and receiving from the previous one; ``x`` must not change until
+        then."""
         return Shift(x, self)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """``x`` of the rank at place ``source``, in the place of everybody's."""
+        """Replace ``x`` on all ranks by that of the rank with index ``source``."""
         if self.group is not None:
             dist.broadcast(x, group=self.group, group_src=source)
         return x
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Rows of numbers as rows of bytes: gloo moves those whatever they mean."""
+    """View rows of numbers as rows of bytes, which gloo moves whatever their type."""
     return x.view(torch.uint8)
 
 
 class Shift:
-    """A tensor on its way to the next rank, and one from the rank before."""
+    """A tensor in transit to the next rank, and one from the previous rank."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
         self.sent, self.came = x, torch.empty_like(x)

@@ -38,9 +38,9 @@ from .world import World
 log = logging.getLogger(__name__)
 
 END_S = 5.0
-"""For children to end by themselves."""
+"""Seconds for children to end by themselves."""
 NOTICE_S = 2.0
-"""Within which the end of a child is known after a connection to it broke."""
+"""Seconds within which the end of a child is known after a connection to it broke."""
 
 
 class Ranks:
@@ -49,7 +49,7 @@ class Ranks:
     def __init__(self, world: World, children: dict[int, subprocess.Popen[bytes]], folder: Path | None) -> None:
         self.world = world
         self.failure: str | None = None
-        """Why a child has ended before its time."""
+        """Reason of a child's early end; None if there was none."""
         self._children, self._folder = children, folder
         self._closing = self._calls = False
         self._told: list[Callable[[str], object]] = []
@@ -105,17 +105,17 @@ class Ranks:
         return cls(World(_device(device, local)), {}, None)
 
     def call(self, job: str, argument: Any) -> None:
-        """Have all other ranks run ``job`` (``module:function``) with their ``World`` and ``argument``, when they are
-        done with the one before. Rank 0 alone calls this."""
+        """Let all other ranks run ``job`` (``module:function``) with their ``World`` and ``argument``, after the
+        previous job. Only rank 0 calls this."""
         self._calls = True
         self.world.announce((job, argument))
 
     def tell(self, listener: Callable[[str], object]) -> None:
-        """Have ``listener`` called, in another thread, when a child ends before its time."""
+        """Register a ``listener`` that is called, in another thread, when a child ends early."""
         self._told.append(listener)
 
     def check(self) -> None:
-        """See that no child has ended.
+        """Check that no child has ended.
 
         Raises:
             RankFailure: one has.
@@ -132,11 +132,11 @@ class Ranks:
         if self.failure is not None:
             return RankFailure(self.failure)
         if broken(error):
-            return RankFailure("another rank has ended, and this one cannot go on without it")
+            return RankFailure("another rank has ended, and this one cannot continue without it")
         return error
 
     def close(self) -> None:
-        """End the children. Harmless when repeated."""
+        """End the children. May be called repeatedly."""
         with self._lock:
             if self._closing:
                 return
@@ -162,7 +162,7 @@ class Ranks:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _leave(self) -> None:
-        """Give the groups back. NCCL waits for CUDA graphs that hold its kernels, so on GPUs the wait has an end."""
+        """Release the groups. NCCL waits for CUDA graphs that hold its kernels, so on GPUs the wait is limited."""
         if self.world.device.type != "cuda":
             dist.destroy_process_group()
             return
@@ -174,10 +174,10 @@ class Ranks:
             leaving.start()
             leaving.join(END_S)
         if leaving.is_alive():
-            log.warning("NCCL has not let go within %g s: this process can start no other ranks", END_S)
+            log.warning("NCCL was not released within %g s: this process can start no other ranks", END_S)
 
     def _abort(self) -> None:
-        """End kernels that wait for a rank which is gone, so that this process gets its GPU back."""
+        """End kernels that wait for an ended rank, so that this process gets its GPU back."""
         for sums in self.world.sums.values():
             if not isinstance(sums, str):
                 sums.stop()
@@ -204,7 +204,7 @@ class Ranks:
 
 
 def check_devices(size: int, device: str, first_device: int = 0) -> None:
-    """See that there is a device for each rank of this host.
+    """Check that there is a device for each rank of this host.
 
     Raises:
         ValueError: there are fewer GPUs.

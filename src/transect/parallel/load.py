@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 GROUP = SERVING_GROUP
-"""Numbers of a row that are rounded together, and that a rank has all of or none."""
+"""Numbers of a row that are rounded together, and that are never divided between ranks."""
 
 
 def shard_of(config: ModelConfig, mesh: Mesh) -> Shard:
@@ -60,7 +60,7 @@ def shard_weights(weights: StoredWeights, shard: Shard) -> StoredWeights:
 
 
 def part_of(stored: Stored, part: WeightPart) -> Stored:
-    """Some rows and columns of a weight, as a weight."""
+    """Select some rows and columns of a weight, as a weight."""
     if part.stack > 1:
         return _part_of_stack(stored, part)
     bounds = [within(size, cut) for size, cut in zip(stored.shape, part[:2], strict=False)]
@@ -83,13 +83,13 @@ def part_of(stored: Stored, part: WeightPart) -> Stored:
 
 
 def _part_of_stack(stored: Stored, part: WeightPart) -> Stored:
-    """Some rows of each matrix of a stack, and some columns of all, as a weight."""
+    """Select some rows of each matrix of a stack, and some columns of all, as a weight."""
     each = stored.shape[0] // part.stack
     own = within(each, part.rows)
     height, shape = own.stop - own.start, part.shape(stored.shape)
 
     def pieces(from_file: Callable[[slice, slice], T], rows: slice, columns: slice) -> list[T]:
-        """Those of each matrix."""
+        """Return the selected rows of each matrix."""
         wanted = within(shape[0], rows)
         found = []
         for matrix in range(wanted.start // height, -(-wanted.stop // height)):
@@ -169,7 +169,7 @@ def load_shard(
 
 
 def refuse_adapter(source: ModelSource) -> None:
-    """ValueError if a model with an adapter is to be cut, and its weights are packed."""
+    """Refuse a model with an adapter and packed weights that is to be sharded. Raises ValueError."""
     if source.adapter is not None:
         raise ValueError(
             "quantized weights over several devices take no adapter: leave one of them out, or merge the adapter first "
@@ -234,7 +234,7 @@ def has_embedding(shard: Shard) -> bool:
 
 
 def keep_ends(model: Decoder, shard: Shard, dtype: torch.dtype) -> None:
-    """Leave an embedding or a head of no rows where this stage has none."""
+    """Replace an embedding or a head that this stage lacks by one of no rows."""
     if not has_embedding(shard):
         model.embed = Embedding(0, shard.model.dim, device="meta", dtype=dtype)
     if not shard.first:
@@ -245,7 +245,8 @@ def keep_ends(model: Decoder, shard: Shard, dtype: torch.dtype) -> None:
 
 
 def check_groups(shard: Shard, group: int) -> None:
-    """See that no rank's part ends within a group of numbers that share a scale, when weights are made 4-bit.
+    """Check that no rank's part ends within a group of numbers that share a scale, when weights are quantized to 4
+    bits.
 
     Raises:
         ValueError: one does.

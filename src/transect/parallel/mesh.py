@@ -17,7 +17,8 @@ PROBES = 20
 
 
 class Mesh:
-    """Place of each rank along the axes, and the groups along each axis. All ranks make it, with the same layout.
+    """Coordinates of each rank along the axes, and the groups along each axis. All ranks create it, with the same
+    layout.
 
     Args:
         world: the ranks; None if this process is the only one.
@@ -52,12 +53,13 @@ class Mesh:
 
     @property
     def world(self) -> World:
-        """The ranks, where there are several."""
+        """World of ranks, if there are several."""
         assert self._world is not None
         return self._world
 
     def _group(self, *axes: str, link: int = 0) -> Group:
-        """Return the own group along some axes. Every rank makes all groups, in the same order, as torch demands."""
+        """Return this rank's group along some axes. Every rank creates all groups, in the same order, as torch
+        requires."""
         own = Group.alone()
         if all(getattr(self.layout, axis) == 1 for axis in axes):
             return own
@@ -72,7 +74,8 @@ class Mesh:
         return own
 
     def seconds(self) -> float:
-        """Seconds this rank's host has spent so far on communication along the axes and on waiting for tokens."""
+        """Return the seconds that this rank's host has spent on communication along the axes and on waiting for
+        tokens."""
         return self.world.seconds + sum(group.seconds for group in (self.data, self.pipeline, self.tensor))
 
     @cached_property

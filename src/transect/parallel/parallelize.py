@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,19 +29,18 @@ from ..checkpoints.load import fill
 from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer
 from ..models.stored import StoredWeights, stored_tensor
-from ..spec.layouts.ranks import RankLayout
 from ..spec.layouts.refusals import RunSettings, refusal
-from ..spec.layouts.schedule import Action, Name, schedule
+from ..spec.layouts.schedule import Action, schedule
 from ..spec.layouts.shards import Shard, vocabulary_share
-from ..spec.layouts.spread import Spread
 from ..spec.weights import weight_shapes
 from .differentiable import entered, gathered, own_rows
-from .experts import Way, meeting, spread_experts, way_of
+from .experts import meeting, spread_experts, way_of
 from .group import Group
 from .load import shard_embedding, shard_weights
 from .mesh import Mesh
 from .pipeline import Pipeline
-from .replicas import Replicas, gather_tensors, on_cpu, square_of
+from .plan import ParallelPlan, spread_of
+from .replicas import GradientReplicas, gather_tensors, on_cpu, square_of
 from .ring import RingContext
 from .ring_pairs import own_tokens
 from .sharded import Sharded
@@ -55,58 +53,6 @@ if TYPE_CHECKING:
     from .peer_pieces import PeerPieces
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelPlan:
-    """Plan for training a model on the ranks of a mesh.
-
-    Attributes:
-        zero: level of sharding over the ranks that share micro-batches, see ``replicas.py``.
-        reduce_dtype: data type in which gradients are summed over these ranks.
-        sequence: ranks of a tensor group share the tokens between matrices.
-        schedule: pipeline schedule, see ``schedule.py``.
-        chunks: runs of layers of each rank, with ``interleaved``.
-        copies: between GPUs of one host, gradients are summed by copy engines where that works (``peer_copies.py``).
-        fused: a sum, its copy and the norm are one launch there, and a shared table travels in two parts.
-        expert_way: collective that brings tokens to shared experts, see ``experts.py``.
-        host: with ``zero`` 3, weights are in host memory and on the device a layer at a time; ``zero`` 3 may then be on
-            one rank.
-        folder: with ``host``, on a disk: they are in a file there.
-        tiles: with ``zero`` 3, number of parts in which each matrix of a layer comes to the device.
-        device: device that computes; None for the model's own.
-    """
-
-    zero: int = 0
-    reduce_dtype: torch.dtype = torch.float32
-    sequence: bool = False
-    schedule: Name = "1f1b"
-    chunks: int = 1
-    expert_way: Way = "auto"
-    host: bool = False
-    copies: bool = True
-    fused: bool = False
-    folder: str = ""
-    tiles: int = 1
-    device: torch.device | None = None
-
-
-def spread_of(layout: RankLayout, plan: ParallelPlan) -> Spread:
-    """Return a layout and a plan as one."""
-    return Spread(
-        data=layout.data,
-        zero=plan.zero,
-        tensor=layout.tensor,
-        sequence=plan.sequence,
-        pipeline=layout.pipeline,
-        schedule=plan.schedule,
-        chunks=plan.chunks,
-        context=layout.context,
-        expert=layout.expert,
-        host_state=plan.host,
-        host_weights=plan.host,
-        tiles=plan.tiles,
-    )
 
 
 def parallelize(
@@ -123,7 +69,7 @@ def parallelize(
     Raises:
         ValueError: the model cannot be trained so; the message names the nearest layout that works.
     """
-    stages = mesh.layout.pipeline if plan.schedule == "interleaved" else 1
+    stages = mesh.layout.pipeline if plan.chunks > 1 else 1
     run = RunSettings(accumulate=mesh.layout.data * stages)  # the step itself is the caller's business
     reason = refusal(run, spread_of(mesh.layout, plan), model.config)
     if reason is not None:
@@ -154,7 +100,7 @@ class Parallel:
         """True if each rank along the data axis has some of the experts."""
         self.cut = mesh.parts.size > 1 or self.shares_experts
         """True if the model is divided between ranks."""
-        self.spread: Replicas | Sharded | None = None
+        self.spread: GradientReplicas | Sharded | None = None
         self.parts = [self._part(model, shard) for shard in self.shards] if self.cut else [model]
         self.parameters: dict[str, nn.Parameter] = {}
         for part, shard in zip(self.parts, self.shards, strict=True):
@@ -165,7 +111,7 @@ class Parallel:
                 if parameter.requires_grad:
                     self.parameters[name] = parameter
         self.shapes = weight_shapes(model.config)
-        """The shape of every parameter of the whole model, in an order that all ranks have alike."""
+        """Shape of every parameter of the whole model, in the same order on all ranks."""
         self.pipeline = Pipeline(self.parts, mesh.links) if layout.pipeline > 1 else None
         tied = model.config.tied_embeddings and layout.pipeline > 1
         self._shares_table = tied and place.pipeline in (0, layout.pipeline - 1)
@@ -177,7 +123,7 @@ class Parallel:
         return self.parts[0]
 
     def _part(self, model: Decoder, shard: Shard) -> Decoder:
-        """One run of layers, filled, unless it is sharded when its weights are read."""
+        """Build one run of layers, filled unless it is sharded when its weights are read."""
         mesh, dtype, device = self.mesh, model.norm.weight.dtype, model.device
         later = self._later
         if self._weights is not None and not later:
@@ -221,7 +167,7 @@ class Parallel:
         return self._weights is not None and self.plan.zero == 3
 
     def fill(self, weights: Callable[[], StoredWeights]) -> None:
-        """Take the weights of a whole model, and read this rank's part, once for each run of layers."""
+        """Use the weights of a whole model, and read this rank's part, once for each run of layers."""
         if self._later:
             self._weights = weights
             return
@@ -272,7 +218,7 @@ class Parallel:
 
     @property
     def token_multiple(self) -> int:
-        """The number of tokens of a micro-batch must be a multiple of this."""
+        """Divisor that the number of tokens of a micro-batch must have."""
         context = self.mesh.context.size
         return (2 * context if context > 1 else 1) * (self.mesh.tensor.size if self.plan.sequence else 1)
 
@@ -294,7 +240,7 @@ class Parallel:
         return torch.cat([x_T[part] for part in own_tokens(x_T.shape[0], context.rank, context.size)])
 
     def attention(self, cu_seqlens: Tensor) -> AttentionContext:
-        """Return the context of a micro-batch, of which ``cu_seqlens`` says where documents begin."""
+        """Return the attention context of a micro-batch; ``cu_seqlens``: starts of its documents."""
         if self.mesh.context.size > 1:
             return RingContext(cu_seqlens, self.mesh.context)
         return VarlenContext(cu_seqlens, self.model.ops)
@@ -302,7 +248,7 @@ class Parallel:
     def loss(
         self, hidden_TD: Tensor, labels_T: Tensor, num_labels: int, ignore: int, whole: Callable[..., Tensor]
     ) -> Tensor:
-        """The mean loss over the labels of a micro-batch; where ranks share its tokens, this rank's part of it.
+        """Compute the mean loss over the labels of a micro-batch; if ranks share its tokens, this rank's part of it.
 
         Args:
             labels_T: of the own tokens. num_labels: of all.
@@ -316,7 +262,7 @@ class Parallel:
         return own / num_labels * self._own_loss(hidden_TD, labels_T, ignore, whole)
 
     def whole_loss(self, loss: Tensor) -> Tensor:
-        """Return a loss without a gradient, when the ranks that share tokens have added theirs."""
+        """Return a loss without a gradient, summed over the ranks that share tokens."""
         return self.mesh.context.all_reduce(loss.detach().reshape(1))[0]
 
     def _own_loss(self, hidden_TD: Tensor, labels_T: Tensor, ignore: int, whole: Callable[..., Tensor]) -> Tensor:
@@ -329,7 +275,8 @@ class Parallel:
         return split_cross_entropy(hidden_TD, head.dense(), labels_T, ignore, first=first, most=most, group=group)
 
     def share(self, trained: Mapping[str, nn.Parameter], recompute: bool) -> Mapping[str, nn.Parameter]:
-        """Before the first step, when all weights are there: share the work with ranks that have the same weights.
+        """Divide the work with ranks that have the same weights, before the first step and after the weights are
+        loaded.
 
         Args:
             trained: by name.
@@ -363,7 +310,7 @@ class Parallel:
             alone = [name for name in trained if self._own_experts(name)]
             copies = self._copies(group) if plan.zero < 2 else None
             table = shared_table(self.model, trained) if plan.fused and self.pipeline is None else None
-            self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype, whole, copies, alone, table)
+            self.spread = GradientReplicas(group, trained, plan.zero, plan.reduce_dtype, whole, copies, alone, table)
         return self.spread.owned
 
     @property
@@ -372,7 +319,7 @@ class Parallel:
         return self.plan.copies and device.type == "cuda" and self.mesh.replicas.size > 1
 
     def _pieces(self, group: Group, sizes: list[int]) -> PeerPieces | None:
-        """Memory of sharded weights that other ranks read by copy engines, where they can. All ranks call it."""
+        """Allocate memory of sharded weights that other ranks read by copy engines, if possible. All ranks call it."""
         if not self._may_copy:
             return None
         from .peer_pieces import PeerPieces, room, shared_pieces
@@ -384,7 +331,7 @@ class Parallel:
         return None
 
     def _copies(self, group: Group) -> PeerCopies | None:
-        """Sums by copy engines, where the ranks are GPUs of one host that can. All ranks call it."""
+        """Return sums by copy engines, if the ranks are GPUs of one host that support it. All ranks call it."""
         if not self._may_copy:
             return None
         from .peer_copies import PeerCopies, shared_copies
@@ -397,13 +344,13 @@ class Parallel:
         return None
 
     def actions(self, micro_batches: int) -> list[Action]:
-        """Return this rank's actions in a pipeline's step. ValueError if there is no such schedule."""
+        """Return this rank's actions in a pipeline's step. Raises ValueError if there is no such schedule."""
         layout, plan = self.mesh.layout, self.plan
         return schedule(plan.schedule, layout.pipeline, micro_batches, plan.chunks)[self.mesh.place.pipeline]
 
     @torch.no_grad()
     def join_ends(self, gradient_of: Callable[[str], Tensor | None]) -> None:
-        """Add up, in place, the gradients of a table that the first and the last stage share; before any other sum."""
+        """Sum, in place, the gradients of a table that the first and the last stage share; before any other sum."""
         if not self._shares_table:
             return
         group, gradient = self.mesh.pipeline, gradient_of("embed.weight")
@@ -420,7 +367,8 @@ class Parallel:
         work.wait()
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add up, in place, what ranks of the tensor group have in parts; sharded gradients are complete already."""
+        """Sum, in place, gradients that ranks of the tensor group have in parts; sharded gradients are complete
+        already."""
         if not isinstance(self.spread, Sharded):
             self._join_parts(gradients)
 
@@ -435,14 +383,14 @@ class Parallel:
 
     @torch.no_grad()
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Return the 2-norm of all ranks' gradients together, each number counted once: a float32 scalar, alike on
-        all."""
+        """Return the 2-norm of all ranks' gradients together, each number counted once: a float32 scalar, equal on all
+        ranks."""
         mine = {name: gradient for name, gradient in gradients.items() if self.counts(name)}
         return self.norm_of(square_of(mine, self.model.device))
 
     @torch.no_grad()
     def norm_of(self, square: Tensor) -> Tensor:
-        """``norm`` of gradients whose squares add up to ``square`` on this rank."""
+        """Compute ``norm`` of gradients whose squares sum to ``square`` on this rank."""
         square = square.reshape(1).to(self.model.device)
         if (self.spread is not None and self.plan.zero) or self.shares_experts:
             self.mesh.replicas.all_reduce(square)
@@ -451,8 +399,8 @@ class Parallel:
     # Checkpoints
 
     def weights(self) -> dict[str, Tensor] | None:
-        """Every whole parameter on the CPU of the first rank, nothing on others; None where each rank has them all. All
-        ranks call it."""
+        """Return every whole parameter on the CPU of the first rank, nothing on others; None if each rank has them all.
+        All ranks call it."""
         if isinstance(self.spread, Sharded):
             found = self.spread.state()
             return self._together(found) if self.cut else found

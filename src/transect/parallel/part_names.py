@@ -16,7 +16,7 @@ def part_name(name: str, begin: int, shape: Sequence[int]) -> str:
 
 
 def parse(key: str) -> tuple[str, int, tuple[int, ...] | None]:
-    """(name, begin, shape) of ``part_name``; of any other name itself, 0 and None."""
+    """Return (name, begin, shape) of a ``part_name``; for any other name the name itself, 0 and None."""
     name, cut, rest = key.rpartition("@")
     if not cut:
         return key, 0, None

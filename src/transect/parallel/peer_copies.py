@@ -37,7 +37,7 @@ ARRIVED, SUMMED, FREE = range(3)
 
 @dataclass(slots=True)
 class Copied:
-    """A sum under way, as of ``torch.distributed``."""
+    """A sum in progress, with the interface of ``torch.distributed``."""
 
     ends: tuple[Any, ...]
 
@@ -48,7 +48,7 @@ class Copied:
 
 
 class PeerCopies:
-    """One rank of it.
+    """Sums of one rank by copy engines.
 
     Args:
         memory: address of each rank's memory, ``memory_bytes`` long, whose first ``SIGNALS`` bytes are 0 on all.
@@ -76,8 +76,8 @@ class PeerCopies:
         self._others = [(rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def start_all_reduce(self, x: Tensor, squares: Tensor | None = None) -> Copied:
-        """Begin to put the sum of all ranks' vectors ``x`` in its place; it must stay until the work is done.
-        ``squares``: from ``squares_of``; it then holds squares of this rank's share of the sum, to be added up."""
+        """Start replacing ``x`` by the sum of all ranks' vectors; it must exist until the work is done. ``squares``:
+        from ``squares_of``; it receives squares of this rank's share of the sum, to be added up."""
         self._begin()
         at = 0
         for chunk in x.split(self.part_bytes // x.itemsize * self.ranks):
@@ -90,14 +90,14 @@ class PeerCopies:
         return self._end()
 
     def squares_of(self, x: Tensor) -> Tensor:
-        """Zeros, float32: as many as ``start_all_reduce`` of ``x`` may write squares."""
+        """Return zeros, float32, one for each square that ``start_all_reduce`` of ``x`` may write."""
         chunks = -(-x.numel() // (self.part_bytes // x.itemsize * self.ranks))
         most = -(-min(x.nbytes, self.part_bytes) // (x.itemsize * BLOCK))
         return torch.zeros(chunks * most, device=x.device)
 
     def start_scatter(self, out: Tensor, x: Tensor) -> Copied:
-        """Begin to put the own part of the sum of all ranks' vectors ``x`` ``[ranks * n]`` into ``out`` ``[n]``; both
-        must stay until the work is done."""
+        """Start writing this rank's part of the sum of all ranks' vectors ``x`` ``[ranks * n]`` into ``out`` ``[n]``;
+        both must exist until the work is done."""
         self._begin()
         each, most = out.numel(), self.part_bytes // x.itemsize
         for begin in range(0, each, most):
@@ -115,16 +115,16 @@ class PeerCopies:
         return Copied(() if self._push is None else (self._push.record_event(), self._pull.record_event()))
 
     def _signal(self, on: int, kind: int, slot: int, by: int) -> int:
-        """Where rank ``by`` posts to rank ``on``."""
+        """Return the address at which rank ``by`` posts to rank ``on``."""
         return self.memory[on] + 4 * ((kind * SLOTS + slot) * COPY_RANKS + by)
 
     def _inbox(self, rank: int, slot: int, source: int) -> int:
-        """Where in the memory of ``rank`` the part from ``source`` lies, from its beginning; its own place is its
+        """Return the offset, in the memory of ``rank``, of the part from ``source``; a rank's own part is its
         outbox."""
         return SIGNALS + (slot * self.ranks + source) * self.part_bytes
 
     def _sum(self, parts: Sequence[Tensor], out: Tensor, *, pull: bool, squares: Tensor | None = None) -> None:
-        """The sum of a chunk: the own part into ``out``; with ``pull`` the others into their places."""
+        """Sum a chunk: this rank's part into ``out``; with ``pull`` the others into their places."""
         copies, rank, pushing, pulling = self.copies, self.rank, self._push, self._pull
         turn, slot = divmod(self._chunks, SLOTS)
         turn, self._chunks = turn + 1, self._chunks + 1
@@ -154,7 +154,7 @@ class PeerCopies:
             copies.post(self._signal(other, FREE, slot, rank), turn, pulling)
 
     def _add(self, mine: Tensor, out: Tensor, slot: int, outbox: bool, squares: Tensor | None) -> None:
-        """The own part and the inbox, into ``out`` and the outbox."""
+        """Add this rank's part and the inbox into ``out`` and the outbox."""
         boxes = []
         for source in range(self.ranks):
             begin = self._inbox(self.rank, slot, source)
@@ -172,7 +172,7 @@ class PeerCopies:
             squares[:1] = out.float().square().sum()
 
     def _add_wide(self, mine: Tensor, boxes: Sequence[Tensor], out: Tensor) -> None:
-        """The own part and what others have put into their boxes, in the order of the ranks and in float32."""
+        """Add this rank's part and those in the boxes, in the order of the ranks and in float32."""
         total = torch.zeros(mine.shape, dtype=torch.float32, device=mine.device)
         for source, box in enumerate(boxes):
             total += mine if source == self.rank else box
@@ -182,8 +182,8 @@ class PeerCopies:
 def shared_copies(
     world: World, group: Group, chunk_bytes: int = CHUNK_BYTES, *, fused: bool = False
 ) -> PeerCopies | str:
-    """Make the copies of a group, or say why there are none. Every rank of the world calls this, and all get copies or
-    none does."""
+    """Create the copies of a group, or return the reason that there are none. Every rank of the world calls this, and
+    either all get copies or none does."""
     nbytes = copies_bytes(group.size, chunk_bytes)
     refusal = f"copies are for {COPY_RANKS} ranks at most" if group.size > COPY_RANKS else None
     memory = shared_memory(world, group, nbytes, refusal)

@@ -24,11 +24,11 @@ from .shared_memory import shared_memory
 from .world import World
 
 SIGNALS = 256
-"""Bytes in which others post their steps, before the pieces."""
+"""Bytes before the pieces, in which others post their steps."""
 
 
 class PeerPieces:
-    """One rank's memory for pieces, and the way to those of others.
+    """One rank's memory for pieces, with access to those of the others.
 
     Args:
         memory: address of each rank's memory, ``SIGNALS`` bytes of 0 and then ``nbytes``.
@@ -42,7 +42,7 @@ class PeerPieces:
         self._taken, self._steps = SIGNALS, 0
 
     def keep(self, piece: Tensor) -> tuple[Tensor, int]:
-        """Return a piece, in this memory from now on, and where; all ranks keep pieces of the same sizes in the same
+        """Move a piece to this memory; returns it with its offset. All ranks keep pieces of the same sizes in the same
         order."""
         begin = self._taken
         self._taken = begin + room(piece.nbytes)
@@ -50,7 +50,7 @@ class PeerPieces:
         return place.copy_(piece), begin
 
     def start_gather(self, whole: Tensor, at: int) -> Copied:
-        """Begin to fill ``whole`` with every rank's piece that was kept ``at`` this place, in their order."""
+        """Start filling ``whole`` with every rank's piece at offset ``at``, in the order of the ranks."""
         if self._stream is not None:  # the current stream has given the memory
             self._stream.wait_stream(torch.cuda.current_stream())
         nbytes, ranks = whole.nbytes // len(self.memory), len(self.memory)
@@ -60,7 +60,8 @@ class PeerPieces:
         return Copied(() if self._stream is None else (self._stream.record_event(),))
 
     def stepped(self) -> None:
-        """The own pieces have changed, on the current stream: gather after the others have changed theirs."""
+        """Announce that this rank's pieces have changed, on the current stream: later gathers wait for the others'
+        changes."""
         self._steps += 1
         current = None if self._stream is None else torch.cuda.current_stream()
         others = [rank for rank in range(len(self.memory)) if rank != self.rank]
@@ -70,13 +71,13 @@ class PeerPieces:
             self.copies.wait(self.memory[self.rank] + 4 * other, self._steps, self._stream)
 
     def settle(self) -> None:
-        """Wait until all copies that have begun are there."""
+        """Wait until all started copies are done."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def room(nbytes: int) -> int:
-    """Bytes that a piece takes there."""
+    """Return the bytes that a piece takes."""
     return -(-nbytes // ALIGN) * ALIGN
 
 

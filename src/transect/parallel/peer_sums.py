@@ -1,4 +1,4 @@
-"""``PeerSums``: a group's sums by our own kernels (``ops/comm/all_reduce.py``) where they are quicker than NCCL's.
+"""``PeerSums``: a group's sums by our own kernels (``ops/comm/all_reduce.py``) if they are faster than NCCL's.
 
 It goes through memory that all ranks of the group can write to; ``shared_sums.py`` makes it, and finds where NCCL is
 quicker.
@@ -53,7 +53,8 @@ class PeerSums:
         self.most_bytes = MOST_BYTES if exact and peers.ranks > 2 else most_bytes
 
     def takes_pushed(self, row: int) -> bool:
-        """True if products of few rows, of ``row`` bytes each, write their results to the other ranks themselves."""
+        """Return True if products of few rows, of ``row`` bytes each, write their results to the other ranks
+        themselves."""
         return self.pushes and row <= MOST_NORM_BYTES and MOST_ROWS * row <= self.most_bytes
 
     def used(self, *, dependent_launch: bool, exact: bool, pushes: bool = False) -> PeerSums:
@@ -71,12 +72,12 @@ class PeerSums:
         return x.nbytes <= self.most_bytes and self.peers.refusal(x, norm) is None
 
     def _piece(self, x: Tensor) -> int:
-        """Numbers of ``x`` that are summed at once: of whole 16 bytes for each rank, and so is what remains."""
+        """Return the numbers of ``x`` that are summed at once: whole 16 bytes for each rank, in the remainder too."""
         least = 16 * self.peers.ranks
         return MOST_BYTES // least * least // x.itemsize
 
     def sum(self, x: Tensor, pushed: bool = False) -> Tensor:
-        """Return the sum over the ranks, in the place of ``x``.
+        """Return the sum over the ranks, in place of ``x``.
 
         ``pushed``: the product before has given it to the others.
         """
@@ -89,12 +90,12 @@ class PeerSums:
     def add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, pushed: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """(norm, residual + sum); see ``Peers.add_norm``."""
+        """Return (norm, residual + sum); see ``Peers.add_norm``."""
         how = {"dependent_launch": self.dependent_launch, **({"pushed": True} if pushed else {})}
         return self.peers.add_norm(x, residual, weight, eps, **how)  # type: ignore[arg-type]
 
     def stop(self) -> None:
-        """Have kernels that wait for a rank which is gone end; nothing can be summed any more."""
+        """End kernels that wait for an ended rank; nothing can be summed afterwards."""
         self.peers.stop.fill_(1)
 
     def __str__(self) -> str:

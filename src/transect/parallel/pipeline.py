@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank has some layers, and micro-batches pass through the ranks as a schedule says.
+"""Pipeline parallelism: each rank has some layers, and micro-batches pass through the ranks by a schedule.
 
 ``Pipeline`` runs one rank's list of a schedule. Activations go to the next stage and gradients come back from it;
 sends do not wait. Going on and going back have links of their own, and so has the way from the last rank to the first,
@@ -24,7 +24,7 @@ from .group import Group
 
 @dataclass(frozen=True, slots=True)
 class StagedBatch:
-    """A micro-batch: what each stage must know of it.
+    """A micro-batch, with the data that each stage needs.
 
     Attributes:
         tokens_T, positions_T: int64. context: for attention.
@@ -40,7 +40,7 @@ class StagedBatch:
 
 
 class Pipeline:
-    """One rank of it.
+    """One rank of a pipeline.
 
     Args:
         parts: the own runs of layers; part c is stage c * ranks + rank of all.
@@ -62,7 +62,7 @@ class Pipeline:
     def run(
         self, pieces: Sequence[StagedBatch], actions: Sequence[Action], after: Callable[[], object]
     ) -> list[Tensor]:
-        """Forward and backward passes of a step.
+        """Run the forward and backward passes of a step.
 
         Args:
             actions: this rank's list of the schedule.
@@ -94,7 +94,7 @@ class Pipeline:
 
     @torch.no_grad()
     def measure(self, piece: StagedBatch) -> Tensor:
-        """The loss of a piece, on every rank."""
+        """Compute the loss of a piece, on every rank."""
         loss = torch.zeros((), device=piece.tokens_T.device)
         for chunk in range(len(self.parts)):
             _, out = self._forward(piece, chunk, train=False)
@@ -104,7 +104,7 @@ class Pipeline:
         return self.group.broadcast(loss.reshape(1), self.group.size - 1)[0]
 
     def _forward(self, piece: StagedBatch, chunk: int, train: bool) -> tuple[Tensor | None, Tensor]:
-        """Return the input from the stage before, and the output for the next stage, or the loss."""
+        """Return the input from the previous stage, and the output for the next stage, or the loss."""
         part, came = self.parts[chunk], None
         if self.group.rank == 0 and chunk == 0:
             x_TD = part.begin(piece.tokens_T, piece.positions_T)
@@ -121,7 +121,7 @@ class Pipeline:
         return self.ends and chunk == len(self.parts) - 1
 
     def _send(self, kind: str, x: Tensor, chunk: int) -> None:
-        """To the next stage, or back to the one before."""
+        """Send a tensor to the next stage, or back to the previous one."""
         rank, size = self.group.rank, self.group.size
         wraps = rank == (size - 1 if kind == "F" else 0)
         to = (rank + (1 if kind == "F" else -1)) % size
@@ -138,7 +138,7 @@ class Pipeline:
         return self._links[kind, wraps].receive(x, source)
 
     def _settle(self) -> None:
-        """Wait until all that was sent is there."""
+        """Wait until all sent tensors have arrived."""
         for work, _ in self._sent:
             work.wait()
         self._sent = []

@@ -17,29 +17,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from .gathering import Store
+
 HUNG = 3
-"""The exit code of a run that stopped because of what it saw."""
+"""Exit code of a run that stopped because of an observed failure."""
 GRACE_S = 2.0
 """Seconds by which ranks other than the first wait longer, so that rank 0 reports."""
 
 
-class Store(Protocol):
-    """The methods of torch's stores that are used."""
-
-    def set(self, key: str, value: str) -> Any: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A rank's place in the run: ``seconds`` spent there; ``alone`` if no other rank is waited for."""
+    """A rank's place in the run: ``seconds`` spent there; ``alone`` if the phase waits for no other rank."""
 
     step: int
     what: str
@@ -74,7 +65,7 @@ class Pulse:
         self._since = time.monotonic()
         self._count = 0
         self._heard: dict[int, tuple[int, float]] = {}
-        """The last count of each rank, and when it was new."""
+        """Last count of each rank, and the time at which it was new."""
         self._over = threading.Event()
 
     def at(self, step: int, what: str, *, alone: bool = False) -> None:
@@ -96,7 +87,7 @@ class Pulse:
             thread.join(self.interval)
 
     def look(self) -> str | None:
-        """Publish this rank's beat. Return what is wrong if the run hangs, else None."""
+        """Publish this rank's beat. Returns an error if the run hangs, else None."""
         now = time.monotonic()
         mine = self._publish(now)
         if mine.alone or mine.seconds < self.timeout / 2:
@@ -133,13 +124,13 @@ class Pulse:
         found = []
         for rank in range(self.size):
             if rank in silent:
-                found.append(f"rank {rank} is not heard of any more")
+                found.append(f"rank {rank} sends no more signs of life")
             else:
                 beat = beats[rank]
                 found.append(f"rank {rank} is at {beat.what} of step {beat.step} for {beat.seconds:.0f} s")
         return (
-            f"no rank has got on for {self.timeout:g} s (parallel.timeout): {'; '.join(found)}. Go on with --resume, "
-            "or raise parallel.timeout if steps may take as long"
+            f"no rank has made progress for {self.timeout:g} s (parallel.timeout): {'; '.join(found)}. Continue with "
+            "--resume, or raise parallel.timeout if steps may take as long"
         )
 
     def _run(self) -> None:
@@ -153,7 +144,7 @@ class Pulse:
                 return
 
     def _exit(self, message: str) -> None:
-        if self.rank == 0 or "rank 0 is not heard of" in message:
+        if self.rank == 0 or "rank 0 sends no signs of life" in message:
             print(f"transect: error: {message}", file=sys.stderr, flush=True)
         os._exit(HUNG)
 

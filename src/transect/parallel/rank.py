@@ -24,7 +24,7 @@ PATIENCE_S = 30.0
 
 
 def main() -> None:
-    """Entry point; exits 1 when a job fails, and leaves a line that says why."""
+    """Run a child; exits with 1 when a job fails, after writing the reason to a file."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Service managers (systemd, Slurm) send SIGTERM to every process. Rank 0 has work to finish, and then closes the
     # pipe. A function, not SIG_IGN: processes that are started here would inherit that.
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def serve_jobs(world: World) -> None:
-    """Run what rank 0 announces, until it announces None."""
+    """Run the jobs that rank 0 announces, until it announces None."""
     while (job := world.listen()) is not None:
         name, argument = job
         module, _, function = name.partition(":")

@@ -1,6 +1,6 @@
 """Data parallelism: every rank computes some micro-batches of a step, and all take the step of their sum.
 
-``Replicas`` is for models that every rank holds whole. By ``zero`` (Rajbhandari et al. 2020, arXiv:1910.02054):
+``GradientReplicas`` is for models that every rank holds whole. By ``zero`` (Rajbhandari et al. 2020, arXiv:1910.02054):
 
 * 0: gradients are summed on every rank, and every rank updates everything.
 * 1: the state of the optimizer is cut by parameters, about as many numbers on each rank; a rank updates its own, and
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from .peer_copies import PeerCopies
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients that travel together: large enough for the links, small enough to start early."""
+"""Bytes of gradients that are sent together: large enough for the links, small enough to start early."""
 COPIED_BUCKET_BYTES = 64 * 2**20
-"""The same by copy engines, which take a little of the host's time for each."""
+"""Bytes of gradients that copy engines send together, which cost some host time each."""
 
 
-class Replicas:
+class GradientReplicas:
     """Sum gradients over the ranks of a group, and assign the updates of parameters to ranks.
 
     Args:
@@ -77,11 +77,11 @@ class Replicas:
         if table is not None:  # the head's part of it is the first gradient to be there
             self._buckets.sort(key=lambda bucket: bucket != [table.name])
         self._summed = len(self._buckets)
-        """Buckets that ranks sum; the others, which come last, are of parameters that no other rank has."""
+        """Number of buckets that ranks sum; the others, which come last, hold parameters that no other rank has."""
         self._buckets += [[name] for name in self.parameters if name in self.alone]
         self._bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket}
         self._missing: list[int] | None = None
-        """While the last micro-batch runs: gradients that each bucket waits for."""
+        """Gradients that each bucket waits for during the last micro-batch; None before."""
         self._sent: list[_Sent] = []
         self._given: set[str] = set()
         """Names of parameters with a gradient on this rank."""
@@ -93,17 +93,18 @@ class Replicas:
 
     @property
     def owned(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank updates."""
+        """Parameters that this rank updates."""
         return {name: p for name, p in self.parameters.items() if self.owner[name] == self.group.rank}
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the device that other ranks reach, beside what torch's allocator counts."""
+        """Bytes of the device that other ranks access, in addition to torch's allocations."""
         return 0 if self.copies is None else self.copies.nbytes
 
     @contextmanager
     def last(self) -> Iterator[None]:
-        """Around the passes of the rank's last micro-batch, forward and backward: what is ready is sent at once."""
+        """Enclose the passes of the rank's last micro-batch, forward and backward: complete buckets are sent at
+        once."""
         self._missing = [len(bucket) for bucket in self._buckets]
         try:
             with nullcontext() if self.table is None else self.table.apart():
@@ -112,7 +113,7 @@ class Replicas:
             self._missing = None
 
     def collect(self) -> None:
-        """Take in the gradients of a micro-batch that is not the last. Those in 16 bits add up in float32."""
+        """Collect the gradients of a micro-batch that is not the last. Those in 16 bits are accumulated in float32."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and parameter.dtype != torch.float32:
                 if name in self._sums:
@@ -122,7 +123,7 @@ class Replicas:
                 parameter.grad = None
 
     def local(self) -> dict[str, Tensor]:
-        """This rank's own gradients of a step, where nothing was sent."""
+        """Return this rank's own gradients of a step, if none was sent."""
         self.collect()
         found = {name: self._sums.get(name, parameter.grad) for name, parameter in self.parameters.items()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
@@ -175,7 +176,7 @@ class Replicas:
         return self.table.exchange(self.group, counts, self.parameters[self.table.name].detach(), self.reduce_dtype)
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self._sums, self._sent = {}, []
         self._given.clear()
         if self.table is not None:
@@ -185,7 +186,7 @@ class Replicas:
 
     @torch.no_grad()
     def share(self) -> None:
-        """After a step: send what this rank has updated to the others."""
+        """Send the parameters that this rank has updated to the others, after a step."""
         if not self.zero:
             return
         for bucket in _buckets(self.parameters, self.owner, True):
@@ -221,7 +222,7 @@ class Replicas:
     # Buckets on their way
 
     def _arrived(self, name: str) -> None:
-        """A gradient of the last micro-batch is there."""
+        """Record a gradient of the last micro-batch."""
         if self._missing is None:
             return
         self._missing[self._bucket_of[name]] -= 1
@@ -277,7 +278,7 @@ class Replicas:
         return flat
 
     def _received(self, sent: _Sent) -> Tensor | None:
-        """Return a bucket when its sum is there; what another rank updates is given back, and None."""
+        """Wait for a bucket's sum and return it; None, with the memory freed, if another rank updates it."""
         if sent.work is not None:
             sent.work.wait()
         if self.zero == 2 and self.owner[sent.names[0]] != self.group.rank:
@@ -286,14 +287,14 @@ class Replicas:
 
 
 def _told(arrived: weakref.WeakMethod[Any], name: str, _: Tensor) -> None:
-    """Say that a gradient is there, if anybody still wants to know."""
+    """Report a gradient to its ``Replicas``, if that still exists."""
     tell = arrived()
     if tell is not None:
         tell(name)
 
 
 class _Sent:
-    """A bucket whose sum is on its way."""
+    """A bucket whose sum is in progress."""
 
     def __init__(self, names: Sequence[str], flat: Tensor, work: Any, squares: Tensor | None = None) -> None:
         self.names, self.work, self.squares = names, work, squares
@@ -303,8 +304,8 @@ class _Sent:
 def _buckets(
     parameters: Mapping[str, nn.Parameter], owner: Mapping[str, int], by_owner: bool, bucket_bytes: int = BUCKET_BYTES
 ) -> list[list[str]]:
-    """Names that travel together, in the order in which a backward pass is done with them: from the last to the
-    first. With ``by_owner`` each bucket has one owner. A parameter that fills a bucket has one to itself."""
+    """List the names in each bucket, in the order of a backward pass: from the last parameter to the first. With
+    ``by_owner`` each bucket has one owner. A parameter that fills a bucket has its own."""
     buckets: list[list[str]] = []
     open_: dict[int, tuple[list[str], int]] = {}
     for name in reversed(list(parameters)):
@@ -326,7 +327,7 @@ def _buckets(
 
 
 def square_of(gradients: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of all gradients, a float32 scalar; 0 where there are none."""
+    """Return the sum of the squares of all gradients, a float32 scalar; 0 if there are none."""
     if not gradients:
         return torch.zeros((), device=device)
     norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32)
@@ -334,7 +335,7 @@ def square_of(gradients: Mapping[str, Tensor], device: torch.device) -> Tensor:
 
 
 def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU."""
+    """Copy tensors to the CPU."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 

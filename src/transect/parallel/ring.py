@@ -1,4 +1,4 @@
-"""Context parallelism: ranks share the tokens of a micro-batch, and keys and values go round (ring attention).
+"""Context parallelism: ranks share the tokens of a micro-batch, and keys and values circulate (ring attention).
 
 The T tokens are cut into 2n chunks, and of n ranks rank r has chunks r and 2n - 1 - r, so that each has about as many
 pairs of a query and an earlier key (zig-zag)::
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class RingContext:
-    """An ``AttentionContext`` for the own tokens of packed documents, on ranks that share them.
+    """An ``AttentionContext`` for this rank's tokens of packed documents, on ranks that share them.
 
     Args:
         cu_seqlens: of all tokens, ``[documents + 1]``.
@@ -56,13 +56,13 @@ class RingContext:
 
     @cached_property
     def kernels(self) -> KernelRing:
-        """The same by the kernels of a GPU."""
+        """Ring attention by the kernels of a GPU."""
         from .ring_kernels import KernelRing
 
         return KernelRing(self.ends, self.group)
 
     def pairs(self, window: int | None) -> list[list[Pairs]]:
-        """Return this rank's work with its own keys, those of the rank before it, and so on."""
+        """Return this rank's work with its own keys, those of the previous rank, and so on."""
         if window not in self._seen:
             rank, ranks = self.group.rank, self.group.size
             others = [(rank - step) % ranks for step in range(ranks)]
@@ -70,8 +70,8 @@ class RingContext:
         return self._seen[window]
 
     def positions(self) -> Tensor:
-        """Not known here: refused before a run, for models that ask for it."""
-        raise ValueError("ring attention scales no queries by position: set parallel.context to 1")
+        """Raise ValueError: positions are unknown here, and models that need them are refused before a run."""
+        raise ValueError("ring attention does not support scales of queries by position: set parallel.context to 1")
 
     def attend(
         self,
@@ -86,9 +86,11 @@ class RingContext:
         sinks: Tensor | None = None,
         chunk: int | None = None,
     ) -> Tensor:
-        """See ``AttentionContext.attend``; all ranks call it together."""
+        """Compute ring attention, see ``AttentionContext.attend``; all ranks call it together."""
         if softcap is not None or sinks is not None or chunk is not None:
-            raise ValueError("ring attention knows no caps on scores, sinks or chunks: set parallel.context to 1")
+            raise ValueError(
+                "ring attention does not support caps on scores, sinks or chunks: set parallel.context to 1"
+            )
         if q_THd.is_cuda and q_THd.dtype != torch.float64:
             found: Tensor = _KernelRing.apply(q_THd, k_TKd, v_TKd, scale, window, self.kernels)
             return found
@@ -161,5 +163,5 @@ class _Ring(torch.autograd.Function):
 
 
 def _share(sums: Tensor, both: Tensor) -> Tensor:
-    """exp(L1 - L), 0 where there is nothing yet."""
+    """Return exp(L1 - L), 0 for empty parts."""
     return (sums - both).exp().nan_to_num(0.0)

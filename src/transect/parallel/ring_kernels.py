@@ -30,11 +30,11 @@ from .group import Group
 from .ring_pairs import Pairs, chunks_of, gradients_of, result_of, visible
 
 LEAST = 64
-"""Squares of fewer rows are left to torch's operators."""
+"""Fewest rows of squares for the kernels; smaller ones use torch's operators."""
 MOST_ROUNDS = 8
 LN2 = math.log(2)
 Square = tuple[int, int, int]
-"""First query, first key, size."""
+"""(first query, first key, size)."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class RingPart:
 
 
 def parts(ends: Sequence[int], rank: int, ranks: int, window: int | None) -> list[RingPart]:
-    """List the work of ``rank`` with its own keys, those of the rank before it, and so on; arguments as of
+    """List the work of ``rank`` with its own keys, those of the previous rank, and so on; arguments as of
     ``visible``."""
     found = []
     for step in range(ranks):
@@ -74,7 +74,8 @@ def parts(ends: Sequence[int], rank: int, ranks: int, window: int | None) -> lis
 
 
 def _runs(ends: Sequence[int], rank: int, ranks: int, joined: bool) -> list[int]:
-    """Own rows at which another document begins, or with ``joined`` False another chunk; and their number."""
+    """Return this rank's rows at which another document begins, or with ``joined`` False another chunk; and their
+    number."""
     each = ends[-1] // (2 * ranks)
     found: list[int] = []
     last = -1
@@ -89,7 +90,7 @@ def _runs(ends: Sequence[int], rank: int, ranks: int, joined: bool) -> list[int]
 
 
 def _squares(pairs: Pairs) -> tuple[list[Square], list[Pairs]]:
-    """Return a rectangle in which every query sees every key, as squares, and what is too narrow for that."""
+    """Divide a rectangle in which every query sees every key into squares and a rest too narrow for squares."""
     q, q_end = pairs.queries.start, pairs.queries.stop
     k, k_end = pairs.keys.start, pairs.keys.stop
     squares: list[Square] = []
@@ -107,7 +108,7 @@ def _squares(pairs: Pairs) -> tuple[list[Square], list[Pairs]]:
 
 
 def _place(part: RingPart, square: Square) -> None:
-    """Into the first round with room for it."""
+    """Put a square into the first round with room for it."""
     q, k, size = square
     for squares in part.rounds:
         if not any(_meet(q, size, a, n) or _meet(k, size, b, n) for a, b, n in squares):
@@ -124,7 +125,7 @@ def _meet(a: int, a_size: int, b: int, b_size: int) -> bool:
 
 
 class KernelRing:
-    """The ring of a micro-batch, as merged layers ask for attention.
+    """The ring of a micro-batch, with the attention interface of merged layers.
 
     Args:
         ends: starts of documents, 0 first, and T last. group: the ranks.
@@ -163,7 +164,8 @@ class KernelRing:
         return self._on_device(ends, like)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-        """q ``[t, H, d]``, k and v ``[t, K, d]`` of the rank -> the result like q, and L. All ranks call it."""
+        """Attend from q ``[t, H, d]`` to k and v ``[t, K, d]`` of all ranks; returns the result, shaped like q, and L.
+        All ranks call it."""
         todo, kv = self._todo(window), torch.stack((k, v))
         out = sums = q.new_empty(0)
         for step, part in enumerate(todo):
@@ -222,7 +224,7 @@ class KernelRing:
 
 
 def _merge(out: Tensor, sums: Tensor, rows: slice | Tensor, one: Tensor, its: Tensor) -> None:
-    """Add to the result of some rows what they see in other keys."""
+    """Merge another part into the result of some rows."""
     before = sums[:, rows]
     both = torch.logaddexp2(before, its)
     old, new = ((x - both).exp2().T[..., None] for x in (before, its))

@@ -1,4 +1,5 @@
-"""Which queries see which keys where ranks share tokens (``ring.py``), and attention between them by torch's operators.
+"""Visible pairs of queries and keys if ranks share tokens (``ring.py``), and attention between them by torch's
+operators.
 
 Shapes: R queries, S keys, H query heads, K key heads, d head size.
 """
@@ -35,7 +36,7 @@ def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
 
 
 def own_tokens(tokens: int, rank: int, ranks: int) -> list[slice]:
-    """Where a rank's tokens are; their number must be a multiple of ``2 * ranks``."""
+    """Return the slices of a rank's tokens; their number must be a multiple of ``2 * ranks``."""
     each = tokens // (2 * ranks)
     return [slice(chunk * each, (chunk + 1) * each) for chunk in chunks_of(rank, ranks)]
 
@@ -68,13 +69,13 @@ def visible(ends: Sequence[int], rank: int, other: int, ranks: int, window: int 
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """In what it is computed."""
+    """Return the dtype to compute in."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _scores(q_RHd: Tensor, k_SKd: Tensor, scale: float, part: Pairs, first: int) -> Tensor:
-    """Scores ``[K, H / K, R, S]`` of queries from row ``first`` of a rectangle on; minus infinity where a key is not
-    seen."""
+    """Compute scores ``[K, H / K, R, S]`` of queries from row ``first`` of a rectangle on; minus infinity for invisible
+    keys."""
     q = q_RHd.unflatten(1, (k_SKd.shape[1], -1)).to(wide(q_RHd))
     scores = torch.einsum("rkgd,skd->kgrs", q, k_SKd.to(q.dtype)) * scale
     if part.ahead is not None:
@@ -88,7 +89,8 @@ def _scores(q_RHd: Tensor, k_SKd: Tensor, scale: float, part: Pairs, first: int)
 
 
 def result_of(q: Tensor, k: Tensor, v: Tensor, scale: float, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """Queries ``[R, H, d]`` to keys and values ``[S, K, d]`` -> results and the log-sum-exp of scores ``[R, H]``."""
+    """Attend from queries ``[R, H, d]`` to keys and values ``[S, K, d]``; returns results and the log-sum-exp of scores
+    ``[R, H]``."""
     outs, sums = [], []
     for first in range(0, q.shape[0], ROWS):
         part = q[first : first + ROWS]
@@ -103,8 +105,8 @@ def result_of(q: Tensor, k: Tensor, v: Tensor, scale: float, pairs: Pairs) -> tu
 def gradients_of(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, delta: Tensor, scale: float, pairs: Pairs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the part of the gradients of q, k and v that comes of a rectangle; ``sums`` and ``delta`` ``[R, H]`` are L
-    and D of the head of this file."""
+    """Return the part of the gradients of q, k and v from a rectangle; ``sums`` and ``delta`` ``[R, H]`` are L and D at
+    the top of this file."""
     heads = k.shape[1]
     dk, dv = (torch.zeros(k.shape, dtype=sums.dtype, device=k.device) for _ in range(2))
     dqs = []

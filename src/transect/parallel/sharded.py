@@ -103,7 +103,7 @@ class Sharded:
         outside = {n: p for n, p in self.parameters.items() if not n.startswith("layers.")}
         device = model.device if device is None else device
         self.pieces: Pieces | None = None
-        """Where they are, if not on the device."""
+        """Storage of the pieces if they are not on the device."""
         if host and folder:
             sizes = [piece_size(each, group) * model.norm.weight.element_size() for each in (*inside, outside)]
             self.pieces = FilePieces(folder, sizes, device)
@@ -130,7 +130,7 @@ class Sharded:
             unit.copies, unit.complete = copies, complete
         if self.peers is not None:
             self.peers.stepped()  # when all pieces are there, others may read them
-        model.to(device)  # what is no parameter
+        model.to(device)  # what is not a parameter
         self._summing: Unit | None = None
         model.stack = self._run
         model.register_forward_pre_hook(lambda *_: self.root.gather())
@@ -143,13 +143,13 @@ class Sharded:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the device that other ranks reach, beside what torch's allocator counts."""
+        """Bytes of the device that other ranks access, in addition to torch's allocations."""
         copies = self.units[0].copies
         return (0 if self.peers is None else self.peers.nbytes) + (0 if copies is None else copies.nbytes)
 
     @property
     def units(self) -> list[Unit]:
-        """All of them, the root last."""
+        """All units, the root last."""
         return [*self.layers, self.root]
 
     @property
@@ -167,13 +167,13 @@ class Sharded:
 
     @property
     def owned(self) -> dict[str, nn.Parameter]:
-        """The pieces that this rank updates, by the names of their parameters, in the order of the model."""
+        """Pieces that this rank updates, by the names of their parameters, in the order of the model."""
         pieces = {name: piece for unit in self.units for name, piece in unit.pieces.items()}
         return {name: pieces[name] for name in self.parameters if name in pieces}
 
     @cached_property
     def _bounds(self) -> dict[str, tuple[int, int]]:
-        """Where the own part of each parameter lies within it."""
+        """Bounds of this rank's part of each parameter."""
         return {name: ends for unit in self.units for name, ends in unit.bounds.items()}
 
     @property
@@ -182,7 +182,7 @@ class Sharded:
         return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
 
     def _run(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
-        """Return the layers, each whole only while it runs."""
+        """Run the layers, each gathered only while it runs."""
         model = self.model
         rotation = None if model.rope is None else model.rope.cos_sin(positions_T)
         training = torch.is_grad_enabled()
@@ -208,7 +208,8 @@ class Sharded:
 
     @contextmanager
     def whole(self, number: int) -> Iterator[None]:
-        """A layer is whole inside, so that others can take note of where its matrices lie. All ranks enter."""
+        """Gather a layer inside the context, so that code can inspect the addresses of its matrices. All ranks
+        enter."""
         self.layers[number].gather()
         for module in self.model.layers[number].modules():
             if isinstance(module, Weight):
@@ -221,23 +222,24 @@ class Sharded:
         self.layers[number].release()
 
     def begin(self, number: int, backward: bool) -> None:
-        """Have a layer whole, and the next one of the pass on its way."""
+        """Gather a layer, and start gathering the next one of the pass."""
         self.layers[number].gather()
         following = number - 1 if backward else number + 1
         if 0 <= following < len(self.layers):
             self.layers[following].prefetch()
 
     def end(self, number: int, training: bool) -> None:
-        """Its forward pass is done. The last one stays whole for the backward pass, which begins with it."""
+        """Release a layer after its forward pass. The last one stays gathered for the backward pass, which begins with
+        it."""
         if number + 1 < len(self.layers) or not training:
             self.layers[number].release()
 
     def give(self, number: int, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
-        """Its backward pass is done: these are summed."""
+        """Start summing a layer's gradients after its backward pass."""
         self.leave(self.layers[number], gradients)
 
     def leave(self, unit: Unit, gradients: Mapping[nn.Parameter, Tensor | None] | None = None) -> None:
-        """The backward pass of a layer is done: its sum begins, that of the layer above should be there by now."""
+        """Start summing a layer's gradients after its backward pass, and finish the sum of the layer above."""
         unit.reduce(gradients)
         unit.release()
         if self._summing is not None:
@@ -245,7 +247,7 @@ class Sharded:
         self._summing = unit
 
     def send_to(self, sink: Sink | None) -> None:
-        """Give each gradient of the own pieces, when it is summed, to ``sink``, micro-batch by micro-batch."""
+        """Pass each gradient of this rank's pieces to ``sink`` when it is summed, micro-batch by micro-batch."""
         for unit in self.units:
             unit.sink = sink
 
@@ -253,22 +255,23 @@ class Sharded:
 
     @contextmanager
     def last(self) -> Any:
-        """Nothing waits for the last micro-batch: each layer's gradients are summed in its backward pass."""
+        """Do nothing: no sum waits for the last micro-batch, because each layer's gradients are summed in its backward
+        pass."""
         yield
 
     def collect(self) -> None:
-        """After the backward pass of a micro-batch: sum what is outside the layers."""
+        """Sum the gradients outside of the layers, after the backward pass of a micro-batch."""
         self.root.reduce()
 
     def reduce(self) -> dict[str, Tensor]:
-        """Return the gradients of the whole step, of the own pieces."""
+        """Return the gradients of the whole step, of this rank's pieces."""
         self.root.reduce()
         self.root.release()
         found = {name: gradient for unit in self.units for name, gradient in unit.gradients().items()}
         return {name: found[name] for name in self.parameters if name in found}
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self._summing = None
         for unit in self.units:
             unit.settle()
@@ -277,8 +280,7 @@ class Sharded:
             parameter.grad = None
 
     def share(self) -> None:
-        """After a step: say so; the pieces are gathered when they are needed. What a pass between the gradients and the
-        step has left whole is of before it."""
+        """Release all units after a step, because gathered parameters are outdated, and announce the changed pieces."""
         for unit in self.units:
             unit.release()
         if self.peers is not None:
@@ -286,7 +288,7 @@ class Sharded:
 
     @torch.no_grad()
     def state(self) -> dict[str, Tensor]:
-        """Every whole parameter on the CPU of the first rank; on others nothing. All call it."""
+        """Return every whole parameter on the CPU of the first rank; nothing on others. All ranks call it."""
         found: dict[str, Tensor] = {}
         for unit in self.units:
             for name, values in unit.values():
@@ -302,7 +304,7 @@ class Sharded:
         return True
 
     def stored_name(self, name: str) -> str:
-        """Return the name of the own part of a state (``parameter/kind``) in a file."""
+        """Return the name of this rank's part of a state (``parameter/kind``) in a file."""
         parameter = name.rpartition("/")[0]
         return part_name(name, self._bounds[parameter][0], self.shapes[parameter])
 
@@ -328,7 +330,7 @@ class Sharded:
 
 
 def _cutting(weights: StoredWeights, places: Mapping[str, int], cut: Callable[[int], object]) -> StoredWeights:
-    """Weights as they are, for ``fill``; a unit that has all of its own is cut before the next one is read."""
+    """Yield weights unchanged, for ``fill``; a unit with all its weights is divided before the next one is read."""
     left = Counter(places.values())
     for name, stored in weights:
         yield name, stored
@@ -339,8 +341,8 @@ def _cutting(weights: StoredWeights, places: Mapping[str, int], cut: Callable[[i
 
 
 class _Leaves(torch.autograd.Function):
-    """Stands before a layer. In the backward pass the layer is done when this runs: its gradients are summed, and it
-    is given back."""
+    """Node before a layer. In the backward pass it runs after the layer: gradients are summed, and the layer is
+    released."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, unit: Unit, sharded: Sharded) -> Tensor:
@@ -354,8 +356,8 @@ class _Leaves(torch.autograd.Function):
 
 
 class _Enters(torch.autograd.Function):
-    """Stands behind a layer. In the backward pass this runs first: the layer is made whole, and the one before it is
-    on its way."""
+    """Node after a layer. In the backward pass it runs first: the layer is gathered, and the gathering of the previous
+    one starts."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, unit: Unit, before: Unit | None) -> Tensor:

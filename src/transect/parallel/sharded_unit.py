@@ -1,4 +1,4 @@
-"""A unit of a sharded model: parameters that are gathered and given back together (``sharded.py`` has the picture)."""
+"""A unit of a sharded model: parameters that are gathered and released together (``sharded.py`` has the picture)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class Sink(Protocol):
-    """Takes a gradient, which may be forgotten afterwards."""
+    """Receiver of gradients, which may be dropped afterwards."""
 
     def __call__(self, name: str, gradient: Tensor, first: int = 0) -> None:
-        """``gradient`` is that of the numbers from ``first`` on of what a rank has of the parameter ``name``."""
+        """Take ``gradient``, which covers the numbers from ``first`` on of this rank's part of the parameter
+        ``name``."""
         ...
 
 
@@ -29,7 +30,7 @@ ALIGN = 64
 
 
 class Unit:
-    """Parameters that are gathered and given back together.
+    """Parameters that are gathered and released together.
 
     Attributes:
         parameters: by name; while the unit is not whole they have their shapes and no memory.
@@ -48,7 +49,7 @@ class Unit:
         peers: PeerPieces | None = None,
     ) -> None:
         self.peers, self._at = peers, 0
-        """Memory from which others read the piece, and the piece's place in it; None if the piece is sent."""
+        """Memory from which others read the piece, and the piece's offset in it; None if the piece is sent."""
         self.group, self.reduce_dtype, self.number = group, reduce_dtype, number
         self.parameters = dict(parameters)
         first = next(iter(self.parameters.values()))
@@ -73,7 +74,7 @@ class Unit:
         self._home = pieces
         """Home of the piece, if it is not on the device."""
         self._link: torch.cuda.Stream | None = None
-        """On which it comes from there."""
+        """Stream of copies from the home."""
         if peers is not None:
             self.piece, self._at = peers.keep(self.piece)
         if pieces is not None:
@@ -81,9 +82,9 @@ class Unit:
             self._link = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copy: Tensor | None = None
         self.gradient: Tensor | None = None
-        """The sum of all ranks' gradients of the own piece, ``[each]``."""
+        """Sum of all ranks' gradients of this rank's piece, ``[each]``."""
         self.sink: Sink | None = None
-        """Takes gradients in place of ``gradient``."""
+        """Receiver of gradients, in place of ``gradient``."""
         self.pieces: dict[str, nn.Parameter] = {}
         self.bounds: dict[str, tuple[int, int]] = {}
         for name, parameter in self.parameters.items():
@@ -93,15 +94,15 @@ class Unit:
                 self.pieces[name] = nn.Parameter(self.piece[begin - low : end - low])
                 self.bounds[name] = begin - start, end - start
         self._begun = False
-        """The whole is on its way."""
+        """True if gathering has started."""
         self._coming: Any = None
         self._going: tuple[Any, Tensor, Tensor] | None = None
-        """A sum of gradients under way: the work, the own piece of it, what it is made of."""
+        """Sum of gradients in progress: the work, this rank's piece of the result, the input."""
         self.whole = True
         self.release()
 
     def prefetch(self) -> None:
-        """Start gathering, if nothing of it has begun."""
+        """Start gathering, unless it has started."""
         if self.whole or self._begun:
             return
         self._begun = True
@@ -123,24 +124,24 @@ class Unit:
             self._coming = self.group.start_gather(self._whole, self._copy)
 
     def gather(self) -> None:
-        """Have the whole of it."""
+        """Gather the whole unit."""
         self.prefetch()
         self._arrive()
         self.whole = True
 
     @property
     def memory(self) -> int:
-        """Where the whole is, while it is there."""
+        """Address of the whole unit while it is gathered."""
         return self._whole.untyped_storage().data_ptr()
 
     def release(self) -> None:
-        """Give back the memory of the whole."""
+        """Free the memory of the whole unit."""
         self._arrive()
         self._whole.untyped_storage().resize_(0)
         self.whole = False
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, whole until the next one is asked for. All ranks go through them."""
+        """Yield every parameter, whole until the next one is requested. All ranks iterate together."""
         self.gather()
         yield from ((name, parameter.detach()) for name, parameter in self.parameters.items())
         self.release()
@@ -155,8 +156,8 @@ class Unit:
 
     @torch.no_grad()
     def reduce(self, given: Mapping[nn.Parameter, Tensor | None] | None = None) -> None:
-        """Begin to sum the gradients of the parameters over the ranks, and forget them; ``settle`` ends it. They are
-        those ``given``, or those that the parameters have."""
+        """Start summing the gradients of the parameters over the ranks, and drop them; ``settle`` ends it. The
+        gradients are ``given``, or those of the parameters."""
         self.settle()
         gradients = [parameter.grad if given is None else given[parameter] for parameter in self.parameters.values()]
         if self.complete is not None:
@@ -183,7 +184,7 @@ class Unit:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Wait for the sum under way, and add the own piece to ``gradient``."""
+        """Wait for the sum in progress, and add this rank's piece to ``gradient``."""
         if self._going is None:
             return
         work, own, _ = self._going
@@ -198,19 +199,19 @@ class Unit:
             self.sink(name, part)
 
     def _by_name(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parts of something as long as the own piece, each by the name of its parameter."""
+        """Yield the parts of a vector as long as this rank's piece, each by the name of its parameter."""
         low = self.group.rank * self.each
         for name, (begin, end) in self.bounds.items():
             at = self.starts[name] + begin - low
             yield name, own[at : at + end - begin]
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradient of each piece, ``[numbers]`` float32; none where there is a ``sink``."""
+        """Return the gradient of each piece, ``[numbers]`` float32; none if there is a ``sink``."""
         self.settle()
         return {} if self.gradient is None else dict(self._by_name(self.gradient))
 
 
 def piece_size(parameters: Mapping[str, nn.Parameter], group: Group) -> int:
-    """Numbers of each rank's piece of a unit."""
+    """Return the numbers of each rank's piece of a unit."""
     size = sum(parameter.numel() for parameter in parameters.values())
     return -(-size // (group.size * ALIGN)) * ALIGN

@@ -15,7 +15,7 @@ from .world import World
 
 
 def shared_memory(world: World, group: Group, nbytes: int, refusal: str | None = None) -> SharedMemory | str:
-    """Make pieces of ``nbytes`` bytes, or return the reason that there are none.
+    """Allocate pieces of ``nbytes`` bytes, or return the reason that there are none.
 
     Every rank of the world must call this, and either all groups get memory or none does.
 
@@ -52,7 +52,7 @@ def shared_memory(world: World, group: Group, nbytes: int, refusal: str | None =
 
 
 def free_memory(world: World, memory: SharedMemory) -> None:
-    """Free the memory. Every rank of the world must call this, when the memory is not used any more."""
+    """Free the memory. Every rank of the world must call this, when the memory is no longer used."""
     torch.cuda.synchronize()
     _free(world, memory.addresses, memory.own)
 

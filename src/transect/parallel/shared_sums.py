@@ -1,4 +1,4 @@
-"""``shared_sums``: a group's ``PeerSums``, made and timed beside NCCL's.
+"""``shared_sums``: a group's ``PeerSums``, created and timed against NCCL's.
 
 Every rank makes memory that the others of its group can write to; the handles travel with the messages. Then both ways
 are timed at a few sizes, in CUDA graphs as steps have them, and from the size on at which NCCL is quicker it sums. All
@@ -26,8 +26,8 @@ REPEATS, REPLAYS = 20, 5
 
 
 def shared_sums(world: World, group: Group) -> PeerSums | str:
-    """Make and time the sums of a group, or say why NCCL does them all. Every rank of the world calls this, and all get
-    sums or none does."""
+    """Create and time the sums of a group, or return the reason that NCCL does them all. Every rank of the world calls
+    this, and either all get sums or none does."""
     lines = lines_for(group.size, MOST_BYTES)
     refusal = f"our kernels are for {MOST_RANKS} ranks at most" if group.size > MOST_RANKS else None
     memory = shared_memory(world, group, sums_bytes(lines), refusal)
@@ -41,8 +41,8 @@ def shared_sums(world: World, group: Group) -> PeerSums | str:
 
 
 def _timed(world: World, group: Group, sums: PeerSums) -> PeerSums | str:
-    """Try the kernels, and find the size up to which they are quicker. All ranks of the world come by here, those of
-    other groups too."""
+    """Try the kernels, and find the size up to which they are faster. All ranks of the world call this, including those
+    of other groups."""
     times = []
     for nbytes in TIMED:
         x = torch.full((nbytes // 2,), float(group.rank + 1), dtype=torch.bfloat16, device=world.device)
@@ -58,7 +58,7 @@ def _timed(world: World, group: Group, sums: PeerSums) -> PeerSums | str:
 
 
 def quicker_up_to(times: Sequence[Timed]) -> int:
-    """Return the most bytes that our kernels are for: below the first size at which NCCL was quicker."""
+    """Return the most bytes that our kernels are used for: below the first size at which NCCL was faster."""
     most = 0
     for each in times:
         if each.own > each.nccl:
@@ -68,7 +68,7 @@ def quicker_up_to(times: Sequence[Timed]) -> int:
 
 
 def graph_seconds(work: Callable[[], object], device: torch.device, repeats: int, replays: int = REPLAYS) -> float:
-    """Seconds of ``work``, which is done ``repeats`` times in a CUDA graph: the best of a few replays."""
+    """Return the seconds of ``work``, run ``repeats`` times in a CUDA graph: the best of a few replays."""
     work()
     torch.cuda.synchronize(device)
     stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-r"""Cross entropy where each rank has some rows of the head: no rank ever sees the logits of another.
+r"""Cross entropy if each rank has some rows of the head: no rank ever sees the logits of another.
 
     z = x W^T        loss_t = log sum_v exp(z_tv) - z_t,label        dz = (softmax(z) - onehot) / labels
 
@@ -31,7 +31,7 @@ memory model uses the same numbers (``costs/memory/training.SPLIT_ELEMENTS``).""
 def split_cross_entropy(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, ignore: int, *, first: int, most: int, group: Group
 ) -> Tensor:
-    """Mean cross entropy over the labels that are not ignored.
+    """Compute the mean cross entropy over the labels that are not ignored.
 
     Args:
         x_TD: hidden states, alike on every rank; their gradient is this rank's part of a sum over the ranks.

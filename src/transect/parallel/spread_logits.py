@@ -1,4 +1,4 @@
-"""Logits that stay on the rank that made them: memory in which the ranks of a group can read each other's, so that none
+"""Logits that stay on the rank that computed them: memory in which the ranks of a group read each other's, so that none
 has to gather them before it draws (``ops/sampling/sampling.py``)."""
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from .world import World
 
 
 def spread_logits(world: World, group: Group, vocab: int, rows: int, dtype: torch.dtype) -> LogitShards | str:
-    """Make memory for this rank's part of ``rows`` rows of logits, or return the reason that they are gathered.
+    """Allocate memory for this rank's part of ``rows`` rows of logits, or return the reason that they are gathered.
 
     Every rank of the world must call this with the same arguments. A later engine on the same ranks reuses the memory
     if it is large enough; no two engines may use it at the same time.
     """
     share = vocabulary_share(vocab, group.size)
     if share % GROUP:
-        return f"parts of {share} of {vocab} tokens are no whole groups of {GROUP}"
+        return f"parts of {share} of {vocab} tokens are not whole groups of {GROUP}"
     nbytes = rows * share * dtype.itemsize
     held = world.logits.get(group.ranks)
     if held is not None and held.own.nbytes < nbytes:
@@ -39,5 +39,5 @@ def spread_logits(world: World, group: Group, vocab: int, rows: int, dtype: torc
 
 
 def offsets(addresses: list[int], rank: int, share: int, itemsize: int) -> list[int]:
-    """``LogitShards.away`` of parts that begin at these addresses."""
+    """Return ``LogitShards.away`` for parts that begin at these addresses."""
     return [(address - addresses[rank]) // itemsize - other * share for other, address in enumerate(addresses)]

@@ -1,4 +1,4 @@
-"""``TableRows``: the gradient of a table that embedding and head share, whose two parts travel apart.
+"""``TableRows``: the gradient of a table that embedding and head share, whose two parts are sent separately.
 
 The head's part is dense, and the first gradient of a backward pass. The embedding's part has one row for each token,
 and is the last. Added up before they travel, the largest gradient of a small model would have nothing beside it on its
@@ -28,7 +28,7 @@ from .group import Group
 
 
 class TableRows:
-    """One rank's rows. It takes over how ``embed`` gathers them.
+    """One rank's rows. It replaces the row gathering of ``embed``.
 
     Args:
         name: of the table's parameter.
@@ -44,7 +44,7 @@ class TableRows:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Around a forward and backward pass whose rows are kept here, not added to the weight's gradient."""
+        """Enclose a forward and backward pass whose rows are kept here, not added to the weight's gradient."""
         self._apart = True
         try:
             yield
@@ -57,11 +57,11 @@ class TableRows:
         return sum(len(ids) for ids in self._ids)
 
     def clear(self) -> None:
-        """Forget them."""
+        """Drop the rows."""
         self._ids, self._gradients = [], []
 
     def exchange(self, group: Group, counts: Sequence[int], like: Tensor, dtype: torch.dtype) -> _Rows | Tensor | None:
-        """Return the rows of all ranks, for ``add``. All ranks call it; nothing where no rank has a row.
+        """Return the rows of all ranks, for ``add``. All ranks call it; None if no rank has a row.
 
         Args:
             counts: rows of each rank. like: the table. dtype: that sums are made in.
@@ -83,7 +83,7 @@ class TableRows:
 
     @staticmethod
     def add(table_VD: Tensor, rows: _Rows | Tensor | None) -> None:
-        """Add what ``exchange`` gave to the sum of the head's parts, in place."""
+        """Add the result of ``exchange`` to the sum of the head's parts, in place."""
         if isinstance(rows, Tensor):
             table_VD.add_(rows)
         elif rows is not None:
@@ -109,7 +109,7 @@ def shared_table(model: Decoder, trained: Mapping[str, nn.Parameter]) -> TableRo
 
 
 class _Rows:
-    """Rows of all ranks, those of the same token side by side."""
+    """Rows of all ranks, sorted by token."""
 
     def __init__(self, ids: Tensor, gradients: Tensor) -> None:
         new = torch.ones_like(ids)
@@ -123,13 +123,13 @@ class _Rows:
 
 
 def _summed(gradients: Tensor, ids: Tensor, rows: int) -> Tensor:
-    """``[rows, D]``: the sum of the gradients of each id, in their dtype."""
+    """Sum the gradients of each id, ``[rows, D]`` in their dtype."""
     found: Tensor = torch.ops.aten.embedding_dense_backward(gradients, ids, rows, -1, False)
     return found
 
 
 class _LookUp(torch.autograd.Function):
-    """Rows of a table; backward tells their gradients. ``anchor`` has autograd ask for them."""
+    """Rows of a table; the backward pass records their gradients. ``anchor`` makes autograd request them."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, weight: Tensor, index_T: Tensor, take: Callable[..., None]) -> Tensor:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Tensor parallelism: kinds of ``Weight`` that stand around a shard, and a vocabulary that is cut between ranks.
+"""Tensor parallelism: kinds of ``Weight`` around a shard, and a vocabulary that is sharded over ranks.
 
 Matrices that are cut by their outputs need no kind of their own: each rank's is just smaller, and what comes out of it
 goes straight into this rank's heads or feed-forward units. These two do:
@@ -45,6 +45,10 @@ class ShardKind(Weight):
 
     inner: Weight
 
+    @property
+    def batch_invariant(self) -> bool:  # type: ignore[override]
+        return self.inner.batch_invariant
+
     def load(self, values: Values, staging: Staging) -> None:
         self.inner.load(values, staging)
 
@@ -81,7 +85,7 @@ class ShardKind(Weight):
 
 
 class RankSeams:
-    """``Seams`` of the ranks of a tensor group; the four are those of ``differentiable.py``, without its graph.
+    """``Seams`` of the ranks of a tensor group: the four collectives of ``differentiable.py``, without its graph.
 
     Args:
         sequence: between the shared parts of layers each rank has its own rows.
@@ -127,8 +131,8 @@ class SummedShard(ShardKind):
 
 
 class _Ended:
-    """A product and the sum behind it. Where the product's kernel gives its result to the other ranks, the sum that
-    comes next is of that result, and does not give it again."""
+    """A product and the following sum. If the product's kernel writes its result to the other ranks, the next sum uses
+    that result without sending it again."""
 
     def __init__(self, inner: Weight, group: Group, sums: PeerSums) -> None:
         self._product, self._group, self._sums = inner.product(), group, sums
@@ -137,7 +141,7 @@ class _Ended:
         self._given: Tensor | None = None
 
     def product(self, x: Tensor) -> Tensor:
-        """This rank's part."""
+        """Compute this rank's part."""
         self._given = None if self._pushed is None else self._pushed(x)
         return self._product(x) if self._given is None else self._given
 
@@ -147,7 +151,7 @@ class _Ended:
         return self._sums.sum(y, pushed=True) if y is given else self._group.all_reduce(y)
 
     def add_norm(self, y: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """See ``Unsummed``."""
+        """Sum, add and normalise; see ``Unsummed``."""
         given, self._given = self._given, None
         if y is given:
             return self._sums.add_norm(y, residual, weight, eps, pushed=True)
@@ -165,7 +169,7 @@ class GatheredShard(ShardKind):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of the rows which this rank has."""
+        """Shape of the rows that this rank has."""
         return self.inner.shape
 
     def tie(self, table: nn.Parameter) -> bool:
@@ -183,7 +187,7 @@ class GatheredShard(ShardKind):
 
 
 class ShardedEmbedding(nn.Module):
-    """The rows of a table that belong to ``tokens``; rows of other ranks come by an all-reduce.
+    """The rows of a table that belong to ``tokens``; rows of other ranks arrive by an all-reduce.
 
     Args:
         table: a module that gathers rows of this rank's part.
@@ -210,12 +214,12 @@ class ShardedEmbedding(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter | None:
-        """The table where it is one of plain numbers, for a head that shares it."""
+        """Table of plain numbers, for a head that shares it; None for other tables."""
         return getattr(self.table, "weight", None)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows, and numbers of one."""
+        """(rows, numbers of a row)."""
         return self.table.shape  # type: ignore[return-value]
 
     @property
@@ -224,12 +228,12 @@ class ShardedEmbedding(nn.Module):
         return self.table.bits  # type: ignore[return-value]
 
     def load(self, values: Values, staging: Staging) -> None:
-        """Take the values of a file, of this shape."""
+        """Copy the values of a file, of this shape."""
         self.table.load(values, staging)  # type: ignore[operator]
 
 
 def _total(y: Tensor, group: Group, sequence: bool) -> Tensor:
-    """Return the sum of all ranks' y, or the own rows of it."""
+    """Return the sum of all ranks' y, or this rank's rows of it."""
     if sequence:
         return scattered(y, group)
     return summed(y, group) if y.requires_grad else group.all_reduce(y)
@@ -265,7 +269,7 @@ def _dense(name: str) -> WeightKind:
 
 
 def sharded_norms(model: Decoder, shard: Shard, group: Group) -> None:
-    """Have norms over all heads of q, or of k, count those of the other ranks."""
+    """Make norms over all heads of q, or of k, include those of the other ranks."""
     if group.size == 1 or not shard.model.qk_norm_whole:
         return
     for layer in model.layers:
@@ -274,8 +278,8 @@ def sharded_norms(model: Decoder, shard: Shard, group: Group) -> None:
 
 
 def _norm_of_all(group: Group, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of rows that lie in parts of one width on the ranks of a group, ``[T, part]``. Where key heads are
-    repeated, each is there equally often, so the mean is that of all."""
+    """Compute RMSNorm of rows that are divided equally between the ranks of a group, ``[T, part]``. Repeated key heads
+    all occur equally often, so the mean is that of all."""
     wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     squares = group.all_reduce(wide.square().sum(-1, keepdim=True))
     scaled = wide * torch.rsqrt(squares / (group.size * x.shape[-1]) + eps)
@@ -292,8 +296,8 @@ def _without_bias(kind: WeightKind) -> WeightKind:
 def _wrapped(
     kind: WeightKind, around: Callable[[Weight, Tensor | None], Weight], rows: int | None = None
 ) -> WeightKind:
-    """Return a kind whose weights are made as ``kind``, of ``rows`` outputs if given and without a bias, with
-    ``around`` them."""
+    """Return a kind whose weights are ``around`` weights of ``kind``, with ``rows`` outputs if given and without a
+    bias."""
 
     def make(
         out_features: int,

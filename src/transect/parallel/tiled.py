@@ -7,7 +7,7 @@ gradients of one. With t tiles each matrix is cut by its outputs, which are cont
     backward   dx += g_i W_i             dW_i = g_i^T x leaves as soon as it is made
 
 So a device holds two tiles and the gradient of one, whatever the size of a layer. Pieces, states and checkpoints are
-those of a model that is not tiled. What is no matrix is whole while the layer runs. Several ranks send a tile by a
+those of a model that is not tiled. What is not a matrix is whole while the layer runs. Several ranks send a tile by a
 broadcast from each that has some of it, and sum its gradient there: this is for memory, and slower than whole layers.
 
 Rajbhandari et al. 2021, arXiv:2104.07857, section 5.1.3.
@@ -32,7 +32,7 @@ from .sharded_unit import Unit
 
 
 class TiledUnit(Unit):
-    """A layer whose matrices are never whole. ``tiles``: of each matrix; set before the layer runs."""
+    """A layer whose matrices are never whole. ``tiles``: number of tiles of each matrix; set before the layer runs."""
 
     tiles = 1
 
@@ -44,7 +44,7 @@ class TiledUnit(Unit):
 
     @property
     def _first_vector(self) -> int:
-        """Where in the whole those parameters begin that are no matrices; they are the last."""
+        """Offset in the whole unit of the parameters that are not matrices, which come last."""
         return min((self.starts[n] for n, p in self.parameters.items() if p.ndim < 2), default=self._end)
 
     @property
@@ -54,10 +54,10 @@ class TiledUnit(Unit):
     # Weights
 
     def prefetch(self) -> None:
-        """Nothing: tiles come in their turn."""
+        """Do nothing: tiles are fetched when they are needed."""
 
     def gather(self) -> None:
-        """Have what is no matrix."""
+        """Gather the vector parameters."""
         if self.whole:
             return
         first, self.whole = self._first_vector, True
@@ -69,7 +69,7 @@ class TiledUnit(Unit):
                 parameter.data = self._vectors[at : at + parameter.numel()].view_as(parameter)
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the vector parameters."""
         if not self._away:
             self._away = {name: p.data for name, p in self.parameters.items() if p.ndim < 2}
             self._whole.untyped_storage().resize_(0)
@@ -78,7 +78,7 @@ class TiledUnit(Unit):
         self._vectors, self.whole = None, False
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Unit``."""
+        """Yield every parameter, see ``Unit``."""
         for name, parameter in self.parameters.items():
             found, arrived = self._begin(self.starts[name], self.starts[name] + parameter.numel())
             arrived()
@@ -91,7 +91,7 @@ class TiledUnit(Unit):
         return [slice(at, min(at + each, height)) for at in range(0, height, each)]
 
     def walk(self, name: str) -> Iterator[tuple[slice, Tensor]]:
-        """Each tile of a matrix, its rows and ``[rows, I]``; the next is on its way meanwhile."""
+        """Yield each tile of a matrix, its rows and ``[rows, I]``; the next one is fetched meanwhile."""
         width, start, rows = self.parameters[name].shape[1], self.starts[name], self.rows(name)
 
         def begin(each: slice) -> tuple[Tensor, Callable[[], None]]:
@@ -105,7 +105,7 @@ class TiledUnit(Unit):
             del tile
 
     def _overlaps(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the ranks that have some of a range of the whole, and which part of it."""
+        """Yield the ranks that have some of a range of the whole, with their parts of it."""
         for rank in range(self.group.size):
             low, high = max(begin, rank * self.each), min(end, (rank + 1) * self.each)
             if low < high:
@@ -113,7 +113,7 @@ class TiledUnit(Unit):
 
     @torch.no_grad()
     def _begin(self, begin: int, end: int) -> tuple[Tensor, Callable[[], None]]:
-        """Begin to bring a range of the whole to the device, and what waits for it."""
+        """Start fetching a range of the whole to the device; returns it with a function that waits for it."""
         found = torch.empty(end - begin, dtype=self.dtype, device=self._whole.device)
         own = self.group.rank * self.each
         link = self._link
@@ -164,7 +164,7 @@ class TiledUnit(Unit):
 
     @torch.no_grad()
     def reduce(self, given: Mapping[nn.Parameter, Tensor | None] | None = None) -> None:
-        """Sum the gradients of what is no matrix; those of tiles are summed already."""
+        """Sum the gradients of vector parameters; those of tiles are summed already."""
         vectors = {name: parameter for name, parameter in self.parameters.items() if parameter.ndim < 2}
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in vectors.items()}
         if self.complete is not None:
@@ -175,7 +175,7 @@ class TiledUnit(Unit):
 
 
 class Tiled(Weight):
-    """A matrix that comes in tiles: ``name`` of a unit, whose parameter ``inner`` has."""
+    """A matrix that is fetched in tiles: ``name`` of a unit, whose parameter ``inner`` has."""
 
     def __init__(self, inner: Dense, unit: TiledUnit, name: str) -> None:
         super().__init__(inner.out_features, inner.in_features)

@@ -29,33 +29,34 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FOR_EVER = timedelta(days=365)
-"""Ranks of an engine without work wait for their next message. That one of them is gone shows in the connection."""
+"""Timeout of messages: ranks of an idle engine wait for their next message. A broken connection shows that a rank has
+ended."""
 INLINE = 4096
-"""Bytes of a message that travel with its length."""
+"""Bytes of a message that are sent with its length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Error that a rank sends in an exchange in place of its value. ``user``: the message says what to change."""
+    """An error that a rank sends in an exchange in place of its value. ``user``: the message says what to change."""
 
     message: str
     user: bool
 
 
 class SharedError(Exception):
-    """All ranks know of this error: none of them waits for the one that raised it first."""
+    """An error that all ranks know of: none of them waits for the one that raised it first."""
 
 
 class SharedValueError(SharedError, ValueError):
-    """A rank found something that a user can mend."""
+    """A rank found an error that a user can fix."""
 
 
 class SharedRuntimeError(SharedError, RuntimeError):
-    """A rank found something else."""
+    """A rank found another error."""
 
 
 class World:
-    """All ranks, seen from one of them. torch's default process group must be there.
+    """All ranks, seen from one of them. torch's default process group must exist.
 
     Args:
         device: device of this rank.
@@ -67,26 +68,26 @@ class World:
         self.on_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         """Number of ranks on this host."""
         self.sums: dict[tuple[int, ...], PeerSums | str] = {}
-        """By the ranks of a group: all-reduces through shared GPU memory, or the reason that there are none."""
+        """All-reduces through shared GPU memory, or the reason that there are none, by the ranks of a group."""
         self.logits: dict[tuple[int, ...], SharedMemory] = {}
-        """By the ranks of a group: where they read each other's logits."""
+        """Memory in which ranks read each other's logits, by the ranks of a group."""
         self._groups: dict[Hashable, dist.ProcessGroup] = {}
         self._sent: list[tuple[dist.Work, Tensor]] = []
-        """Messages on their way, kept until they are there."""
+        """Messages in transit, kept until they have arrived."""
         self._control = dist.new_group(backend="gloo", timeout=FOR_EVER)
         self.seconds = 0.0
-        """Spent so far on waiting for messages of one rank (``receive``)."""
+        """Seconds spent on waiting for messages of one rank (``receive``)."""
 
     def group(self, ranks: tuple[int, ...], purpose: Hashable) -> dist.ProcessGroup:
-        """torch's group of these ranks for a purpose, the same whenever it is asked for: it has threads and connections
-        of its own. All ranks of the world call this."""
+        """Return torch's group of these ranks for a purpose, always the same one: it has threads and connections of its
+        own. All ranks of the world call this."""
         key = ranks, purpose
         if key not in self._groups:
             self._groups[key] = dist.new_group(list(ranks))
         return self._groups[key]
 
     def announce(self, message: Any) -> None:
-        """Send an object to all others, who ``listen``; rank 0 alone does."""
+        """Send an object to all others, who call ``listen``; only rank 0 calls this."""
         head, body = _packed(message)
         dist.broadcast(head, 0, group=self._control)
         if body is not None:
@@ -99,7 +100,7 @@ class World:
         return _unpacked(head, lambda body: dist.broadcast(body, 0, group=self._control))
 
     def send(self, message: Any, to: int, *, tag: int = 0) -> None:
-        """Send an object to one rank, which will ``receive`` it; does not wait for that."""
+        """Send an object to one rank, which must call ``receive``; does not wait for that."""
         head, body = _packed(message)
         self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
         for tensor in (head,) if body is None else (head, body):
@@ -108,7 +109,8 @@ class World:
                 self._sent.append((work, tensor))
 
     def receive(self, source: int, *, tag: int = 0) -> Any:
-        """Return the object that ``source`` sends with this tag; those of other tags wait for their own turn."""
+        """Return the object that ``source`` sends with this tag; objects with other tags are kept for their own
+        calls."""
         head = torch.empty(INLINE, dtype=torch.uint8)
         began = time.perf_counter()
         dist.recv(head, group=self._control, group_src=source, tag=tag)
@@ -131,7 +133,7 @@ class World:
         return found
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """See that all ranks have the same facts.
+        """Check that all ranks have the same facts.
 
         Raises:
             SharedValueError: they differ; the message names the fact, the ranks and both values.
@@ -155,14 +157,14 @@ class Solo(World):
         self.seconds = 0.0
 
     def exchange(self, mine: T | Failure) -> list[T]:
-        """See ``World.exchange``."""
+        """Return the value alone, see ``World.exchange``."""
         if isinstance(mine, Failure):
             raise (SharedValueError if mine.user else SharedRuntimeError)(mine.message)
         return [mine]
 
 
 def _packed(message: Any) -> tuple[Tensor, Tensor | None]:
-    """Return a message as bytes: its length and, if it is short, itself; and itself if it is long."""
+    """Encode a message as bytes: its length with a short message itself; and a long message separately."""
     data = pickle.dumps(message)
     head = torch.zeros(INLINE, dtype=torch.uint8)
     head[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)

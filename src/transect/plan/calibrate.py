@@ -18,7 +18,7 @@ from ..bench.levels import Level, Result
 from ..bench.workload import random_work
 from ..costs.fitting import FEWEST, Errors, FittedSteps, errors
 from ..explain.engine.calibration import host_seconds, known_steps
-from ..explain.engine.log import RunLog
+from ..explain.engine.log import DecisionRunLog
 from .profile import FORMAT, Loads, Profile
 
 PARTS = 8
@@ -44,7 +44,7 @@ def sweep(most: int, context: int, requests: int, seed: int = 0, highest: int = 
 
 
 def profile(
-    log: RunLog,
+    log: DecisionRunLog,
     results: Sequence[Result],
     rates: tuple[float, float] | None,
     model: str,
@@ -104,7 +104,7 @@ def held_out(work: Sequence[Any], seconds: Sequence[float]) -> Errors:
     return errors(predicted, np.array([seconds[place] for place in parts[1]]))
 
 
-def outside(log: RunLog, results: Sequence[Result]) -> tuple[float, float]:
+def outside(log: DecisionRunLog, results: Sequence[Result]) -> tuple[float, float]:
     """Return the median seconds from sending a request until an idle engine has it, and from the first token's step
     until the client has that token. Requests are matched in the order in which they came."""
     alone = results[0]

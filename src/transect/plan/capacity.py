@@ -12,7 +12,7 @@ from ..bench.traces.asked import Asked, faster, rate_of
 from ..bench.traces.mix import Mix
 from ..costs.steps import StepLoad
 from .fleet import EngineModel, Fleet, FleetRun
-from .target import Target
+from .target import LatencyTarget
 
 PRECISION = 0.02
 """Relative width at which the search for a rate ends."""
@@ -22,7 +22,7 @@ FULL = 0.95
 """Share of the KV cache that arithmetic lets sequences fill."""
 
 
-class StepTimes(Protocol):
+class StepTimeModel(Protocol):
     """Step times by their work."""
 
     def seconds(self, load: StepLoad) -> float:
@@ -30,7 +30,7 @@ class StepTimes(Protocol):
         ...
 
 
-class Load(Protocol):
+class RequestLoad(Protocol):
     """Requests at any rate."""
 
     def at(self, rate: float) -> list[Asked]:
@@ -80,15 +80,15 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One simulated rate: the summary with the keys of ``bench serve``, and what the engines did."""
+class RatePoint:
+    """One simulated rate: the summary with the keys of ``bench serve``, and the state of the engines."""
 
     rate: float
     summary: dict[str, Any]
     run: FleetRun
 
 
-def steady_step(steps: StepTimes, shape: Shape, rate: float) -> tuple[float, StepLoad] | None:
+def steady_step(steps: StepTimeModel, shape: Shape, rate: float) -> tuple[float, StepLoad] | None:
     """Find the step that an engine repeats under ``rate``, and its seconds: each request has a row in as many steps as
     it has output tokens, and its prompt's tokens come beside them. None if steps would grow without end."""
     seconds = 1e-3
@@ -109,7 +109,7 @@ def steady_step(steps: StepTimes, shape: Shape, rate: float) -> tuple[float, Ste
     return seconds, load
 
 
-def estimate(steps: StepTimes, kv_tokens: int, shape: Shape, target: Target) -> tuple[float, str]:
+def estimate(steps: StepTimeModel, kv_tokens: int, shape: Shape, target: LatencyTarget) -> tuple[float, str]:
     """Estimate the highest rate of an engine by arithmetic, and what bounds it: ``kv``, ``itl``, or ``compute``."""
     limit = target.limit("itl") or target.limit("tpot") or 0.2
 
@@ -131,15 +131,15 @@ def estimate(steps: StepTimes, kv_tokens: int, shape: Shape, target: Target) -> 
     return low, bound(high)
 
 
-def simulate(model: EngineModel, load: Load, rate: float, engines: int = 1, **options: Any) -> Point:
+def simulate(model: EngineModel, load: RequestLoad, rate: float, engines: int = 1, **options: Any) -> RatePoint:
     """Run the requests at ``rate`` through ``engines`` engines; ``options`` are those of ``Fleet``."""
     run = Fleet(model, engines, **options).run(load.at(rate))
-    return Point(rate, summary_of(run, warm=WARM), run)
+    return RatePoint(rate, summary_of(run, warm=WARM), run)
 
 
 def summary_of(run: FleetRun, warm: float = 0.0) -> dict[str, Any]:
-    """Summarize records as ``bench serve`` does, without the first share ``warm`` of them, and add what only a
-    simulation knows."""
+    """Summarize records as ``bench serve`` does, without the first share ``warm`` of them, and add the figures that
+    only a simulation has."""
     records = run.records[int(warm * len(run.records)) :]
     found = summarize(Run(records, run.seconds, 0.0))
     gauges = run.gauges
@@ -155,8 +155,12 @@ def summary_of(run: FleetRun, warm: float = 0.0) -> dict[str, Any]:
 
 
 def highest_rate(
-    model: EngineModel, load: Load, target: Target, start: float, keep: Callable[[Point], object] = lambda point: None
-) -> tuple[Point | None, Point]:
+    model: EngineModel,
+    load: RequestLoad,
+    target: LatencyTarget,
+    start: float,
+    keep: Callable[[RatePoint], object] = lambda point: None,
+) -> tuple[RatePoint | None, RatePoint]:
     """Search for the highest rate at which the target is met.
 
     Args:
@@ -170,7 +174,7 @@ def highest_rate(
         ValueError: the target is met at any rate, or a request cannot fit.
     """
 
-    def run(rate: float) -> tuple[Point, bool]:
+    def run(rate: float) -> tuple[RatePoint, bool]:
         point = simulate(model, load, rate)
         keep(point)
         return point, not target.missed(point.summary)

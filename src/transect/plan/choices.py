@@ -1,4 +1,4 @@
-"""A way to serve a model: which card, how many of them share it, in which formats; and how its engine behaves."""
+"""A way to serve a model (card, cards per engine, formats), and the behaviour of its engine."""
 
 from __future__ import annotations
 

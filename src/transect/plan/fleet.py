@@ -23,7 +23,7 @@ from ..engine.scheduling.virtual_device import StepSeconds
 from .requests import Tokens, shares_prefixes
 
 LESSONS, LESSON_CONTEXT = 3, 512
-"""Rounds of steps that an engine knows from before, and the positions of a sequence in them."""
+"""Rounds of steps whose times an engine knows from the start, and the positions of a sequence in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class EngineModel:
 
 
 def _doubled(most: int) -> list[int]:
-    """1, 2, 4, ... up to ``most``."""
+    """List 1, 2, 4, ... up to ``most``."""
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
@@ -108,8 +108,8 @@ class Kill:
 
 
 @dataclass(slots=True)
-class Gauges:
-    """Sums over looks at engines, one for each arrival.
+class FleetGauges:
+    """Sums over observations of engines, one for each arrival.
 
     Attributes:
         looks: number of them.
@@ -125,7 +125,7 @@ class Gauges:
     held: dict[str, int] = field(default_factory=dict)
 
     def look(self, engine: SimulatedEngine) -> None:
-        """Add one look at an engine."""
+        """Add one observation of an engine."""
         scheduler = engine.scheduler
         used = 1 - scheduler.cache.num_free / scheduler.config.num_blocks
         self.looks += 1
@@ -154,13 +154,13 @@ class FleetRun:
     steps: int
     preemptions: int
     prefix_hits: float
-    gauges: Gauges
+    gauges: FleetGauges
     sizes: list[tuple[float, int]]
 
 
 @dataclass(slots=True)
 class _Sent:
-    """A request on its way."""
+    """A request in progress."""
 
     number: int
     asked: Asked
@@ -168,7 +168,7 @@ class _Sent:
     line: Timeline
     told: int = 0
     before: list[float] = field(default_factory=list)
-    """Moments of tokens that engines which have failed since had drawn."""
+    """Times of tokens drawn by engines that have failed since."""
 
 
 class _Member:
@@ -215,9 +215,9 @@ class Fleet:
         self._router = router([limits.num_blocks * limits.block_size] * places, limits.block_size)
         self._engines = engines
         self._members: list[_Member] = []
-        """By the router's number; an engine that starts takes the place of one that has ended."""
+        """Engines by the router's number; a new engine replaces one that has ended."""
         self._gone: list[_Member] = []
-        self._gauges = Gauges()
+        self._gauges = FleetGauges()
         self._sizes: list[tuple[float, int]] = []
         self._done: list[tuple[_Sent, Timeline]] = []
 
@@ -339,7 +339,7 @@ class Fleet:
         self._gauges.look(member.engine)
 
     def _collect(self, member: _Member) -> None:
-        """Take finished requests, and tell the router of tokens that have come."""
+        """Take finished requests, and report new tokens to the router."""
         for line in member.engine.done:
             sent = member.sent.pop(line.request_id, None)
             if sent is not None:

@@ -1,4 +1,4 @@
-"""Every way to spread a run over some devices: which fit, how long each takes, which is the best and why.
+"""All ways to spread a run over some devices: which fit, their predicted step times, and the reasons for the best.
 
 A step has the same tokens under every layout. For each layout the largest micro-batch and the least checkpointing that
 fit are not always the fastest together, so all that fit are predicted, and the fastest stands for the layout.
@@ -17,21 +17,21 @@ from ..costs.memory.training_ranks import estimator, for_rank
 from ..costs.training import TrainingStep, predict
 from ..costs.units import gib
 from ..spec.layouts.refusals import reasons
-from ..spec.layouts.schedule import Name
+from ..spec.layouts.schedules.registry import schedules
 from ..spec.layouts.spread import Spread
 from ..spec.model import ModelConfig
 
 MOST_GPUS = 4096
 SEQUENCES = (1, 2, 4, 8, 16)
 """Numbers of sequences of a micro-batch to try."""
-SCHEDULES: tuple[tuple[Name, int], ...] = (("1f1b", 1), ("gpipe", 1), *(("interleaved", n) for n in (2, 4, 8)))
-"""Pipeline schedules, each with its runs of layers per rank."""
+CHUNKS = (2, 4, 8)
+"""Runs of layers per rank to try, for schedules with several."""
 AXES = ("data", "tensor", "pipeline", "context")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to run, and what is expected of it."""
+    """A layout with its settings and predictions."""
 
     spread: Spread
     plan: TrainingPlan
@@ -72,12 +72,12 @@ class Ranking:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits."""
+        """Fastest candidate that fits."""
         return self.fitting[0] if self.fitting else None
 
     def reasons(self) -> list[str]:
-        """Why the best is the best, one sentence a line: what the next ones spend more on, and what would be faster if
-        it fitted."""
+        """Explain the choice of the best, one sentence a line: what the next ones spend more time on, and what would be
+        faster if it fitted."""
         best = self.best
         if best is None:
             return []
@@ -96,7 +96,7 @@ class Ranking:
 
 
 def _difference(best: TrainingStep, other: TrainingStep) -> str:
-    """The parts in which ``other`` takes longer."""
+    """Describe the parts in which ``other`` takes longer."""
     more = {name: value - best.parts[name] for name, value in other.parts.items()}
     shown = sorted(((value, name) for name, value in more.items() if value > 0.002 * best.seconds), reverse=True)[:2]
     return " and ".join(f"{1e3 * value:.1f} ms more of {name}" for value, name in shown) or "by a little of everything"
@@ -108,9 +108,10 @@ def _largest(estimate: Estimate) -> str:
 
 
 def spreads(gpus: int, machine: Machine, *, axes: Iterable[str] = AXES, host_state: bool = False) -> Iterator[Spread]:
-    """Every way to lay ``gpus`` ranks out; tensor and context ranks stay within a host."""
+    """Yield every way to lay out ``gpus`` ranks; tensor and context ranks stay within a host."""
     axes = set(axes)
     sizes = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    kinds = [(kind.name, n) for kind in schedules().values() for n in (CHUNKS if kind.chunked else (1,))]
     for tensor in sizes if "tensor" in axes else [1]:
         for context in (n for n in sizes if gpus % (n * tensor) == 0) if "context" in axes else [1]:
             if tensor * context > machine.per_host:
@@ -120,7 +121,7 @@ def spreads(gpus: int, machine: Machine, *, axes: Iterable[str] = AXES, host_sta
                 if data > 1 and "data" not in axes:
                     continue
                 for zero in (0, 1, 2, 3) if data > 1 else (0,):
-                    for schedule, chunks in SCHEDULES if pipeline > 1 else SCHEDULES[:1]:
+                    for schedule, chunks in kinds if pipeline > 1 else [("1f1b", 1)]:
                         yield Spread(
                             data=data, zero=zero, tensor=tensor, pipeline=pipeline, context=context, schedule=schedule,
                             chunks=chunks, sequence=tensor > 1, reduce=2, host_state=host_state,
@@ -194,8 +195,8 @@ def rank(
 
 
 def _ways(plan: TrainingPlan, spread: Spread, tokens: int) -> Iterator[TrainingPlan]:
-    """Micro-batches and checkpointing to try: as many tokens to a step as asked for, or the next number that all ranks
-    share."""
+    """Yield micro-batches and checkpointing to try: steps have the requested tokens, or the next number that all ranks
+    can share."""
     seen = set()
     for sequences in SEQUENCES:
         size = sequences * plan.seq_len
@@ -213,7 +214,7 @@ def _ways(plan: TrainingPlan, spread: Spread, tokens: int) -> Iterator[TrainingP
 def what_would(
     config: ModelConfig, plan: TrainingPlan, ranking: Ranking, machine: Machine, tokens: int, axes: Iterable[str] = AXES
 ) -> list[str]:
-    """Where nothing fits: the changes that would make something fit, each as a clause."""
+    """List changes that would make something fit, each as a clause, for rankings in which nothing fits."""
     found = []
     if ranking.others:
         least = ranking.others[0]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from .report import NAMES, lines
-from .serving import Answer, ServingPlan
+from .serving import FleetPlan, SimulatedChoice
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 320, 70, 20, 34, 48
 COLOURS = ("#0b7285", "#f08c00", "#c92a2a", "#5f3dc4", "#2b8a3e", "#495057")
@@ -19,7 +19,7 @@ Curve = tuple[str, list[tuple[float, float]]]
 """A name and its points."""
 
 
-def page_of(plan: ServingPlan, title: str) -> str:
+def page_of(plan: FleetPlan, title: str) -> str:
     """Return the page."""
     pictures = []
     for name, words in NAMES.items():
@@ -37,12 +37,12 @@ def page_of(plan: ServingPlan, title: str) -> str:
     )
 
 
-def _points(answer: Answer, name: str) -> list[tuple[float, float]]:
+def _points(answer: SimulatedChoice, name: str) -> list[tuple[float, float]]:
     return [(each.rate, 1e3 * each.summary[name]["p99"]) for each in answer.points if each.summary[name]]
 
 
-def _costs(plan: ServingPlan, answer: Answer) -> list[tuple[float, float]]:
-    """Dollars per million output tokens, and TTFT p99, at each simulated rate of one engine."""
+def _costs(plan: FleetPlan, answer: SimulatedChoice) -> list[tuple[float, float]]:
+    """Return dollars per million output tokens, and TTFT p99, at each simulated rate of one engine."""
     hourly = plan.prices[answer.choice.card.name] * answer.choice.cards
     found = []
     for each in answer.points:

@@ -1,4 +1,4 @@
-"""A profile: one server as it was measured (``transect plan calibrate``), from which loads on it are simulated.
+"""A profile: measurements of one server (``transect plan calibrate``), by which loads on it are simulated.
 
 It holds the limits of the scheduler, step times fitted on one synthetic sweep, and the seconds that requests and tokens
 spend outside of the engine.
@@ -64,7 +64,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         try:
             found = msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError) as error:
-            raise ValueError(f"{path} is no profile ({error}): make one with `transect plan calibrate`") from None
+            raise ValueError(f"{path} is not a profile ({error}): make one with `transect plan calibrate`") from None
         if found.format != FORMAT:
             raise ValueError(f"{path} has format {found.format}, not {FORMAT}: calibrate again")
         return found
@@ -83,7 +83,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def engine(self) -> EngineModel:
-        """The server as a simulation has it."""
+        """Server as a simulation uses it."""
         header, times = msgspec.convert(self.header, Header), self.times
         limits = SchedulerConfig(**header.scheduler | {"max_queue": None, "seed": 0})
         return EngineModel(
@@ -114,7 +114,7 @@ class MeasuredSteps:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredChoice:
-    """One measured server, in the place of a ``CardChoice``."""
+    """One measured server, used like a ``CardChoice``."""
 
     profile: Profile
     steps: MeasuredSteps
@@ -125,7 +125,7 @@ class MeasuredChoice:
 
     @classmethod
     def of(cls, profile: Profile) -> MeasuredChoice:
-        """Make the choice of a profile; the device is named as its driver does, or as its preset."""
+        """Build the choice of a profile; the device is named as its driver does, or as its preset."""
         device = profile.header["device"]
         name = str(device.get("name", "a device"))
         card = detected(name) or Preset(
@@ -151,7 +151,7 @@ class MeasuredChoice:
 
     @property
     def how(self) -> str:
-        """Its formats in words."""
+        """Formats in words."""
         return f"measured, {self.weights} a weight"
 
     def __str__(self) -> str:
@@ -185,7 +185,7 @@ class Loads:
 
 
 def _known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the fields of ``kind`` among ``values``, with lists of a file as tuples."""
+    """Return the fields of ``kind`` among ``values``, with lists converted to tuples."""
     names = {field.name for field in fields(kind)}
     return {name: _tuples(value) for name, value in values.items() if name in names}
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .serving import GROWTH, LEAST_RATE, Answer, Estimated, ServingPlan, levels
+from .serving import GROWTH, LEAST_RATE, Estimated, FleetPlan, SimulatedChoice, levels
 
 NAMES = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
 SHARES = (50, 90, 99)
 
 
-def lines(plan: ServingPlan, title: str, top: int = 8) -> list[str]:
+def lines(plan: FleetPlan, title: str, top: int = 8) -> list[str]:
     """Return the plan as lines of text."""
     best = plan.answers[0]
     found = [title, f"target: {plan.target}", ""]
@@ -24,11 +24,11 @@ def lines(plan: ServingPlan, title: str, top: int = 8) -> list[str]:
     seen: dict[str, str] = {}
     for choice, why in plan.refused:
         seen.setdefault(why, str(choice))
-    found += [f"cannot be: {choice}: {why}" for why, choice in list(seen.items())[:3]]
+    found += [f"impossible: {choice}: {why}" for why, choice in list(seen.items())[:3]]
     return found
 
 
-def _table(plan: ServingPlan) -> list[str]:
+def _table(plan: FleetPlan) -> list[str]:
     rows: list[tuple[str, ...]] = [
         ("cards", "engines", "req/s", "most/engine", *(f"{NAMES[n]} p{s}" for n in NAMES for s in SHARES), "KV", "hits",
          "$/h", "$/M out", "J/token", "choice")
@@ -47,12 +47,12 @@ def _table(plan: ServingPlan) -> list[str]:
     ]
 
 
-def _needs(answer: Answer) -> str:
+def _needs(answer: SimulatedChoice) -> str:
     engines = f"{answer.engines} engine{'s' if answer.engines > 1 else ''}"
     return f"{answer.cards} x {answer.choice.card.name} as {engines} of {answer.choice.how}"
 
 
-def _about(plan: ServingPlan, answer: Answer) -> list[str]:
+def _about(plan: FleetPlan, answer: SimulatedChoice) -> list[str]:
     summary, choice = answer.level.summary, answer.choice
     total = sum(answer.parts.values())
     parts = sorted(answer.parts.items(), key=lambda part: -part[1])[:4]
@@ -84,7 +84,7 @@ def _figure(summary: dict[str, Any], name: str) -> str:
     return _time(summary[what][share])
 
 
-def _difference(plan: ServingPlan, best: Answer, other: Answer) -> str:
+def _difference(plan: FleetPlan, best: SimulatedChoice, other: SimulatedChoice) -> str:
     costs = [plan.cost(each).get("dollars_per_hour") for each in (best, other)]
     if costs[0] and costs[1]:
         more = f"{costs[1] / costs[0] - 1:+.0%} dollars"
@@ -108,7 +108,7 @@ def _money(dollars: float | None) -> str:
     return "-" if dollars is None else f"{dollars:.2f}"
 
 
-def as_json(plan: ServingPlan, settings: dict[str, Any]) -> dict[str, Any]:
+def as_json(plan: FleetPlan, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the plan as plain values: ``settings`` and ``levels`` as ``bench serve`` has them, the levels of the best
     choice, its load first; ``choices`` and what else there is."""
     best = plan.answers[0]
@@ -125,7 +125,7 @@ def as_json(plan: ServingPlan, settings: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _json(plan: ServingPlan, answer: Answer) -> dict[str, Any]:
+def _json(plan: FleetPlan, answer: SimulatedChoice) -> dict[str, Any]:
     choice = answer.choice
     return {
         "choice": str(choice),

@@ -14,7 +14,7 @@ from ..engine.scheduling.request import Request
 from ..engine.scheduling.sampling_params import SamplingParams
 
 PRIVATE = 2**24
-"""The first token of what no other prompt has."""
+"""First token of prompt pieces that no other prompt shares."""
 
 
 def shares_prefixes(asked: Sequence[Asked]) -> bool:
@@ -26,13 +26,13 @@ def shares_prefixes(asked: Sequence[Asked]) -> bool:
 
 @dataclass(slots=True)
 class Tokens:
-    """Makes up tokens: one number for each key, repeated over the length of its piece."""
+    """Generates tokens: one number for each key, repeated over the length of its piece."""
 
     _known: dict[str, int] = field(default_factory=dict)
     _private: Any = field(default_factory=lambda: count(PRIVATE))
 
     def request(self, name: str, asked: Asked, done: int = 0) -> Request:
-        """Make a request called ``name``, of whose answer ``done`` tokens are known and part of the prompt."""
+        """Build a request called ``name``; ``done`` tokens of its answer are known and part of the prompt."""
         tokens: list[int] = []
         for key, length in asked.pieces:
             tokens.extend(repeat(self._number(key), length))
@@ -52,7 +52,7 @@ class Tokens:
 
 
 def shared_tokens(asked: Sequence[Asked]) -> float:
-    """Return the share of prompt tokens that an endless prefix cache would find, prompts and answers."""
+    """Return the share of prompt tokens that an unbounded prefix cache would find, in prompts and answers."""
     known: set[str] = set()
     found = total = 0
     for each in asked:

@@ -9,21 +9,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..engine.scheduling.drafters.registry import SpeculativeConfig
-from .capacity import WARM, Load, Point, Shape, TraceLoad, estimate, highest_rate, simulate, steady_step
+from .capacity import WARM, RatePoint, RequestLoad, Shape, TraceLoad, estimate, highest_rate, simulate, steady_step
 from .choices import CardChoice
 from .fleet import EngineModel
 from .profile import MeasuredChoice
-from .target import Target
+from .target import LatencyTarget
 
 Way = CardChoice | MeasuredChoice
 GROWTH = 1.5
 """Growth of the load for which the plan says what breaks first."""
 MORE = 1.02
-"""Factor by which engines become more until the target is kept."""
+"""Factor between the numbers of engines that the search tries."""
 LEAST_RATE = 1e-3
-"""Requests per second of an engine; one that keeps the target below this alone does not count."""
+"""Lowest useful rate of an engine, in requests per second."""
 MOST_ENGINES = 64
-"""Engines of a fleet that a trace is simulated on."""
+"""Most engines of a fleet in a simulation of a trace."""
 CAUSES = {
     "kv": "the KV cache is full",
     "places": "max_num_seqs sequences run",
@@ -45,7 +45,7 @@ class Demand:
             that ranks choices does not count it; simulations do.
     """
 
-    load: Load
+    load: RequestLoad
     rate: float = 0.0
     users: int = 0
     think: float = 0.0
@@ -80,7 +80,7 @@ class Estimated:
 
 
 @dataclass(slots=True)
-class Answer:
+class SimulatedChoice:
     """A simulated choice.
 
     Attributes:
@@ -93,17 +93,17 @@ class Answer:
     """
 
     estimated: Estimated
-    most: Point
+    most: RatePoint
     missed: list[str]
     cause: str
     engines: int
     rate: float
-    level: Point
-    grown: Point
+    level: RatePoint
+    grown: RatePoint
     breaks: list[str]
     breaks_cause: str
     parts: Mapping[str, float]
-    points: list[Point] = field(default_factory=list)
+    points: list[RatePoint] = field(default_factory=list)
 
     @property
     def choice(self) -> Way:
@@ -117,17 +117,17 @@ class Answer:
 
 
 @dataclass(slots=True)
-class ServingPlan:
-    """Simulated choices, the cheapest first; the rest by arithmetic; and why others cannot be."""
+class FleetPlan:
+    """Simulated choices, the cheapest first; the rest by arithmetic; and the reasons against others."""
 
     demand: Demand
-    target: Target
-    answers: list[Answer]
+    target: LatencyTarget
+    answers: list[SimulatedChoice]
     estimated: list[Estimated]
     refused: list[tuple[Way, str]]
     prices: Mapping[str, float]
 
-    def cost(self, answer: Answer) -> dict[str, float]:
+    def cost(self, answer: SimulatedChoice) -> dict[str, float]:
         """Return dollars per hour, per million output tokens, per million tokens and per user and hour; empty without a
         price. ``joules_per_output_token`` is at the most power of the cards while they are busy; 0 if not known."""
         card, run = answer.choice.card, answer.level.run
@@ -153,11 +153,11 @@ class ServingPlan:
 def plan_serving(
     ways: Sequence[tuple[Way, str]],
     demand: Demand,
-    target: Target,
+    target: LatencyTarget,
     *,
     prices: Mapping[str, float] | None = None,
     simulated: int = 3,
-) -> ServingPlan:
+) -> FleetPlan:
     """Plan a service.
 
     Args:
@@ -180,7 +180,7 @@ def plan_serving(
         (_estimated(choice, shape, demand, target, prices) for choice in possible),
         key=lambda each: (each.per_hour, each.cards, -each.rate),
     )
-    answers: list[Answer] = []
+    answers: list[SimulatedChoice] = []
     waiting = list(ranked)
     while waiting and len(answers) < simulated:
         found = _answer(waiting.pop(0), shape, demand, target)
@@ -190,10 +190,12 @@ def plan_serving(
         raise ValueError(f"no choice keeps {target} at any rate: allow more time, or name other cards or formats")
     answers.sort(key=lambda each: (prices.get(each.choice.card.name, 1.0) * each.cards, -each.most.rate))
     kept = {id(each.estimated) for each in answers}
-    return ServingPlan(demand, target, answers, [each for each in ranked if id(each) not in kept], refused, prices)
+    return FleetPlan(demand, target, answers, [each for each in ranked if id(each) not in kept], refused, prices)
 
 
-def _estimated(choice: Way, shape: Shape, demand: Demand, target: Target, prices: Mapping[str, float]) -> Estimated:
+def _estimated(
+    choice: Way, shape: Shape, demand: Demand, target: LatencyTarget, prices: Mapping[str, float]
+) -> Estimated:
     rate, bound = estimate(choice.steps, choice.kv_tokens, shape, target)
     step = steady_step(choice.steps, shape, rate)
     e2e = shape.output * step[0] if step is not None else math.inf
@@ -201,7 +203,7 @@ def _estimated(choice: Way, shape: Shape, demand: Demand, target: Target, prices
     return Estimated(choice, rate, bound, engines, engines * choice.cards * prices.get(choice.card.name, 1.0))
 
 
-def _answer(estimated: Estimated, shape: Shape, demand: Demand, target: Target) -> Answer | None:
+def _answer(estimated: Estimated, shape: Shape, demand: Demand, target: LatencyTarget) -> SimulatedChoice | None:
     """Simulate a choice; None if it meets the target at no rate."""
     if estimated.rate < LEAST_RATE:
         return None
@@ -209,7 +211,7 @@ def _answer(estimated: Estimated, shape: Shape, demand: Demand, target: Target) 
     if demand.fleet and isinstance(demand.load, TraceLoad):
         return _fleet_answer(estimated, shape, demand, target, demand.load)
     engine = demand.engine(choice)
-    points: list[Point] = []
+    points: list[RatePoint] = []
     most, worst = highest_rate(engine, demand.load, target, 0.9 * estimated.rate, points.append)
     if most is None:
         return None
@@ -227,11 +229,13 @@ def _answer(estimated: Estimated, shape: Shape, demand: Demand, target: Target) 
     return _with_reasons(estimated, shape, target, most, worst, engines, total, level, grown, points)
 
 
-def _fleet_answer(estimated: Estimated, shape: Shape, demand: Demand, target: Target, load: TraceLoad) -> Answer | None:
+def _fleet_answer(
+    estimated: Estimated, shape: Shape, demand: Demand, target: LatencyTarget, load: TraceLoad
+) -> SimulatedChoice | None:
     """Search for the fewest engines behind a router that keep the target on a trace at its own times."""
     choice, rate = estimated.choice, demand.rate
     engine = demand.engine(choice)
-    tried: dict[int, Point] = {}
+    tried: dict[int, RatePoint] = {}
 
     def met(engines: int) -> bool:
         if engines not in tried:
@@ -253,22 +257,22 @@ def _fleet_answer(estimated: Estimated, shape: Shape, demand: Demand, target: Ta
 
 
 def _with_reasons(
-    estimated: Estimated, shape: Shape, target: Target, most: Point, worst: Point, engines: int, rate: float,
-    level: Point, grown: Point, points: list[Point],
-) -> Answer:  # fmt: skip
+    estimated: Estimated, shape: Shape, target: LatencyTarget, most: RatePoint, worst: RatePoint, engines: int,
+    rate: float, level: RatePoint, grown: RatePoint, points: list[RatePoint],
+) -> SimulatedChoice:  # fmt: skip
     choice = estimated.choice
     own = Shape(shape.prompt, shape.prompt * (1 - level.summary["prefix_hit_share"]), shape.output)
     step = steady_step(choice.steps, own, rate / engines)
     parts = choice.steps.parts(step[1]) if step is not None else {}
     breaks = target.missed(grown.summary)
-    return Answer(
+    return SimulatedChoice(
         estimated, most, target.missed(worst.summary), cause(worst), engines, rate, level, grown, breaks,
         cause(grown) if breaks else "", parts, sorted(points, key=lambda point: point.rate),
     )  # fmt: skip
 
 
-def cause(point: Point) -> str:
-    """Say what held requests back at a simulated rate: the most frequent cause, if it is frequent."""
+def cause(point: RatePoint) -> str:
+    """Return the reason that held requests back at a simulated rate: the most frequent one, if it is frequent."""
     held, looks = point.summary["held_back"], max(1, point.run.gauges.looks)
     if point.run.preemptions > 0.02 * len(point.run.records):
         return CAUSES["kv"]
@@ -276,7 +280,7 @@ def cause(point: Point) -> str:
     return CAUSES.get(often, often) if held.get(often, 0) > 0.2 * looks else CAUSES[""]
 
 
-def levels(answer: Answer) -> list[dict[str, Any]]:
+def levels(answer: SimulatedChoice) -> list[dict[str, Any]]:
     """Return the simulated rates as ``bench serve`` writes its levels; the first is the load of the service."""
     shown = [answer.level, *(point for point in answer.points if point is not answer.level)]
     return [{"load": point.rate, "load_unit": "requests/s", "warm_up_share": WARM, **point.summary} for point in shown]

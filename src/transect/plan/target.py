@@ -15,13 +15,13 @@ _PART = re.compile(r"(\w+)(?:\.p(\d+))?=([0-9]*\.?[0-9]+)(ms|s)")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LatencyTarget:
     """The longest allowed seconds, by (name, percentile)."""
 
     limits: Mapping[tuple[str, int], float]
 
     @classmethod
-    def parse(cls, text: str) -> Target:
+    def parse(cls, text: str) -> LatencyTarget:
         """Read ``ttft.p99=1s,itl.p99=50ms,e2e.p50=10s``; a name alone means its p99.
 
         Raises:

@@ -113,16 +113,16 @@ class Answers:
 
     @property
     def plain(self) -> bool:
-        """They are text and nothing else."""
+        """True if the answers are text and nothing else."""
         return self.use is None and self._thoughts is None and not self._channels
 
     @property
     def thinks(self) -> bool:
-        """Thoughts may come before an answer."""
+        """True if thoughts may come before an answer."""
         return self._thoughts is not None or self._channels
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """Sampling parameters with the grammar of these answers.
+        """Return the sampling parameters with the grammar of these answers.
 
         Raises:
             ValueError: the tools and the form that was asked for cannot be had together.
@@ -158,7 +158,7 @@ class Answers:
         return changed
 
     def reader(self) -> AnswerReader:
-        """For one answer."""
+        """Build a reader for one answer."""
         if self._channels:
             return AnswerReader(HarmonyReader(self._prompt, calls=self.use is not None), None)
         thoughts = tools = None
@@ -169,12 +169,13 @@ class Answers:
         return AnswerReader(thoughts, tools)
 
     def finish_reason(self, reason: str, reader: AnswerReader) -> str:
-        """An answer that ends with calls says so, unless the request had named the call."""
+        """Return the finish reason to report: ``tool_calls`` if the answer ends with calls, unless the request named
+        the call."""
         called = reader.num_calls and self.use is not None and self.use.mode != "named"
         return "tool_calls" if called and reason == "stop" else reason
 
     def thought_tokens(self, reader: AnswerReader, token_ids: Sequence[int]) -> int:
-        """Tokens of an answer that has been read that are thoughts: the first ones."""
+        """Count the leading tokens of a fully read answer that are thoughts."""
         tokenizer, left, count = self._serving.engine.tokenizer, reader.thought_bytes, 0
         unseen = () if self._shows_special else self._serving.special_ids.values()
         hidden = frozenset(unseen)

@@ -53,7 +53,7 @@ from .serving import Engine, Serving
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text}
     for status, text in {
-        400: "something in the request must be changed",
+        400: "the request is not valid; the message names what to change",
         401: "a valid API key is needed",
         403: "for the operator's key",
         404: "no such model",
@@ -113,7 +113,7 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
 
 
 def _describe_keys(app: FastAPI) -> None:
-    """Let the API's description say that keys are bearer tokens, so that /docs can send one."""
+    """Declare keys as bearer tokens in the API's description, so that /docs can send one."""
     describe = app.openapi
 
     def described() -> dict[str, Any]:
@@ -163,54 +163,54 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 
 @api.post("/v1/chat/completions", response_model=ChatResponse, tags=["OpenAI"])
 async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
-    """The next message of a conversation."""
+    """Return the next message of a conversation."""
     return await _answer(request, functools.partial(Chat, _serving(request, body.model), body))
 
 
 @api.post("/v1/responses", tags=["OpenAI"])
 async def responses(request: Request, body: ResponsesRequest) -> Response:
-    """An answer to a conversation, which is kept for the next request (``previous_response_id``)."""
+    """Answer a conversation, and keep the answer for the next request (``previous_response_id``)."""
     make = functools.partial(Responses, _serving(request, body.model), request.app.state.responses, body)
     return await _answer(request, make, done=b"", failed=response_error)
 
 
 @api.get("/v1/responses/{response_id}", tags=["OpenAI"])
 async def response_by_id(request: Request, response_id: str) -> Response:
-    """An answer that is kept."""
+    """Return a kept answer."""
     return Response(request.app.state.responses.find(response_id)[0], media_type="application/json")
 
 
 @api.delete("/v1/responses/{response_id}", tags=["OpenAI"])
 async def forget_response(request: Request, response_id: str) -> dict[str, Any]:
-    """Keep it no longer."""
+    """Delete a kept answer."""
     request.app.state.responses.forget(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 @api.post("/v1/messages", tags=["Anthropic"])
 async def messages(request: Request, body: MessagesRequest) -> Response:
-    """The next message of a conversation, as Anthropic's API has it."""
+    """Return the next message of a conversation, in the form of Anthropic's API."""
     make = functools.partial(Messages, _serving(request, body.model), body)
     return await _answer(request, make, done=b"", failed=message_error)
 
 
 @api.post("/v1/messages/count_tokens", tags=["Anthropic"])
 async def count_message_tokens(request: Request, body: CountRequest) -> dict[str, int]:
-    """Tokens of a prompt."""
+    """Count the tokens of a prompt."""
     async with _deadline(request):
         return {"input_tokens": await count_tokens(_serving(request, body.model), body)}
 
 
 @api.get("/v1/models", response_model=ModelList, tags=["OpenAI"])
 async def models(request: Request) -> ModelList:
-    """The names that requests may give as ``model``."""
+    """List the names that requests may give as ``model``."""
     serving = _serving(request)
     return ModelList(data=[_model(serving, name) for name in serving.options.model_names])
 
 
 @api.get("/v1/models/{name:path}", response_model=Model, tags=["OpenAI"])
 async def model(request: Request, name: str) -> Model:
-    """One of them."""
+    """Describe one served model."""
     return _model(_serving(request, name), name)
 
 
@@ -220,7 +220,7 @@ def _model(serving: Serving, name: str) -> Model:
 
 @api.post("/tokenize", response_model=TokenizeResponse, tags=["tokenizer"])
 async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
-    """Token ids of a text, or of messages as the model would see them."""
+    """Return the token ids of a text, or of messages as the model would see them."""
     serving = _serving(request, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
@@ -248,7 +248,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
 
 @api.post("/detokenize", response_model=DetokenizeResponse, tags=["tokenizer"])
 async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeResponse:
-    """Text of token ids."""
+    """Return the text of token ids."""
     serving = _serving(request, body.model)
     limit = serving.engine.vocab_size
     if body.tokens and max(body.tokens) >= limit:
@@ -261,12 +261,13 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeRes
 
 @plain.get("/health", response_model=Health, responses={503: {"model": Health}}, tags=["operations"])
 async def health(request: Request) -> JSONResponse:
-    """200 while the server takes work and its engine makes progress, else 503 with the reason. Needs no API key."""
+    """Return 200 while the server takes work and its engine makes progress, else 503 with the reason. Needs no API
+    key."""
     report = await health_of(_serving(request))
     return JSONResponse(report.model_dump(), status_code=200 if report.state == "ok" else 503)
 
 
 @plain.get("/metrics", response_class=Response, tags=["operations"])
 async def metrics(request: Request) -> Response:
-    """Prometheus metrics. Needs no API key, unless the server was started with --protect-metrics."""
+    """Return the Prometheus metrics. Needs no API key, unless the server was started with --protect-metrics."""
     return Response(await scrape(_serving(request)), media_type="text/plain; version=0.0.4; charset=utf-8")

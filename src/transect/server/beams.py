@@ -34,7 +34,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "prompt_logprobs": (),
 }
-"""Fields that beam search does not go with, and the values of theirs that ask for nothing."""
+"""Fields that beam search does not support, with the values at which each field has no effect."""
 
 
 def beam_params(body: SamplingBody, params: SamplingParams, width: int, longest: int) -> BeamSearchParams | None:
@@ -62,7 +62,7 @@ def beam_params(body: SamplingBody, params: SamplingParams, width: int, longest:
             message = f"beam search compares answers by the model's own probabilities: leave {name} out"
             raise ApiError(400, message, param=name, code="unsupported_parameter")
     if params.structured_outputs is not None:
-        message = "beam search does not go with a form of the answer or with tools: leave one of them out"
+        message = "beam search cannot be combined with a response format or tools: leave one of them out"
         raise ApiError(400, message, param="use_beam_search", code="unsupported_parameter")
     try:
         return BeamSearchParams(
@@ -83,7 +83,7 @@ def beam_params(body: SamplingBody, params: SamplingParams, width: int, longest:
 
 
 class Beams:
-    """The searches of one request; to its caller like a ``Generation`` that comes in one piece."""
+    """The searches of one request, with the interface of a ``Generation`` that returns its result in one piece."""
 
     def __init__(
         self,
@@ -107,11 +107,11 @@ class Beams:
         )
 
     def usage(self) -> Usage:
-        """Tokens of the prompts, and of the answers that are given."""
+        """Count the tokens of the prompts, and of the answers that are returned."""
         return self._usage
 
     async def whole(self) -> list[RequestOutput]:
-        """For each prompt its answers, best first.
+        """Return the answers of each prompt, best first.
 
         Raises:
             ApiError: see ``Generation``.
@@ -140,7 +140,7 @@ class Beams:
         return results
 
     async def _step(self, searches: Sequence[BeamSearch]) -> None:
-        """One more token for every beam of every search."""
+        """Advance every beam of every search by one token."""
         longer = [
             Prompt(None, [*prompt.token_ids, *beam])
             for prompt, search in zip(self.prompts, searches, strict=True)

@@ -1,5 +1,5 @@
-"""An answer as a row of blocks, one after another: thoughts, text, calls. ``/v1/responses`` and ``/v1/messages`` show
-answers so, whole and as they come."""
+"""An answer as a list of blocks: thoughts, text, calls. ``/v1/responses`` and ``/v1/messages`` show answers as blocks,
+whole and in streams."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Kind = Literal["thoughts", "text", "call"]
 
 @dataclass(slots=True)
 class Block:
-    """A part of an answer. ``content`` is text, or the arguments of a call as JSON text; it grows while they come."""
+    """A part of an answer. ``content`` is text, or the arguments of a call as JSON text; it grows during a stream."""
 
     kind: Kind
     index: int
@@ -57,10 +57,10 @@ class Blocks:
         self._logprobs: list[dict[str, Any]] = []
 
     def feed(self, piece: AnswerPiece, logprobs: Sequence[dict[str, Any]] = ()) -> list[News]:
-        """Changes that a piece of the answer makes.
+        """Add a piece of the answer, and return the events that it causes.
 
         Args:
-            logprobs: of the tokens that came with it. Those of tokens that are no text yet wait for it.
+            logprobs: of the tokens that came with it. Those of tokens that are not text yet wait for it.
         """
         self._logprobs += logprobs
         news: list[News] = []
@@ -81,7 +81,7 @@ class Blocks:
         return news
 
     def close(self) -> list[News]:
-        """The last block is at its end."""
+        """Close the last block, and return its event."""
         was_open, self._open = self._open, False
         return [News("end", self.blocks[-1])] if was_open else []
 
@@ -129,12 +129,12 @@ class Conversation:
         self.blocks = Blocks()
         self.ending = Ending("stop", None)
         self.thought_tokens = 0
-        """Tokens of the answer that were thoughts; known when it has ended."""
+        """Tokens of the answer that were thoughts; known when the answer has ended."""
         self.continued = False
-        """The news that come now are ``Update.approximate``."""
+        """True while updates are approximate (``Update.approximate``)."""
 
     async def start(self, template_kwargs: dict[str, Any] | None = None, *, goes_on: bool = False) -> Generation:
-        """Submit; a refusal is raised here. ``goes_on``: with the last message, which is the beginning of the answer.
+        """Submit the request; a refusal is raised here. ``goes_on``: the answer continues the last message.
 
         Raises:
             ApiError: the conversation or the parameters are at fault, or the engine refuses.
@@ -157,7 +157,8 @@ class Conversation:
             )
 
     async def submit(self, said: str = "") -> Generation:
-        """Submit the prompt that ``prepare`` has made; ``said``: the beginning of the answer, if the prompt has one."""
+        """Submit the prompt that ``prepare`` has made; ``said``: the beginning of the answer, if the prompt contains
+        it."""
         self._answers = Answers(self.serving, self.use, self.prompt.text or "", said)
         try:
             params = await aside(self._answers.params, self.params)
@@ -191,7 +192,7 @@ class Conversation:
         return chat_logprobs(update.logprobs, update.token_ids, self.params.logprobs, tokenizer).model_dump()["content"]
 
     async def whole(self) -> list[Block]:
-        """All blocks, when the answer has ended."""
+        """Wait for the end of the answer, and return all blocks."""
         async for _ in self.news():
             pass
         return self.blocks.blocks

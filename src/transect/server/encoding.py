@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from ..text.protocols import TokenizerLike
 
 SHORT = 8192
-"""Characters that are encoded at once, in the caller: that takes a millisecond or two. The way to a thread and back
-would take as long, and longer while other requests keep Python busy."""
+"""Most characters that are encoded in the caller's thread, which takes a millisecond or two. Passing a text to a thread
+and back would take as long, and longer while other requests keep Python busy."""
 PIECE = 32 * 1024
 """Characters of a piece."""
 WORKERS = 2
@@ -28,7 +28,7 @@ class TooManyTokens(ValueError):
     """The text has more tokens than fit: at least ``at_least``."""
 
     def __init__(self, at_least: int, limit: int) -> None:
-        super().__init__(f"the text has at least {at_least} tokens, and {limit} are the most")
+        super().__init__(f"the text has at least {at_least} tokens, and at most {limit} are allowed")
         self.at_least = at_least
 
 
@@ -41,7 +41,7 @@ class Encoder:
     async def encode(
         self, tokenizer: TokenizerLike, text: str, limit: int, *, add_special: bool, parse_special: bool
     ) -> list[int]:
-        """Token ids of a text.
+        """Encode a text to token ids.
 
         Args:
             tokenizer: must be safe to share between threads.

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 GROUP = 64
-"""Engine requests of one HTTP request at the same time, where they are many and short."""
+"""Engine requests of one HTTP request that run at the same time, if the HTTP request makes many short ones."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as text (None where it came as token ids) and as token ids."""
+    """A prompt as text (None if it came as token ids) and as token ids."""
 
     text: str | None
     token_ids: list[int]
@@ -49,7 +49,8 @@ class Prompt:
 
 @dataclass(slots=True)
 class Event:
-    """News of one choice. ``choice`` counts through all prompts: prompt index * n + index in the engine request."""
+    """An update of one choice. ``choice`` counts through all prompts: prompt index * n + index in the engine
+    request."""
 
     prompt: int
     choice: int
@@ -88,7 +89,7 @@ class Generation:
         self._approximate = False
         self._reasons: list[str] = []
         self._times: RequestTimes | None = None
-        """Those of the choice that ended last."""
+        """Times of the choice that ended last."""
         self._counted = False
         self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
@@ -97,7 +98,7 @@ class Generation:
         self._deadline = deadline or Deadline(serving.options.request_timeout_s)
 
     def usage(self) -> Usage:
-        """Token counts so far."""
+        """Return the token counts so far."""
         cached = PromptDetails(cached_tokens=sum(self._cached_tokens))
         prompt, completion = sum(len(prompt.token_ids) for prompt in self.prompts), self.completion_tokens
         return Usage(
@@ -125,7 +126,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> Event:
-        """The next update.
+        """Return the next update.
 
         Raises:
             ApiError: this request failed; nothing more will come.
@@ -159,7 +160,7 @@ class Generation:
         return [results[index] for index in range(len(self.prompts))]
 
     async def aclose(self) -> None:
-        """End what still runs in the engine. Harmless when repeated."""
+        """Abort everything that still runs in the engine. May be called repeatedly."""
         if self._source is not None:
             await self._source.aclose()
         usage = self.usage()
@@ -183,7 +184,7 @@ class Generation:
             return await anext(self._source, None)
 
     def _traced(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
-        """``_updates``, with a span where the server makes spans."""
+        """Return ``_updates`` wrapped in a span, if the server makes spans."""
         tracing, updates = self._serving.tracing, self._updates(index, prompt)
         if tracing is None:
             return updates
@@ -191,7 +192,7 @@ class Generation:
         return _watched(span, updates)
 
     async def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
-        """One engine request. Whatever the engine has against it is raised as an ``ApiError``."""
+        """Yield the updates of one engine request. Errors of the engine are raised as ``ApiError``."""
         params = self.params
         timer = RequestTimer(
             self._serving.metrics, time.monotonic(), len(prompt.token_ids), params.n, params.max_tokens
@@ -225,7 +226,7 @@ class Generation:
             raise
 
     async def _merged(self) -> AsyncGenerator[Event, None]:
-        """All engine requests of this one, in the order of their news."""
+        """Yield the updates of all engine requests in the order of arrival."""
         mailbox: Mailbox[Event | Exception | None] = Mailbox()
         tasks = [asyncio.create_task(self._pump(i, prompt, mailbox)) for i, prompt in enumerate(self.prompts)]
         left = len(tasks)
@@ -244,7 +245,7 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pump(self, index: int, prompt: Prompt, mailbox: Mailbox[Event | Exception | None]) -> None:
-        """Carry one engine request's updates into the common mailbox; None there means that it has ended."""
+        """Copy one engine request's updates to the common mailbox; None marks its end."""
         try:
             async with aclosing(self._traced(index, prompt)) as updates:
                 async for event in updates:
@@ -282,8 +283,8 @@ async def whole_in_groups(
     deadline: Deadline,
     pooling: Pooling | None = None,
 ) -> list[RequestOutput]:
-    """Results of any number of prompts, in their order: those of one HTTP request fill the queue neither for others
-    nor for each other.
+    """Run any number of prompts in groups and return their results in order, so that one HTTP request does not fill the
+    queue for others or for itself.
 
     Raises:
         ApiError: see ``Generation``.
@@ -297,7 +298,7 @@ async def whole_in_groups(
 
 
 async def _watched(span: RequestSpan, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-    """The events, seen by a span that ends with them."""
+    """Yield the events, and record them in a span that ends with them."""
     with span:
         async with aclosing(events):
             async for event in events:

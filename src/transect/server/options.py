@@ -1,4 +1,4 @@
-"""Settings of the HTTP server: one frozen description, which the options of ``transect serve`` come from."""
+"""Settings of the HTTP server: one frozen description, from which the options of ``transect serve`` are derived."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class ServerOptions:
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
-        """``api_keys`` with the clients that they stand for; those that are text alone are ``key-1`` and so on."""
+        """``api_keys`` with their clients; keys given as text alone are named ``key-1`` and so on."""
         from .http.clients import ApiKey, Client
 
         return tuple(
@@ -133,7 +133,7 @@ def _check_network(text: str) -> None:
 
 
 def _check_tls(certificate: str | None, key: str | None) -> None:
-    """Load the files once, so that what is wrong with them is said before a model is loaded."""
+    """Load the certificate files once, so that errors in them are reported before a model is loaded."""
     if certificate is None:
         if key is not None:
             raise ValueError("ssl_keyfile needs ssl_certfile, the certificate that it belongs to")

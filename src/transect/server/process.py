@@ -36,19 +36,19 @@ log = logging.getLogger("transect.server")
 WATCH_S = 0.5
 """Seconds between checks that the engine process is alive."""
 SETTLE_S = 5.0
-"""Seconds for the last answers to leave after the engine has ended."""
+"""Seconds for the last answers to be sent after the engine has ended."""
 BACKLOG = 2048
 """Connections that wait to be accepted."""
 ACCEPTED_AT_ONCE = 32
 """Connections that are accepted in one pass of the event loop."""
 RED_S = 1.0
-"""Seconds that /health stays up, and red, after the engine's death, so that a probe can see it."""
+"""Seconds for which /health reports 503 after the engine's death, so that a probe can see it."""
 
 DRAINED, ENGINE_DIED, INTERRUPTED = 0, 1, 130
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: who connects while the model loads is refused, not left waiting.
+    """Bind a socket that does not listen yet: connections are refused while the model loads, not left waiting.
 
     Args:
         host: name or address of a local interface.
@@ -62,7 +62,7 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ValueError(f"--host {host!r} is no address of this machine ({error.strerror or error})") from None
+        raise ValueError(f"--host {host!r} is not an address of this machine ({error.strerror or error})") from None
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -82,8 +82,8 @@ def _bind_error(host: str, port: int, error: OSError) -> ValueError:
 
 
 def bind_unix(path: str) -> socket.socket:
-    """A bound Unix socket that does not listen yet, which this user alone may use. What a killed server left there is
-    replaced; the caller removes it in the end.
+    """Bind a Unix socket that does not listen yet and that only this user may use. A socket left by a killed server is
+    replaced; the caller removes the new one in the end.
 
     Raises:
         ValueError: the path is taken by something else, or cannot be had.
@@ -115,7 +115,7 @@ def _abandoned(path: str) -> bool:
 
 
 def url_of(sock: socket.socket, scheme: str = "http") -> str:
-    """Where a client on this machine reaches the socket; ``unix:PATH`` of a Unix socket."""
+    """Return the URL by which a client on this machine reaches the socket; ``unix:PATH`` for a Unix socket."""
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
@@ -125,7 +125,7 @@ def url_of(sock: socket.socket, scheme: str = "http") -> str:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn, but the signals are ours."""
+    """uvicorn without its signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -134,7 +134,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Signals:
-    """SIGTERM, SIGHUP and Ctrl-C as something to wait for. A second signal of any kind means: now.
+    """SIGTERM, SIGHUP and Ctrl-C as awaitable events. A second signal of any kind ends the server immediately.
 
     SIGHUP, which a closed terminal sends, is left alone where it is ignored, as ``nohup`` wants it.
 
@@ -208,7 +208,7 @@ async def serve(
 
 
 async def _reload(engine: Any, signals: _Signals, reload: Callable[[Any], Awaitable[None]]) -> None:
-    """Replace the engine's processes at each SIGHUP; one that comes meanwhile is the next."""
+    """Replace the engine's processes at each SIGHUP; a signal that arrives during a reload starts another one."""
     while True:
         await signals.reload.wait()
         signals.reload.clear()
@@ -294,7 +294,7 @@ async def _serve(
 
 
 async def _death(engine: Engine) -> str | None:
-    """Returns when the engine process is gone, with what is known of the cause."""
+    """Wait for the end of the engine process, and return the known cause."""
     while (health := await engine.health()).state != "dead":
         await asyncio.sleep(WATCH_S)
     return health.detail
@@ -303,8 +303,8 @@ async def _death(engine: Engine) -> str | None:
 async def _drain(
     serving: Serving, engine: Any, signals: _Signals, death: asyncio.Task[str | None], grace_s: float
 ) -> bool:
-    """Let running requests finish; what is left after the grace period, or at a second signal, gets one clean error.
-    Returns whether all have ended."""
+    """Let running requests finish; after the grace period, or at a second signal, the rest get one clean error. Returns
+    True if all have ended."""
     waiting = [asyncio.ensure_future(each) for each in (serving.idle.wait(), signals.again.wait())]
     await asyncio.wait((*waiting, death), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
     for each in waiting:

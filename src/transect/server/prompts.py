@@ -1,4 +1,4 @@
-"""From a request body to token ids."""
+"""Conversion of request bodies to token ids."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from .openai.protocol import ChatMessage
 from .serving import Serving
 
 RESERVED = {"self", "messages", "add_generation_prompt"}
-"""Names that ``chat_template_kwargs`` cannot give: they have a field of their own, or none."""
+"""Names that ``chat_template_kwargs`` cannot set: they have a field of their own, or are reserved."""
 COUNTED_CONTEXTS = 4
 LEAST_COUNTED = 65536
 
 
 def most_counted(serving: Serving) -> int:
-    """Tokens of a text that is only to be tokenized, or cut: enough to see by how much a text is too long."""
+    """Return the limit of tokens for texts that are only tokenized or truncated: enough to report by how much a text is
+    too long."""
     return max(COUNTED_CONTEXTS * serving.engine.max_model_len, LEAST_COUNTED)
 
 
@@ -114,11 +115,11 @@ async def completion_prompts(
 async def gap_prompts(
     serving: Serving, prompt: Any, suffix: str, gap: Gap, *, parse_special: bool = True
 ) -> list[Prompt]:
-    """The prompts of a completions request that fills in what stands between ``prompt``, one text or several, and
+    """Build the prompts of a completions request that fills the gap between ``prompt``, one text or several, and
     ``suffix``.
 
     Raises:
-        ApiError: 400 where a prompt is no text, or too long, or there are too many.
+        ApiError: 400 where a prompt is not text, or too long, or there are too many.
     """
     many = [prompt] if isinstance(prompt, str) else list(prompt)
     limit = serving.options.max_prompts
@@ -137,10 +138,10 @@ async def gap_prompts(
 
 
 def truncated(serving: Serving, prompt: Prompt, most: int | None, room: int) -> Prompt:
-    """The last ``most`` tokens of a prompt; -1: as many as leave ``room`` for the answer in the context.
+    """Keep the last ``most`` tokens of a prompt; -1 keeps as many as leave ``room`` for the answer in the context.
 
     Raises:
-        ApiError: 400 where ``most`` is no number of tokens, or the answer takes all of the context.
+        ApiError: 400 where ``most`` is not a number of tokens, or the answer takes all of the context.
     """
     if most is None:
         return prompt
@@ -167,8 +168,8 @@ async def chat_prompt(
     template_kwargs: dict[str, Any] | None = None,
     use: ToolUse | None = None,
 ) -> Prompt:
-    """A conversation through the model's chat template; ``use``: the tools that it may use. What looks like a special
-    token in a message stays text.
+    """Render a conversation through the model's chat template; ``use``: the tools that it may use. Spellings of special
+    tokens in a message stay text.
 
     Raises:
         ApiError: 400 where the model has no template, the template refuses the messages, or the result is too long.
@@ -200,7 +201,7 @@ async def chat_prompt(
 def _rendering(
     serving: Serving, messages: Sequence[ChatMessage], kwargs: dict[str, Any], use: ToolUse | None, *, goes_on: bool
 ) -> ChatRendering:
-    """Messages and variables as the template gets them; arguments and errors as of ``chat_prompt``."""
+    """Prepare messages and variables for the template; arguments and errors as of ``chat_prompt``."""
     shape = serving.shape if use is not None else serving.shape_without_tools
     plain, variables = with_tools(shape, [message.plain() for message in messages], use)
     extra = {**kwargs, **variables}
@@ -214,7 +215,7 @@ def _rendering(
 
 
 def effort_kwargs(serving: Serving, effort: str | None) -> dict[str, Any]:
-    """Variables of the template for how long the model shall think.
+    """Return the template variables that set the effort of thinking.
 
     Raises:
         ApiError: 400 where the template knows no such thing, and thoughts are asked for.

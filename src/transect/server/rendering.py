@@ -1,4 +1,4 @@
-"""Chat templates, rendered where they cannot hold up the server: in processes that can be ended."""
+"""Rendering of chat templates in processes that can be killed, so that no template blocks the server."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Renderer(Protocol):
         add_generation_prompt: bool,
         kwargs: Mapping[str, Any],
     ) -> str:
-        """See ``ChatTemplate.render``. Raises ValueError as that does."""
+        """Render messages like ``ChatTemplate.render``. Raises ValueError as that does."""
         ...
 
 
 class RenderHere:
-    """In a thread of this process: what a template may do is bounded by its sandbox alone."""
+    """Renders in a thread of this process; only the template's sandbox limits it."""
 
     async def render(
         self,
@@ -45,7 +45,7 @@ class RenderHere:
 
 
 class RenderApart:
-    """In processes of their own, which are ended where a rendering takes too long or too much memory.
+    """Renders in separate processes, which are killed if a rendering takes too long or too much memory.
 
     Args:
         workers: largest number of workers; each starts when first needed.
@@ -78,7 +78,7 @@ class RenderApart:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def close(self) -> None:
-        """End all processes, whatever they are doing."""
+        """End all processes, even busy ones."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from ..text.sampling_defaults import SamplingDefaults
 
 PROBE_S = 2.0
-"""A hung engine must not hang /health or /metrics: they wait this many seconds for an answer."""
+"""Seconds that /health and /metrics wait for the engine's answer, so that a hung engine does not block them."""
 
 
 class Engine(Protocol):
-    """The narrow part of ``engine.async_engine.AsyncEngine`` that the server stands on."""
+    """The part of ``engine.async_engine.AsyncEngine`` that the server uses."""
 
     @property
     def tokenizer(self) -> TokenizerLike: ...
@@ -63,7 +63,8 @@ class Engine(Protocol):
         client: str = "",
         weight: float = 1.0,
     ) -> AsyncIterator[Update]:
-        """Deltas of all choices until each had its terminal update; closing the iterator early aborts the request."""
+        """Yield deltas of all choices until each had its terminal update; closing the iterator early aborts the
+        request."""
         ...
 
     @property
@@ -95,22 +96,22 @@ class Serving:
         template = getattr(engine.chat_template, "source", None)
         self.shape = shape_of(getattr(engine.chat_template, "tool_source", None), options.tool_call_parser)
         self.shape_without_tools = shape_of(template, options.tool_call_parser)
-        """Format of calls in earlier turns if no tools are given; some models have another template for that case."""
+        """Format of calls in earlier turns if no tools are given; some models use another template then."""
         self.thoughts = thoughts_of(options.reasoning_parser, template)
         self.channels = self.shape.channels or (self.thoughts is not None and self.thoughts.channels)
-        """True if answers come in channels, whatever the request."""
+        """True if answers come in channels, for any request."""
         tokenizer = engine.tokenizer
         special = sorted(getattr(tokenizer, "special_ids", ()))
         self.special_ids = {name: token for token in special if (name := tokenizer.token_text(token))}
-        """Special tokens by their spelling."""
+        """Ids of special tokens, by spelling."""
 
     @property
     def model_name(self) -> str:
-        """The name that answers carry."""
+        """Name of the model in answers."""
         return self.options.model_names[0]
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served; None means the one that is.
+        """Refuse a model that is not served; None means the served model.
 
         Raises:
             ApiError: 404 with the names that are served.
@@ -122,12 +123,12 @@ class Serving:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def enter(self) -> None:
-        """A request that uses the engine begins."""
+        """Account for a request that begins to use the engine."""
         self.in_flight += 1
         self.idle.clear()
 
     def leave(self) -> None:
-        """It ended, in whatever way."""
+        """Account for a request that has ended."""
         self.in_flight -= 1
         if not self.in_flight:
             self.idle.set()

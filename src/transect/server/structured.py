@@ -1,5 +1,4 @@
-"""The form of an answer as requests ask for it: ``response_format``, vLLM's ``structured_outputs`` and
-``guided_...``."""
+"""Requested forms of answers: ``response_format``, vLLM's ``structured_outputs`` and ``guided_...``."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""Fields of older clients of vLLM, and what they are in ``StructuredOutputsParams``."""
+"""Fields of older vLLM clients, with their names in ``StructuredOutputsParams``."""
 
 
 class StructuredFields(Protocol):
@@ -50,12 +49,13 @@ def structured_outputs(body: StructuredFields) -> StructuredOutputsParams | None
             space = body.guided_whitespace_pattern
             found.append(StructuredOutputsParams.of({kind: value, "whitespace_pattern": space, "field": field}))
     if len(found) > 1:
-        raise ValueError(f"{found[1].field} and {found[0].field} both say what the answer must look like: give one")
+        raise ValueError(f"{found[1].field} and {found[0].field} both set the form of the answer: give only one")
     return found[0] if found else None
 
 
 def response_format(value: Any) -> StructuredOutputsParams | None:
-    """OpenAI's ``response_format`` (and the ``format`` of ``/v1/responses``, which has the schema one level higher).
+    """Read OpenAI's ``response_format`` (or the ``format`` of ``/v1/responses``, which has the schema one level
+    higher).
 
     Raises:
         ValueError: not one of its forms; the message begins with its name.

@@ -1,7 +1,7 @@
-"""Values out of files that anybody may have written: each is checked when it is read, and an error names its field.
+"""Values of untrusted files: each is checked when it is read, and errors name the field.
 
 ``Fields`` reads the keys of a config.json, of a tokenizer's settings or of a GGUF file's metadata. ``read_json_object``
-reads the file: what is no JSON object, is nested beyond reason or holds NaN is an error that names the file.
+reads the file: what is not JSON object, is nested beyond reason or holds NaN is an error that names the file.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 LARGEST_INTEGER = 2**31 - 1
-"""Sizes and token ids are far below it."""
+"""Upper bound of integers; sizes and token ids are far below it."""
 LARGEST_NUMBER = 1e30
-"""Twice multiplied it is still a float."""
+"""Upper bound of numbers; products of two factors of this size are still floats."""
 ADVICE = "download the model again"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -41,7 +41,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value for an error: its beginning, where it is long."""
+    """Format a value for an error, shortened if it is long."""
     if isinstance(value, int) and value.bit_length() > 256:
         return "a number of more than 76 digits"
     text = reprlib.repr(value)
@@ -66,15 +66,15 @@ class Fields:
         self._prefix = prefix
 
     def has(self, key: str) -> bool:
-        """True if the file has a value for the key."""
+        """Return True if the file has a value for the key."""
         return self.value(key) is not None
 
     def is_null(self, key: str) -> bool:
-        """True if the file has the key without a value."""
+        """Return True if the file has the key without a value."""
         return self._prefix + key in self.values and not self.has(key)
 
     def integer(self, key: str, default: int | None = None, low: int = 0) -> int:
-        """A whole number, at least ``low``."""
+        """Return a whole number, at least ``low``."""
         value = self._value(key, default, "a whole number")
         if isinstance(value, bool) or not isinstance(value, int):
             if not (isinstance(value, float) and value.is_integer()):
@@ -85,7 +85,7 @@ class Fields:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
+        """Return a finite number."""
         value = self._value(key, default, "a number")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             self._refuse(key, "a number", value)
@@ -94,29 +94,29 @@ class Fields:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Return True or False."""
         value = self._value(key, default, "true or false")
         if not isinstance(value, bool):
             self._refuse(key, "true or false", value)
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
+        """Return a string."""
         value = self._value(key, default, "a string")
         if not isinstance(value, str):
             self._refuse(key, "a string", value)
         return value
 
     def value(self, key: str) -> Any:
-        """Any value, or None where the file has none."""
+        """Return any value, or None if the file has none."""
         return self.values.get(self._prefix + key)
 
     def token_id(self, key: str) -> int | None:
-        """A token id, or None where the file has none."""
+        """Return a token id, or None if the file has none."""
         return self.integer(key) if self.has(key) else None
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """A token id or a list of them, as a tuple; () where the file has none."""
+        """Return a token id or a list of them, as a tuple; () if the file has none."""
         value = self.value(key)
         values = [] if value is None else value if isinstance(value, list) else [value]
         for token in values:
@@ -136,4 +136,4 @@ class Fields:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

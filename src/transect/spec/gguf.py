@@ -37,8 +37,8 @@ _SCORES = {1: "softmax", 2: "sigmoid"}
 
 
 def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelConfig:
-    """Read GGUF metadata; ``tensors`` (name to an object with ``.shape`` in torch order and ``.dequantize()``) tells
-    what metadata does not say: biases, QK-norm, tied embeddings, the vocabulary, llama3 frequency factors.
+    """Read GGUF metadata; ``tensors`` (name to an object with ``.shape`` in torch order and ``.dequantize()``) supplies
+    the rest: biases, QK-norm, tied embeddings, the vocabulary, llama3 frequency factors.
 
     Raises:
         ValueError: an unsupported architecture or setting, or a key that is missing or of the wrong type.
@@ -93,7 +93,7 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelC
 
 
 def to_gguf(config: ModelConfig) -> dict[str, Any]:
-    """The keys of a model's GGUF metadata, without those of the file and of the tokenizer.
+    """Return the keys of a model's GGUF metadata, without those of the file and of the tokenizer.
 
     Raises:
         ValueError: llama.cpp has no such model.
@@ -114,14 +114,14 @@ def to_gguf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _epsilon(record: Family) -> str:
-    """The key of what norms add to the variance."""
+    """Return the key of the norms' epsilon."""
     layernorm = record.fixed.get("norm") == "layernorm"
     return f"attention.layer_norm_{'' if layernorm else 'rms_'}epsilon"
 
 
 def _experts(record: Family, read: Fields, tensors: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The fields of the experts; {} where there are none. Sizes are those of the tensors; a layer without a router has
-    one MLP."""
+    """Return the fields of the experts; {} if there are none. Sizes are those of the tensors; a layer without a router
+    has one MLP."""
     experts = read.integer("expert_count", 0)
     if not experts:
         return {}
@@ -195,7 +195,8 @@ def _rope(read: Fields, tensors: Mapping[str, Any], max_position: int) -> RopeCo
 
 
 def _llama3_from_factors(theta: float, factors: tuple[float, ...]) -> RopeConfig | None:
-    """The four llama3 numbers behind a table of divisors, or None if it is not one of the Llama 3.1 to 3.3 releases.
+    """Return the four llama3 numbers of a table of divisors, or None if it is not from one of the Llama 3.1 to 3.3
+    releases.
 
     They all use low 1, high 4 and an original context of 8192; the largest divisor is ``factor``.
     """
@@ -210,7 +211,7 @@ def _llama3_from_factors(theta: float, factors: tuple[float, ...]) -> RopeConfig
 
 
 def _scaling(rope: RopeConfig) -> dict[str, Any]:
-    """Scaling that a file says in numbers; llama3's is a tensor."""
+    """Return the keys of scaling that a file gives in numbers; llama3's is a tensor."""
     if rope.scaling == "linear":
         return {"scaling.type": "linear", "scaling.factor": rope.factor}
     if rope.scaling != "yarn":

@@ -1,4 +1,4 @@
-"""Where GGUF files keep each weight: their names of tensors, and in which form they have them (no torch).
+"""Locations of weights in GGUF files: names of tensors, and their forms (no torch).
 
 Files differ from the names and shapes of ``weights.py`` in five things:
 
@@ -22,13 +22,13 @@ from .model import ModelConfig
 from .weights import weight_shapes, within_joined
 
 _JOINED = {"attention": "attn_qkv", "mlp": "ffn_up"}
-"""The name of matrices that are one, by the half of the layer."""
+"""Name of joined matrices, by the block of the layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFPlace:
     """Place of a weight: its rows from ``first`` on of ``tensor``, whose shape in the file is ``stored``. ``paired``:
-    in the order that rotates neighbouring pairs; ``added``: what the numbers of the file are larger by."""
+    in the order that rotates neighbouring pairs; ``added``: number added to the values in the file."""
 
     tensor: str
     stored: tuple[int, ...]
@@ -38,8 +38,8 @@ class GGUFPlace:
 
 
 def places(config: ModelConfig, tensors: Collection[str] = ()) -> dict[str, GGUFPlace]:
-    """Canonical name to place, for every weight of ``weight_shapes(config)``. ``tensors``: the names of a file, which
-    may have q, k and v as one matrix in any family."""
+    """Map canonical names to places, for every weight of ``weight_shapes(config)``. ``tensors``: the names of a file,
+    which may have q, k and v as one matrix in any family."""
     record = family(config.architecture)
     joined = record.joined
     if "blk.0.attn_qkv.weight" in tensors and "qkv" not in joined:

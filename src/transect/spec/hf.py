@@ -18,7 +18,7 @@ from .model import ModelConfig
 from .numbers.registry import check_method
 
 _WHOLE_MODEL = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
-"""Keys that a model of several parts has beside them."""
+"""Keys that a model of several parts has outside of its parts."""
 
 
 def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -51,7 +51,8 @@ def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of the language model in one that has other parts too (Gemma 3 of 4B and more, Llama 4)."""
+    """Return the configuration of the language model in one that has other parts too (Gemma 3 of 4B and more, Llama
+    4)."""
     own = config.get("text_config")
     if is_known(config.get("model_type")) or not isinstance(own, Mapping) or not is_known(own.get("model_type")):
         return config
@@ -60,8 +61,8 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def from_hf_directory(directory: str | Path) -> ModelConfig:
-    """Read ``config.json`` and, if it is there, ``generation_config.json`` of a model directory; errors as ``from_hf``,
-    and for files that are missing or damaged."""
+    """Read ``config.json`` and, if present, ``generation_config.json`` of a model directory; errors as ``from_hf``, and
+    for files that are missing or damaged."""
     directory = Path(directory)
     try:
         config = read_json_object(directory / "config.json")
@@ -72,7 +73,7 @@ def from_hf_directory(directory: str | Path) -> ModelConfig:
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The ``config.json`` that transformers, vLLM and ``from_hf`` read back as this model.
+    """Return the ``config.json`` that transformers, vLLM and ``from_hf`` read back as this model.
 
     Raises:
         ValueError: its architecture cannot express it (say, a Llama with biases on q, k and v alone).

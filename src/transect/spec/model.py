@@ -33,14 +33,14 @@ class RopeConfig:
     scaling: RopeScaling = "none"
     factor: float = 1.0
     original_max_position: int = 0
-    """Context length of the model before it was stretched (llama3, yarn)."""
+    """Context length of the model before it was extended (llama3, yarn)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
-    """yarn: round the borders of the ramp to whole pairs."""
+    """True if yarn rounds the borders of the ramp to whole pairs."""
     frequency_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -81,51 +81,51 @@ class ModelConfig:
     norm_order: Literal["pre", "post", "both"] = "pre"
     """Norms before attention and MLP, after them (before their output is added), or both."""
     norm_offset: float = 0.0
-    """Added to the weight of each norm (Gemma)."""
+    """Number added to the weight of each norm (Gemma)."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     gated_mlp: bool = True
-    """``down(silu(gate(x)) * up(x))`` if true, else ``down(activation(up(x)))``."""
+    """True for ``down(silu(gate(x)) * up(x))``, False for ``down(activation(up(x)))``."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm over each head of q and k, before rotary (Qwen3)."""
+    """True for RMSNorm over each head of q and k, before rotary (Qwen3)."""
     qk_norm_whole: bool = False
-    """That norm is over all heads of q, and all of k, together (OLMo)."""
+    """True if that norm is over all heads of q, and all of k, together (OLMo)."""
     tied_embeddings: bool = False
     position: Literal["rope", "learned"] = "rope"
     rope: RopeConfig = field(default_factory=RopeConfig)
     local_rope: RopeConfig | None = None
-    """With a sliding window: the frequencies of the layers that use it (Gemma 3)."""
+    """Frequencies of the layers with a sliding window, if they differ (Gemma 3)."""
     no_rope_layers: tuple[int, ...] = ()
     """Layers that do not rotate (SmolLM3)."""
     query_scale: float | None = None
     """Factor of attention scores; None for ``head_dim ** -0.5``."""
     attention_softcap: float | None = None
-    """Scores s become ``softcap * tanh(s / softcap)``."""
+    """Cap of attention scores: s becomes ``softcap * tanh(s / softcap)``; None for no cap."""
     qk_l2_norm: bool = False
-    """Rotated heads of q and k are divided by their root mean square (Llama 4)."""
+    """True if rotated heads of q and k are divided by their root mean square (Llama 4)."""
     attention_chunk: int | None = None
     """Positions in a chunk: in layers with rotation a query sees only its own chunk (Llama 4)."""
     attention_temperature: tuple[float, int] | None = None
-    """(a, f): in layers that do not rotate the query at position p is multiplied by ``1 + a log(1 + floor((p + 1) /
-    f))`` (Nakanishi 2025, arXiv:2501.19399)."""
+    """(a, f) of query scaling: in layers that do not rotate the query at position p is multiplied by ``1 + a log(1 +
+    floor((p + 1) / f))`` (Nakanishi 2025, arXiv:2501.19399)."""
     attention_sinks: bool = False
-    """A learned score for each head takes part in the softmax and has no value (gpt-oss)."""
+    """True if a learned score for each head takes part in the softmax, without a value (gpt-oss)."""
     embed_scale: float = 1.0
-    """Embeddings are multiplied by it."""
+    """Factor of embeddings."""
     residual_scale: float = 1.0
     """Factor of the outputs of attention and MLP before they are added to the residual stream."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     sliding_window: int | None = None
-    """A query sees itself and the ``sliding_window - 1`` tokens before it."""
+    """Number of tokens that a query sees, including itself; None for all."""
     full_attention_layers: tuple[int, ...] = ()
-    """With a sliding window: the layers that do not use it."""
+    """Layers that do not use the sliding window."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     moe: MoEConfig | None = None
-    """Experts in place of the MLP; ``ffn_dim`` is then the width of layers without them."""
+    """Experts that replace the MLP; ``ffn_dim`` is then the width of layers without them."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "max_position"):
@@ -202,7 +202,7 @@ class ModelConfig:
         return tuple(name for name, there in found.items() if there)
 
     def mlp_width(self, layer: int) -> int:
-        """Numbers of a token inside the MLP of a layer: of all experts that it goes to, and of shared ones."""
+        """Return the numbers of a token inside the MLP of a layer: of all its experts, and of shared ones."""
         moe = self.layer_moe(layer)
         return self.ffn_dim if moe is None else moe.per_token * moe.expert_dim + moe.shared_dim
 
@@ -222,7 +222,7 @@ class ModelConfig:
         return self.attention_sinks or self.attention_softcap is not None or self.attention_chunk is not None
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
-        """The rotary frequencies of a layer, or None where it does not rotate."""
+        """Return the rotary frequencies of a layer, or None if it does not rotate."""
         if self.position != "rope" or layer in self.no_rope_layers:
             return None
         local = self.local_rope is not None and self.layer_window(layer) is not None
@@ -265,7 +265,7 @@ class ModelConfig:
         )
 
     def _cut_units(self, experts_whole: bool) -> dict[str, int]:
-        """Return the sizes that are cut between ranks beside heads."""
+        """Return the sizes, beside heads, that are divided between ranks."""
         moe = self.moe
         if moe is None:
             return {"feed-forward units": self.ffn_dim}
@@ -290,19 +290,19 @@ class ModelConfig:
             )
 
     def layer_moe(self, layer: int) -> MoEConfig | None:
-        """The experts of a layer, or None where it has one MLP."""
+        """Return the experts of a layer, or None if it has one MLP."""
         return None if self.moe is None or layer in self.moe.dense_layers else self.moe
 
     def layer_chunk(self, layer: int) -> int | None:
-        """Positions of the chunks that a layer attends in, or None where it sees the whole past."""
+        """Return the positions of the chunks that a layer attends in, or None if it sees the whole past."""
         return self.attention_chunk if self.layer_rope(layer) is not None else None
 
     def layer_reach(self, layer: int) -> tuple[int | None, int | None]:
-        """``layer_window`` and ``layer_chunk``: what costs of attention depend on."""
+        """Return ``layer_window`` and ``layer_chunk``, on which costs of attention depend."""
         return self.layer_window(layer), self.layer_chunk(layer)
 
     def layer_window(self, layer: int) -> int | None:
-        """The sliding window of a layer in tokens, or None where the layer sees the whole past."""
+        """Return the sliding window of a layer in tokens, or None if the layer sees the whole past."""
         return None if layer in self.full_attention_layers else self.sliding_window
 
 

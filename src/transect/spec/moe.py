@@ -1,4 +1,4 @@
-"""``MoEConfig``: the experts of a model, and how tokens are sent to them (no torch)."""
+"""``MoEConfig``: the experts of a model, and their choice for each token (no torch)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """Experts in place of the MLP of a layer; ``ValueError`` for what cannot run. Sizes are counts of elements.
+    """Experts that replace the MLP of a layer; ``ValueError`` for unsupported combinations. Sizes are counts of
+    elements.
 
     A router scores all experts for each token, in float32; the token goes to the best few, and their outputs are
     summed with the router's weights (``ops/moe/gating.py``). Shared experts see every token.
@@ -17,29 +18,30 @@ class MoEConfig:
 
     experts: int
     per_token: int
-    """Experts that a token goes to."""
+    """Experts per token."""
     expert_dim: int
     """Width of one expert."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
-    """The weights of a token's experts add up to ``scale``."""
+    """True if the weights of a token's experts are scaled to the sum ``scale``."""
     scale: float = 1.0
     score_bias: bool = False
-    """A correction of each expert's score that counts for the choice alone (DeepSeek-V3)."""
+    """True if a correction of each expert's score affects the choice alone (DeepSeek-V3)."""
     router_bias: bool = False
     groups: int = 1
     groups_kept: int = 1
-    """Only experts of the best ``groups_kept`` of ``groups`` are candidates."""
+    """Number of the best of ``groups`` whose experts are candidates."""
     shared_dim: int = 0
-    """Width of the shared experts together; 0: none."""
+    """Width of the shared experts together; 0 for none."""
     shared_gate: bool = False
-    """The shared experts count with a sigmoid weight of their own (Qwen2-MoE)."""
+    """True if the shared experts have a sigmoid weight of their own (Qwen2-MoE)."""
     weighs_inputs: bool = False
-    """The router's weights multiply what goes into an expert, not what comes out (Llama 4)."""
+    """True if the router's weights multiply the inputs of experts, not their outputs (Llama 4)."""
     bias: bool = False
-    """Experts have biases."""
+    """True if experts have biases."""
     clamp: float | None = None
-    """``(up + 1) gate sigmoid(1.702 gate)`` with gate at most this, and up between it and its negative (gpt-oss)."""
+    """Clamp of the activation ``(up + 1) gate sigmoid(1.702 gate)``: gate is at most this, and up between it and its
+    negative (gpt-oss)."""
     dense_layers: tuple[int, ...] = ()
     """Layers with one MLP."""
     ranks: int = 1
@@ -52,7 +54,7 @@ class MoEConfig:
 
     @property
     def held(self) -> int:
-        """Experts whose matrices a layer here has."""
+        """Number of experts whose matrices this rank's layer has."""
         return self.experts // self.ranks
 
     def __post_init__(self) -> None:

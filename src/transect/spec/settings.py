@@ -123,7 +123,7 @@ class Setting:
 
 @cache
 def settings_of(kind: Any) -> tuple[Setting, ...]:
-    """The settings in a dataclass, in order; fields that are dataclasses themselves are left out."""
+    """Return the settings in a dataclass, in order; fields that are dataclasses themselves are excluded."""
     hints = typing.get_type_hints(kind, include_extras=True)
     described = meanings(kind)
     groups: Mapping[str, str] = getattr(kind, "GROUPS", {})
@@ -145,7 +145,7 @@ def settings_of(kind: Any) -> tuple[Setting, ...]:
 
 
 def _kinds(hint: Any) -> Iterator[Any]:
-    """Members of a union and values of a ``Literal``."""
+    """Yield members of a union and values of a ``Literal``."""
     if get_origin(hint) in (typing.Union, types.UnionType):
         for each in get_args(hint):
             yield from _kinds(each)
@@ -156,7 +156,7 @@ def _kinds(hint: Any) -> Iterator[Any]:
 
 
 def meanings(kind: Any) -> dict[str, str]:
-    """Entries below ``Attributes:`` in the docstring of a class, by name."""
+    """Return entries below ``Attributes:`` in the docstring of a class, by name."""
     found: dict[str, str] = {}
     names: list[str] = []
     inside = False
@@ -200,7 +200,7 @@ def check_values(config: Any) -> None:
 
 
 def _fits(value: Any, kind: type, about: About) -> bool:
-    """True if a number is of a kind and within its bounds."""
+    """Return True if a number is of a kind and within its bounds."""
     if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
         return False
     low = -math.inf if about.least is None else about.least
@@ -214,13 +214,13 @@ def _listed(names: Iterable[Any]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at the known name most like ``name``; empty if none is like it."""
+    """Suggest the known name most like ``name``; empty if none is similar."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def changed_fields(config: Any) -> list[str]:
-    """``name=value`` for each field that differs from its default, in order; nested settings as their own text."""
+    """List ``name=value`` for each field that differs from its default, in order; nested settings as their own text."""
     found = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -232,7 +232,7 @@ def changed_fields(config: Any) -> list[str]:
 
 
 def table(kind: Any, where: str = "", by_task: Iterable[str] = ()) -> Iterator[str]:
-    """Lines of Markdown: a table of the settings in a dataclass, then those of the dataclasses in it.
+    """Yield lines of Markdown: a table of the settings in a dataclass, then those of the dataclasses in it.
 
     Args:
         kind: the dataclass.
@@ -253,7 +253,8 @@ def table(kind: Any, where: str = "", by_task: Iterable[str] = ()) -> Iterator[s
 
 
 def options_table(*kinds: Any, without: Iterable[str] = (), unnamed: Iterable[str] = ()) -> Iterator[str]:
-    """Lines of Markdown: a table for each group of settings in dataclasses, with the names of options and of fields.
+    """Yield lines of Markdown: a table for each group of settings in dataclasses, with the names of options and of
+    fields.
 
     Args:
         kinds: the dataclasses.

@@ -14,7 +14,7 @@ from .model import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes that operators see."""
+    """Sizes of a model, as needed by operators."""
 
     name: str
     dim: int

@@ -45,7 +45,7 @@ def linear_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[tuple[
 
 
 EXPERTS = ("mlp.experts_gate", "mlp.experts_up", "mlp.experts_down")
-"""The matrices of which a step reads the experts that it touches."""
+"""Matrices of which a step reads only the touched experts."""
 
 PROJECTIONS = {
     "qkv": ("attention.q", "attention.k", "attention.v"),
@@ -53,18 +53,19 @@ PROJECTIONS = {
     "gate_up": ("mlp.gate", "mlp.up"),
     "down": ("mlp.down",),
 }
-"""The matrices of a layer that share an input."""
+"""Matrices of a layer that share an input."""
 EXPERT_PROJECTIONS = {
     "experts_gate_up": ("mlp.experts_gate", "mlp.experts_up"),
     "experts_down": ("mlp.experts_down",),
     "shared_gate_up": ("mlp.shared_gate", "mlp.shared_up"),
     "shared_down": ("mlp.shared_down",),
 }
-"""The same of a layer with experts, beside those of its attention."""
+"""Matrices that share an input in a layer with experts, beside those of its attention."""
 
 
 def projection_shapes(config: ModelConfig, layer: int = 0) -> dict[str, dict[str, tuple[int, int]]]:
-    """The projections of one layer: the matrices of each, by name inside the layer, and their (outputs, inputs)."""
+    """Return the projections of one layer: the matrices of each, by name inside the layer, and their (outputs,
+    inputs)."""
     shapes = linear_shapes(config, layer)
     found = {
         projection: {name: shapes[name][0] for name in names if name in shapes}
@@ -74,7 +75,8 @@ def projection_shapes(config: ModelConfig, layer: int = 0) -> dict[str, dict[str
 
 
 def within_joined(config: ModelConfig, name: str, rows: int, joined: Iterable[str], layer: int = 0) -> tuple[int, int]:
-    """(first row, all rows) of a matrix or its bias in what holds it: itself, or one of the projections ``joined``."""
+    """Return (first row, all rows) of a matrix or its bias in the matrix that contains it: itself, or one of the
+    projections ``joined``."""
     for parts in (projection_shapes(config, layer).get(projection, {}) for projection in joined):
         if name in parts:
             sizes = [outputs for outputs, _ in parts.values()]
@@ -98,7 +100,8 @@ def router_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every weight of the model by canonical name; with tied embeddings there is no ``head.weight`` of its own."""
+    """Return the shape of every weight of the model by canonical name; with tied embeddings there is no
+    ``head.weight``."""
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab_size, config.dim)}
     if config.position == "learned":
         shapes["position_embed.weight"] = (config.max_position, config.dim)
@@ -133,7 +136,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def largest_matrix(config: ModelConfig) -> int:
-    """Numbers of the largest matrix of the layers; all experts of a layer are one."""
+    """Count the numbers of the largest matrix of the layers; all experts of a layer are one."""
     layers = range(config.n_layers) if config.moe else (0,)
     return max(outputs * inputs for layer in layers for (outputs, inputs), _ in linear_shapes(config, layer).values())
 

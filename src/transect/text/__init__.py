@@ -9,7 +9,6 @@ On the way in:
 * ``gguf_vocab.py``      a tokenizer out of GGUF metadata
 * ``gguf_pieces.py``     SentencePiece vocabularies there: merged by score, or Unigram
 * ``gguf_vocab_out.py``  and into it
-* ``new_tokens.py``      a tokenizer with further tokens
 * ``pretokenizers.py``   how each model family cuts text before merging, by its GGUF name
 * ``hf_tokenizer.py``    HFTokenizer: the same under the names of transformers
 * ``token_bytes.py``     which bytes a token spells: byte level and sentence pieces

@@ -1,4 +1,4 @@
-"""Chat messages in the form that templates expect, whatever of the OpenAI API's forms they came in."""
+"""Chat messages: conversion from all forms of the OpenAI API to the form that templates expect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Wants:
 
 
 def normal_messages(messages: Sequence[Mapping[str, Any]], wants: Wants | None = None) -> list[dict[str, Any]]:
-    """Copies of the messages as a template wants them; by itself one in which content is a string.
+    """Copy the messages in the form that a template expects; by default content is a string.
 
     Text parts are joined with line breaks; a missing or None content becomes empty text; the arguments of tool calls,
     which the API sends as a JSON string, become the object that templates print.

@@ -22,13 +22,13 @@ from jinja2 import meta, nodes
 from .chat_messages import Wants, normal_messages
 from .gguf_vocab import gguf_chat_template, gguf_chat_variants
 from .hf_settings import read_hf_settings
-from .template_sandbox import MAX_CHARACTERS, Refused, TemplateLimit, compile_template, variables_of_rendering
+from .template_sandbox import MAX_CHARACTERS, TemplateLimit, TemplateRefused, compile_template, variables_of_rendering
 
 if TYPE_CHECKING:
     from ..checkpoints.resolve import ModelSource
 
 VARIANTS = {"tool_use": "tools", "rag": "documents"}
-"""Templates that a model may have beside its first, and the variable that asks for each."""
+"""Names of further templates of a model, each with the variable that selects it."""
 
 
 class ChatTemplate:
@@ -80,17 +80,17 @@ class ChatTemplate:
 
     @property
     def sources(self) -> str:
-        """The Jinja text of all of them: what a rendering can depend on."""
+        """Jinja text of all templates: everything that a rendering can depend on."""
         return "\0".join([self.source, *self.variants.values()])
 
     @property
     def tool_source(self) -> str:
-        """The Jinja text that renders conversations with tools."""
+        """Jinja text that renders conversations with tools."""
         return self.variants.get("tool_use", self.source)
 
     @classmethod
     def from_source(cls, source: ModelSource) -> ChatTemplate | None:
-        """Return the template that a resolved model brings; None when it brings none.
+        """Return the template of a resolved model; None if it has none.
 
         Raises:
             ValueError: it cannot be read or is not valid Jinja.
@@ -102,7 +102,7 @@ class ChatTemplate:
 
     @classmethod
     def from_hf(cls, directory: Path) -> ChatTemplate | None:
-        """Return the template of a directory in Hugging Face layout; None when it has none.
+        """Return the template of a directory in Hugging Face layout; None if it has none.
 
         Raises as ``from_source``.
         """
@@ -114,12 +114,12 @@ class ChatTemplate:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> ChatTemplate | None:
-        """Return the template in the metadata of a GGUF file; None when it has none. Raises as ``from_source``."""
+        """Return the template in the metadata of a GGUF file; None if it has none. Raises as ``from_source``."""
         template, bos, eos = gguf_chat_template(metadata)
         return None if template is None else cls(template, bos, eos, variants=gguf_chat_variants(metadata))
 
     def with_source(self, source: str) -> ChatTemplate:
-        """Another template with the same special tokens and day.
+        """Return another template with the same special tokens and day.
 
         Raises:
             ValueError: it is not valid Jinja.
@@ -127,7 +127,7 @@ class ChatTemplate:
         return ChatTemplate(source, self._bos, self._eos, day=self._day)
 
     def dated(self, day: datetime.date) -> ChatTemplate:
-        """Return the same template, which takes ``day`` for today."""
+        """Return the same template with ``day`` as today's date."""
         return ChatTemplate(self.source, self._bos, self._eos, day=day, variants=self.variants)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
@@ -163,7 +163,7 @@ class ChatTemplate:
                 if length > MAX_CHARACTERS:
                     raise TemplateLimit(f"its output is longer than {MAX_CHARACTERS} characters")
                 pieces.append(piece)
-        except Refused as error:
+        except TemplateRefused as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         except TemplateLimit as error:
             raise ValueError(f"the chat template asks for too much: {error}; correct the template") from error

@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class TokenTable(Protocol):
-    """The part of a tokenizer that turning ids into text needs."""
+    """Part of a tokenizer that converts ids to text."""
 
     @property
     def special_ids(self) -> frozenset[int]: ...
@@ -29,7 +29,7 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
-    """Turn one stream of token ids into text.
+    """Turns one stream of token ids into text.
 
     Over any chunking, the pushes and the flush together give ``tokenizer.decode(all_ids, skip_special_tokens,
     continues_text)``.
@@ -50,7 +50,7 @@ class IncrementalDetokenizer:
         self._decoder = _utf8(errors="replace")
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Return the text that these tokens complete; "" while a character is still incomplete."""
+        """Return the text that these tokens complete; "" while a character is incomplete."""
         skipped = self._skipped
         data = b"".join([self._bytes_of(token) for token in token_ids if token not in skipped])
         if self._drop_space and data:
@@ -59,5 +59,5 @@ class IncrementalDetokenizer:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """Return the rest, when no token will follow: U+FFFD for an unfinished character, else ""."""
+        """Return the remaining text when no token follows: U+FFFD for an incomplete character, else ""."""
         return self._decoder.decode(b"", final=True)

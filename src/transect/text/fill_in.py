@@ -1,6 +1,5 @@
-"""Filling in the middle: what stands before a gap and what stands behind it, as a prompt after which the model writes
-what is missing (Bavarian et al. 2022). Models that learned it have three tokens for it, and name them in their own way.
-"""
+"""Filling in the middle: a prompt of the texts before and after a gap, which the model continues with the missing text
+(Bavarian et al. 2022). Models that learned this have three tokens for it, under different names."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from .protocols import TokenizerLike
 
 
 class Form(NamedTuple):
-    """Tokens before what stands before the gap, before what stands behind it, and before the model's own text."""
+    """Tokens before the prefix, before the suffix, and before the model's own text."""
 
     prefix: str
     suffix: str
@@ -25,14 +24,14 @@ FORMS = (
     Form("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
 )
 ENDS = ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<file_sep>", "<|file_separator|>", "<|EOT|>")
-"""Tokens with which such models end what they fill in, or begin another file."""
+"""Tokens with which such models end the filled-in text, or begin another file."""
 
 
 class Gap(NamedTuple):
     """Tokens by which a model fills in a gap."""
 
     prefix: list[int]
-    """Token ids in front, with what the model expects at the beginning of every prompt."""
+    """Token ids before the prefix, including those that the model expects at the beginning of every prompt."""
     suffix: int
     middle: int
     ends: list[int]
@@ -61,7 +60,7 @@ def _ends(tokenizer: TokenizerLike) -> Iterator[int]:
 
 
 def _token(tokenizer: TokenizerLike, text: str) -> int | None:
-    """Return the token that is spelled so, if there is one."""
+    """Return the token with this spelling; None if there is none."""
     try:
         ids = tokenizer.encode(text, parse_special=True)
     except ValueError:  # texts have no tokens

@@ -29,7 +29,7 @@ SPACE = "▁"
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class SentencePieces:
     """Metadata of a SentencePiece vocabulary.
 
     Attributes:
@@ -50,7 +50,7 @@ class Pieces:
     unspelled: tuple[str, ...] = ()
 
 
-def piece_tokenizer(kind: str, pieces: Pieces) -> tuple[tokenizers.Tokenizer, Spelling]:
+def piece_tokenizer(kind: str, pieces: SentencePieces) -> tuple[tokenizers.Tokenizer, Spelling]:
     """Return the tokenizer and how its tokens spell bytes.
 
     Raises:
@@ -86,7 +86,7 @@ def piece_tokenizer(kind: str, pieces: Pieces) -> tuple[tokenizers.Tokenizer, Sp
     return backend, spelling_of(json.loads(backend.decoder.__getstate__()))
 
 
-def _normalizer(pieces: Pieces) -> normalizers.Normalizer:
+def _normalizer(pieces: SentencePieces) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
     if pieces.charsmap:
         try:
@@ -104,8 +104,9 @@ def _normalizer(pieces: Pieces) -> normalizers.Normalizer:
 
 
 def _first_of(unspelled: Sequence[str]) -> str:
-    """Return a pattern of the first character of a token that text never becomes, where the rest of the token follows.
-    Cut off there, the text cannot be that token: a Unigram model would take any token whose spelling it meets."""
+    """Return a pattern of the first character of a token that text never becomes, followed by the rest of the token.
+    Split after that character, the text cannot become that token, which a Unigram model would otherwise match by its
+    spelling."""
     pairs = [f"{re.escape(token[0])}(?={re.escape(token[1:].replace(' ', SPACE))})" for token in unspelled if token[1:]]
     return "|".join(pairs)
 
@@ -113,8 +114,8 @@ def _first_of(unspelled: Sequence[str]) -> str:
 def merges_of(
     tokens: Sequence[str], scores: Sequence[float], unspelled: Set[str] = frozenset()
 ) -> list[tuple[str, str]]:
-    """Every way to cut a token in two tokens, those of the highest score first. Text never becomes a token that is
-    ``unspelled``, so no such token is made or cut."""
+    """List every way to split a token into two tokens, by descending score. Text never becomes an ``unspelled`` token,
+    so no such token is merged or split."""
     known = set(tokens) - unspelled
     ranked = sorted(range(len(tokens)), key=lambda index: -scores[index])
     found = []

@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from ..spec.fields import Fields, shown
-from .gguf_pieces import BYTE, MODELS, UNKNOWN, Pieces, piece_tokenizer
+from .gguf_pieces import BYTE, MODELS, UNKNOWN, SentencePieces, piece_tokenizer
 from .pretokenizers import PreTokenizer, pre_tokenizer
 from .token_bytes import BYTE_LEVEL, Spelling
 
@@ -28,8 +28,8 @@ TURN_ENDS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<|end|>", "<|return|>",
     "<|call|>",
 )  # fmt: skip
-"""Tokens that end a model's turn by their spelling. Many files name the end of a text alone (Gemma, Phi-3), or one of
-several ends (gpt-oss); llama.cpp stops at these too."""
+"""Tokens that end a model's turn, by spelling. Many files name only the end of a text (Gemma, Phi-3), or one of several
+ends (gpt-oss); llama.cpp stops at these too."""
 _ENDS = frozenset(TURN_ENDS)
 _PREFIX = "tokenizer.ggml."
 
@@ -89,7 +89,8 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
 
 
 def _turn_ends(tokens: list[str]) -> list[int]:
-    """In the order of ``TURN_ENDS``. Where there is ``<|return|>``, ``<|end|>`` ends a message and no turn."""
+    """Return the tokens that end a turn, in the order of ``TURN_ENDS``. If there is ``<|return|>``, ``<|end|>`` ends a
+    message and not a turn."""
     found = {token: index for index, token in enumerate(tokens) if token in _ENDS}
     if "<|return|>" in found:
         found.pop("<|end|>", None)
@@ -97,7 +98,7 @@ def _turn_ends(tokens: list[str]) -> list[int]:
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> tuple[list[str], tokenizers.Tokenizer, bool]:
-    """Return the tokens, their tokenizer, and whether a text begins with BOS where the file does not say."""
+    """Return the tokens, their tokenizer, and True if a text begins with BOS when the file has no setting."""
     tokens = _strings(metadata, "tokens")
     merges = _strings(metadata, "merges")
     pre = _pre_tokenizer(metadata)
@@ -111,7 +112,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> tuple[list[str], tokenizers.Toke
     return tokens, backend, pre.add_bos
 
 
-def _pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Pieces:
+def _pieces(metadata: Mapping[str, Any], tokens: list[str]) -> SentencePieces:
     read = Fields(metadata, "the GGUF metadata", _PREFIX)
     scores = _listed(metadata.get(_PREFIX + "scores", ()), "scores")
     if not all(isinstance(score, (int, float)) and math.isfinite(score) for score in scores):
@@ -121,7 +122,7 @@ def _pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Pieces:
     kinds = _kinds(metadata, tokens)
     unknown = _token_id(metadata, "unknown", len(tokens))
     charsmap = _listed(metadata.get(_PREFIX + "precompiled_charsmap", ()), "precompiled_charsmap")
-    return Pieces(
+    return SentencePieces(
         tokens,
         [float(score) for score in scores],
         unknown if unknown is not None else next((i for i, kind in enumerate(kinds) if kind == UNKNOWN), None),
@@ -133,7 +134,8 @@ def _pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Pieces:
 
 
 def gguf_chat_template(metadata: Mapping[str, Any]) -> tuple[str | None, str, str]:
-    """(template or None, text of the BOS token, text of the EOS token; "" for a token that the file does not name).
+    """Return (template or None, text of the BOS token, text of the EOS token; "" for a token that the file does not
+    name).
 
     Raises:
         ValueError: the file has no tokens, or names one that it does not have.
@@ -146,7 +148,7 @@ def gguf_chat_template(metadata: Mapping[str, Any]) -> tuple[str | None, str, st
 
 
 def gguf_chat_variants(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Further chat templates in the file, by name (``tokenizer.chat_template.tool_use``)."""
+    """Return further chat templates in the file, by name (``tokenizer.chat_template.tool_use``)."""
     prefix = "tokenizer.chat_template."
     return {
         key.removeprefix(prefix): text
@@ -175,7 +177,7 @@ def _bpe(tokens: list[str], merges: list[str], pre: PreTokenizer) -> models.BPE:
 
 
 def _kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[Any]:
-    """Return the kind of each token; [] where the file does not say."""
+    """Return the kind of each token; [] if the file has none."""
     kinds = _listed(metadata.get(_PREFIX + "token_type", ()), "token_type")
     if kinds and len(kinds) != len(tokens):
         raise ValueError(

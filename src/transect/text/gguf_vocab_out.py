@@ -1,4 +1,4 @@
-"""A tokenizer and its chat template as the metadata of a GGUF file: the way back of ``gguf_vocab.py``.
+"""Conversion of a tokenizer and its chat template to the metadata of a GGUF file: the inverse of ``gguf_vocab.py``.
 
 A GGUF file names how text is cut before pairs are merged (``pretokenizers.py``), and ``tokenizer.json`` writes it out,
 each in its own way. So names are told by what they do: the one that cuts a text full of cases as this tokenizer does.
@@ -105,8 +105,8 @@ def _piece_entries(
     kinds: list[int],
     pairs: list[tuple[str, ...]],
 ) -> dict[str, Any]:
-    """SentencePiece's entries; ``kinds`` is corrected. A token's score says when pairs become it: the earlier, the
-    higher."""
+    """Return SentencePiece's entries, and correct ``kinds``. A token's score is the rank of its merge: earlier merges
+    have higher scores."""
     rank: dict[str, int] = {}
     for number, pair in enumerate(pairs):
         rank.setdefault("".join(pair), number)
@@ -127,7 +127,7 @@ def _piece_entries(
 
 
 def pre_tokenizer_name(backend: tokenizers.Tokenizer, ignore_merges: bool, what: str) -> str:
-    """Return the name in GGUF files of the way in which a tokenizer cuts text.
+    """Return the name in GGUF files of a tokenizer's pre-tokenization.
 
     Raises:
         ValueError: none does the same.

@@ -1,4 +1,4 @@
-"""Answers in channels, as gpt-oss writes them: thoughts, text and calls are messages that follow each other.
+"""Answers in channels (gpt-oss): thoughts, text and calls are consecutive messages.
 
 A message reads ``<|start|>HEADER<|message|>CONTENT``, and ends with ``<|end|>``, ``<|call|>`` or ``<|return|>``. The
 header names a role, a channel (``analysis``: thoughts; ``final``: text; ``commentary``: text before calls) and whom it
@@ -62,7 +62,7 @@ def grammar(use: ToolUse | None, special_ids: Mapping[str, int], *, form: bool =
 
 
 class HarmonyReader:
-    """Split one answer, in pieces of any size. Text outside of channels is plain text.
+    """Splits one answer, in pieces of any size. Text outside of channels is plain text.
 
     Args:
         prompt: its end determines the channel in which the answer continues.
@@ -76,9 +76,9 @@ class HarmonyReader:
         """Kind of the message: ``thoughts``, ``text`` or ``call``; None before its header has been read."""
         self._said = {"thoughts": False, "text": False}
         self._parted = False
-        """A message has begun whose kind has been there before, and nothing of it has been handed out."""
+        """True if a message of a kind seen before has begun, and nothing of it has been returned."""
         self._skip = 0
-        """Letters that begin a header by their looks, and none in truth."""
+        """Characters that look like the beginning of a header and are none."""
         self._fed = self._thoughts_end = 0
         self.num_calls = 0
         at = prompt.rfind(START)
@@ -92,7 +92,7 @@ class HarmonyReader:
         return self._fed if self._kind == "thoughts" else self._thoughts_end
 
     def feed(self, piece: str, *, last: bool = False, cut: bool = False) -> tuple[str, str, list[CallDelta]]:
-        """Read more of the answer; return what is new in the thoughts, in the text and in the calls.
+        """Read more of the answer; return the new thoughts, text and calls.
 
         Args:
             last: no more will come.
@@ -142,7 +142,7 @@ class HarmonyReader:
         return "thoughts" if channel is not None and channel[1] == "analysis" else "text"
 
     def _content(self, last: bool) -> tuple[str, bool]:
-        """(content of the message, whether it has come to its end)."""
+        """Return (content of the message, True if it has ended)."""
         held, found = self._held, _MARKS.search(self._held, self._skip)
         self._skip = 0
         if found is not None:

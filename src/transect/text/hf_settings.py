@@ -11,7 +11,7 @@ from ..spec.fields import Fields, read_json_object, shown
 
 @dataclass(frozen=True, slots=True)
 class HFSettings:
-    """The settings that a model directory gives; None or () for what it leaves open."""
+    """The settings of a model directory; None or () for unset ones."""
 
     bos_token: str | None
     eos_token: str | None
@@ -46,7 +46,8 @@ def read_hf_settings(directory: Path) -> HFSettings:
 
 
 def _chat_template(directory: Path, tokenizer: dict[str, Any]) -> str | None:
-    """chat_template.jinja if it is there, else what tokenizer_config.json holds; of several the one named "default"."""
+    """Return chat_template.jinja if it exists, else the template of tokenizer_config.json; of several the one named
+    "default"."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         return _text(path)
@@ -81,7 +82,7 @@ def _text(path: Path) -> str:
 
 
 def _content(tokenizer: dict[str, Any], key: str, directory: Path) -> str | None:
-    """Special tokens are written as a string or as an object with a ``content``."""
+    """Return a special token, given as a string or as an object with a ``content``."""
     token = tokenizer.get(key)
     content = token.get("content") if isinstance(token, dict) else token
     if content is not None and not isinstance(content, str):
@@ -93,10 +94,10 @@ def _content(tokenizer: dict[str, Any], key: str, directory: Path) -> str | None
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file without its nulls; {} where there is no file.
+    """Return the JSON object in a file without its nulls; {} if there is no file.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: it is not JSON object.
     """
     if not path.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""A model's tokenizer under the names, and with the defaults, that users of transformers know.
+"""A model's tokenizer under the names, and with the defaults, of transformers.
 
 ``LLM.get_tokenizer()`` gives it. Underneath is ``Tokenizer``; what this class does not have, that has (``token_bytes``,
 ``special_ids``, ...). Two things differ from transformers: decoding is exact on bytes, and what a chat message says is
@@ -43,7 +43,7 @@ class HFTokenizer:
     def __call__(
         self, text: str | Sequence[str], add_special_tokens: bool = True, **options: Any
     ) -> dict[str, list[Any]]:
-        """``input_ids`` and ``attention_mask`` of a text, or of each of several.
+        """Return ``input_ids`` and ``attention_mask`` of a text, or of each of several.
 
         Raises:
             ValueError: the text cannot be encoded, or an option asks for padding, truncation or tensors.
@@ -56,7 +56,7 @@ class HFTokenizer:
         return {"input_ids": ids[0] if single else ids, "attention_mask": masks[0] if single else masks}
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of a text; spellings of special tokens are those tokens unless ``parse_special`` is off.
+        """Encode a text; spellings of special tokens become those tokens unless ``parse_special`` is off.
 
         Raises:
             ValueError: the text is not valid Unicode, or the model has no tokenizer.
@@ -85,7 +85,7 @@ class HFTokenizer:
         tokenize: bool = True,
         **variables: Any,
     ) -> Any:
-        """Return a conversation, or each of several, as the model sees it.
+        """Render a conversation, or each of several, as the model sees it.
 
         Args:
             conversation: messages ``{"role": ..., "content": ...}``.
@@ -122,8 +122,7 @@ class HFTokenizer:
         return self.tokenizer.token_text(ids) if isinstance(ids, int) else [self.tokenizer.token_text(i) for i in ids]
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
-        """Return the id of a token by its spelling in the vocabulary, or of each of several; None where there is
-        none."""
+        """Return the id of a token by its spelling in the vocabulary, or of each of several; None if there is none."""
         find = self.tokenizer.token_id
         return find(tokens) if isinstance(tokens, str) else [find(token) for token in tokens]
 
@@ -149,12 +148,12 @@ class HFTokenizer:
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Tokens that are no text."""
+        """Tokens that are not text."""
         return sorted(self.tokenizer.special_ids)
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """Their spellings."""
+        """Spellings of tokens that are not text."""
         return list(self.tokenizer.special_texts)
 
     def _spelling(self, token: int | None) -> str | None:
@@ -162,7 +161,7 @@ class HFTokenizer:
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Padding, truncation, tensors: what would change the result and is not here."""
+    """Refuse options that would change the result and are not supported: padding, truncation, tensors."""
     for name, value in options.items():
         if value not in (None, False):
             raise ValueError(f"{name}={value!r} is not possible here: the tokenizer gives plain lists of token ids")

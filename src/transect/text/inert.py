@@ -23,7 +23,8 @@ from .tools.registry import for_template
 
 _KEY_DIGITS, _NUMBER_DIGITS = 30, 6
 _LEFT_ALONE = ("role", "type")
-"""Keys whose values templates compare, and do not print as a message's text: the ends of these are not hidden."""
+"""Keys whose values templates compare, and do not print as text: partial spellings at the ends of these values are not
+hidden."""
 
 
 class Template(Protocol):
@@ -79,7 +80,7 @@ class Mask:
         self._shown = re.compile(f"{self._key}([0-9]{{{_NUMBER_DIGITS}}})")
 
     def __bool__(self) -> bool:
-        """True where something was hidden."""
+        """Return True if something was hidden."""
         return bool(self._hidden)
 
     def hide(self, value: Any, ends: bool = True) -> Any:
@@ -102,7 +103,7 @@ class Mask:
         return value
 
     def show(self, text: str) -> str:
-        """The text with what was hidden put back."""
+        """Return the text with all hidden spellings restored."""
         return self._shown.sub(lambda found: self._hidden[int(found[1])], text)
 
     def _hide_text(self, text: str, ends: bool) -> str:
@@ -156,7 +157,7 @@ class ChatRendering:
             self.messages, self._end = _marked_end(self.messages)
 
     def shown(self, text: str) -> str:
-        """Return a text that was made of the messages (or an error about them) as its reader shall see it."""
+        """Return a text that was made from the messages (or an error about them) in its readable form."""
         text = self._mask.show(text)
         return text.replace(self._end, "") if self._end else text
 
@@ -179,7 +180,7 @@ class ChatRendering:
 
 
 class _MaskedEncoder:
-    """A tokenizer for texts with hidden spellings in them; for everything else it is the one underneath."""
+    """A tokenizer for texts with hidden spellings; other calls go to the underlying tokenizer."""
 
     def __init__(self, tokenizer: ChatEncoder, mask: Mask) -> None:
         self._tokenizer, self._mask = tokenizer, mask
@@ -189,17 +190,17 @@ class _MaskedEncoder:
 
     @property
     def longest_token(self) -> int:
-        """Characters that a token stands for at the most; digits that hide a spelling are longer than it."""
+        """Most characters of a token; digits that hide a spelling are longer."""
         longest: int = self._tokenizer.longest_token  # type: ignore[attr-defined]
         return max(longest, 1) * (_KEY_DIGITS + _NUMBER_DIGITS)
 
     def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = True) -> list[int]:
-        """Token ids; what is hidden is text, the special tokens that can be seen are tokens."""
+        """Encode a text: hidden spellings are text, visible special tokens are tokens."""
         return self._tokenizer.encode_chat(text, self._mask, add_special_tokens)
 
 
 def _marked_end(messages: Any) -> tuple[Any, str]:
-    """Copies of the messages with a mark, which is returned too, at the end of the last one's text."""
+    """Copy the messages with a mark at the end of the last one's text; also return the mark."""
     mark = f"{secrets.randbelow(10**_KEY_DIGITS):0{_KEY_DIGITS}}"
     last = messages[-1] if isinstance(messages, Sequence) and messages else None
     content = last.get("content") if isinstance(last, Mapping) else None

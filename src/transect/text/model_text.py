@@ -1,4 +1,4 @@
-"""Everything of a model that is about text: its tokenizer, chat template and sampling defaults, as settings choose."""
+"""Everything of a model that concerns text (tokenizer, chat template, sampling defaults), as chosen by settings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def load_text(
     generation_config: str = "auto",
     override_generation_config: Mapping[str, Any] | None = None,
 ) -> ModelText:
-    """Load what belongs to a resolved model, or what takes its place.
+    """Load the text side of a resolved model, with the settings that replace parts of it.
 
     Args:
         tokenizer: a directory, a GGUF file, a built-in name or a hub id to take the tokenizer, and its chat template,
@@ -93,7 +93,7 @@ def _tokenizer(
 
 
 def template_text(given: str) -> str:
-    """Return the template: the text of a file, or what was given, where that can only be Jinja.
+    """Return the template: the text of a file, or the given text, if it can only be Jinja.
 
     Raises:
         ValueError: there is no such file.

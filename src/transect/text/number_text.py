@@ -1,4 +1,4 @@
-"""Stands in for a tokenizer where a model has none (``load_format="dummy"``): every token is its number as text."""
+"""A substitute for a tokenizer if a model has none (``load_format="dummy"``): every token is its number as text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NumberText:
         self.vocab_size = vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = False) -> NoReturn:
-        """Always raises.
+        """Raise ValueError: there is no tokenizer to encode with.
 
         Raises:
             ValueError: there is nothing to encode with.
@@ -33,11 +33,11 @@ class NumberText:
         raise ValueError("this model has random weights and no tokenizer: give the prompt as token ids")
 
     def encode_chat(self, text: str, mask: object, add_special_tokens: bool = False) -> NoReturn:
-        """Always raises, as ``encode`` does."""
+        """Raise ValueError, like ``encode``."""
         self.encode(text)
 
     def token_id(self, token: str) -> int | None:
-        """Return the number, where it is one."""
+        """Return the number that the text spells; None if it spells none."""
         number = token.strip()
         return int(number) if number.isdecimal() and int(number) < self.vocab_size else None
 

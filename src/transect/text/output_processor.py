@@ -1,4 +1,4 @@
-"""From the engine's token ids to what a user sees: text, log-probabilities, and one clean end for every choice.
+"""Conversion of the engine's token ids to text and log-probabilities, with one terminal event for every choice.
 
 The engine knows token ids only. Here they become text; stop strings, which only text can show, are found; and each
 choice gets exactly one terminal event, whatever the engine still sends for it afterwards (with async scheduling it may
@@ -35,7 +35,7 @@ class TokenTexts(TokenTable, Protocol):
 
 
 class TokenLogprobsLike(Protocol):
-    """The token taken at a position, and the likeliest ones, likeliest first, as (token id, logprob)."""
+    """The chosen token of a position, and the likeliest ones, likeliest first, as (token id, logprob)."""
 
     @property
     def token_id(self) -> int: ...
@@ -96,15 +96,15 @@ class Update:
     """The engine's ``RequestTimes``, where it sent them."""
     final: RequestOutput | None = None
     approximate: bool = False
-    """From here on another engine continues the choices, whose bits are not those of the first: what follows may differ
-    from what that one would have said."""
+    """True if another engine, with other bits, continues the choices: the rest may differ from the first engine's
+    answer."""
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
     def absorb(self, later: Update) -> None:
-        """Become this update and the choice's next one in one."""
+        """Merge the choice's next update into this one."""
         self.text += later.text
         self.token_ids.extend(later.token_ids)
         if later.logprobs is not None:
@@ -118,7 +118,7 @@ class Update:
 
 
 def together(updates: list[Update | Exception]) -> list[Update | Exception]:
-    """One request's updates in order, those that follow each other and are of the same choice as one."""
+    """Merge consecutive updates of the same choice; ``updates`` are those of one request, in order."""
     if len(updates) == 1:
         return updates
     merged: list[Update | Exception] = []
@@ -158,7 +158,7 @@ class RunningRequest:
     pooled: bytes | None = None
 
     def output_token_ids(self) -> tuple[tuple[int, ...] | None, ...]:
-        """The tokens of each choice; None for one that has ended."""
+        """Return the tokens of each choice; None for one that has ended."""
         outputs = (choice.output for choice in self.choices)
         return tuple(None if output.finished else tuple(output.token_ids) for output in outputs)
 
@@ -176,7 +176,7 @@ class OutputProcessor:
         self._clock = clock
         self._requests: dict[str, RunningRequest] = {}
         self._automata: weakref.WeakValueDictionary[tuple[str, ...], StopAutomaton] = weakref.WeakValueDictionary()
-        """Those of running requests, by their stop strings: the prompts and choices of a request share one."""
+        """Automata of running requests, by their stop strings: the prompts and choices of a request share one."""
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
@@ -186,7 +186,7 @@ class OutputProcessor:
 
     @property
     def request_ids(self) -> list[str]:
-        """The requests that still run, oldest first."""
+        """Running requests, oldest first."""
         return list(self._requests)
 
     def add(
@@ -202,7 +202,7 @@ class OutputProcessor:
         min_tokens: int = 0,
         arrival_time: float | None = None,
     ) -> None:
-        """Make ready for a request that is about to be given to the engine.
+        """Prepare for a request that is about to be submitted to the engine.
 
         Raises:
             ValueError: the id is already running, n is below 1, or a stop string is empty.
@@ -231,11 +231,11 @@ class OutputProcessor:
         return automaton
 
     def release(self, request_id: str) -> RunningRequest | None:
-        """Give a request away unfinished, to be continued by another processor; None if it has ended."""
+        """Release a request unfinished, to be continued by another processor; None if it has ended."""
         return self._requests.pop(request_id, None)
 
     def adopt(self, request_id: str, state: RunningRequest) -> None:
-        """Take a request that another processor, with a tokenizer like this one's, has released.
+        """Adopt a request that another processor, with an equal tokenizer, has released.
 
         Raises:
             ValueError: the id is already running.
@@ -248,7 +248,7 @@ class OutputProcessor:
             raise ValueError(f"request id {request_id!r} is already running: choose another or wait for its end")
 
     def process(self, output: EngineOutputLike) -> Update | None:
-        """Take what one engine step brought for one choice.
+        """Process the output of one engine step for one choice.
 
         Returns:
             What is new; None when the request or the choice has already ended (such output comes late and is dropped).
@@ -277,7 +277,8 @@ class OutputProcessor:
         return update
 
     def finish(self, request_id: str, reason: str = "abort", error: str | None = None) -> list[Update]:
-        """End every running choice of a request from outside the engine, e.g. because its client or the engine is gone.
+        """End every running choice of a request from outside the engine, e.g. because its client or the engine has
+        ended.
 
         Returns:
             One terminal update for each choice that was running, with its held-back text; [] for an unknown request.
@@ -359,7 +360,7 @@ class OutputProcessor:
         stop_reason: int | str | None,
         error: str | None,
     ) -> None:
-        """The terminal event of a choice: release what is held back, and close the request with its last choice."""
+        """Record the terminal event of a choice: release held-back text, and close the request with its last choice."""
         if choice.matcher.stopped is None:
             stopped = self._take_text(request, choice, update, choice.detokenizer.flush())
             if stopped is not None and reason in ("stop", "length"):
@@ -376,7 +377,7 @@ class OutputProcessor:
             update.final = self._request_output(update.request_id, request)
 
     def _position(self, entry: TokenLogprobsLike) -> PositionLogprobs:
-        """vLLM's form of one position: the token taken, then the likeliest ones."""
+        """Convert one position to vLLM's form: the chosen token, then the likeliest ones."""
         text = self._tokenizer.token_text
         position = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
         for rank, (token, logprob) in enumerate(entry.top, start=1):

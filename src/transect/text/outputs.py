@@ -22,7 +22,7 @@ class Logprob:
 
 
 PositionLogprobs = dict[int, Logprob]
-"""Logprobs of one position, by token id: first the token that was taken, then the likeliest ones as asked for."""
+"""Log-probabilities of one position, by token id: first the chosen token, then the requested likeliest ones."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request; None for what has not happened yet."""
+    """Times of events of a request; None for those that have not happened yet."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -83,9 +83,9 @@ class RequestOutput:
     num_cached_tokens: int
     metrics: RequestMetrics
     pooled: bytes | None = None
-    """The pooled vector of the prompt, float64, where the request was for one."""
+    """Pooled vector of the prompt, float64, if the request was for one."""
 
     @property
     def num_output_tokens(self) -> int:
-        """Completion tokens of all choices together, as a bill counts them."""
+        """Completion tokens of all choices together, as charged."""
         return sum(len(choice.token_ids) for choice in self.outputs)

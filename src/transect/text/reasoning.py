@@ -1,4 +1,4 @@
-"""Thoughts before an answer: ``<think>...</think>`` in the text of models that were taught to think aloud.
+"""Thoughts before an answer: ``<think>...</think>`` in the text of reasoning models.
 
 ``PARSERS`` is the table of families; gpt-oss, whose answers come in channels, is in it by name (``harmony.py``).
 
@@ -92,7 +92,7 @@ PARSERS: dict[str, Thoughts] = {
         Thoughts("kimi_k2", "<think>", "</think>"),
     )
 }
-"""By name; the first row whose ``told_by`` a template has is the template's."""
+"""Parsers by name; a template belongs to the first row whose ``told_by`` texts it has."""
 
 
 def thoughts_of(name: str | None, template: str | None = None) -> Thoughts | None:
@@ -211,7 +211,7 @@ class ThoughtParser:
         return answer
 
     def _up_to(self, mark: str, last: bool) -> tuple[str, bool]:
-        """(what is before the mark, whether it is there); what may be the beginning of one is held back."""
+        """Return (text before the mark, True if the mark was found); a possible beginning of a mark is held back."""
         held = self._held
         at = held.find(mark)
         if at >= 0:

@@ -1,4 +1,4 @@
-"""The sampling settings that a model's makers recommend: what a request gets that does not say otherwise.
+"""Sampling settings that a model's makers recommend, used for parameters that a request leaves unset.
 
 They come from ``generation_config.json`` (the keys that transformers and vLLM read there), or from the
 ``general.sampling.*`` keys of a GGUF file, which llama.cpp reads; values given by hand go over both.
@@ -50,7 +50,7 @@ class SamplingDefaults:
     origin: str = ""
 
     def __str__(self) -> str:
-        """One phrase for the start-up line; empty where there is nothing to say."""
+        """Return a phrase for the start-up line; empty without defaults."""
         shown = dict(self.values)
         if self.max_new_tokens is not None:
             shown[LONGEST] = self.max_new_tokens
@@ -59,7 +59,7 @@ class SamplingDefaults:
         return f"sampling defaults {', '.join(f'{name}={value:g}' for name, value in shown.items())} ({self.origin})"
 
     def limit(self, max_tokens: int | None) -> int | None:
-        """``max_tokens``, or ``max_new_tokens`` where that is less."""
+        """Return ``max_tokens``, or ``max_new_tokens`` if that is less."""
         given = [value for value in (max_tokens, self.max_new_tokens) if value is not None]
         return min(given, default=None)
 
@@ -94,7 +94,7 @@ def sampling_defaults(
 
 
 def _found(source: ModelSource, generation_config: str) -> tuple[str, dict[str, Any]]:
-    """(where they are from, key to value as in generation_config.json)."""
+    """Return (origin, values by key of generation_config.json)."""
     if generation_config in NONE:
         return "", {}
     if generation_config == "auto":
@@ -119,7 +119,7 @@ def _known(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of numpy's as Python's; a float32 as it would be written."""
+    """Convert a numpy number to a Python number; a float32 by its shortest decimal form."""
     value = value.item() if hasattr(value, "item") else value
     return float(f"{value:.6g}") if isinstance(value, float) else value
 

@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text: found across any chunk border, with no more text held back than could still matter.
+"""Stop strings in a stream of text: found across any chunk border, holding back no more text than necessary.
 
 The matcher is the automaton of Aho and Corasick ("Efficient string matching: an aid to bibliographic search", 1975).
 Its state after a character is the longest suffix of the text that begins some stop string; exactly that is held back.
@@ -30,13 +30,13 @@ class StopAutomaton:
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
         self.goto: list[dict[str, int]] = [{}]
-        """By node: the next character to the next node. Node 0 is the root."""
+        """Transitions of each node: next character to next node. Node 0 is the root."""
         self.fail = [0]
-        """By node: the node of its longest proper suffix."""
+        """Node of the longest proper suffix, by node."""
         self.depth = [0]
-        """By node: how many characters lead to it."""
+        """Number of characters that lead to the node, by node."""
         self.found: list[str | None] = [None]
-        """By node: the longest stop string that is complete there."""
+        """Longest stop string that is complete at the node, by node."""
         for stop in stops:
             if not isinstance(stop, str) or not stop:
                 raise ValueError(f"stop must hold non-empty strings, got {stop!r}")
@@ -58,7 +58,8 @@ class StopAutomaton:
         self.found[node] = stop
 
     def _link(self) -> None:
-        """Breadth first: a node falls back to the node of its longest proper suffix, and inherits what ends there."""
+        """Link the nodes, breadth first: a node falls back to the node of its longest proper suffix, and inherits the
+        stop strings that end there."""
         queue = deque(self.goto[0].values())
         while queue:
             node = queue.popleft()
@@ -94,11 +95,11 @@ class StopMatcher:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that was found, if one was."""
+        """Stop string that was found; None if none was."""
         return self._stopped
 
     def push(self, delta: str) -> tuple[str, str | None]:
-        """Take more text; return (text that is now safe to show, the stop string once found).
+        """Add text; return (text that is safe to show, the stop string once found).
 
         After a stop string was found, everything further is dropped: the answer is ("", that stop string).
         """
@@ -125,6 +126,6 @@ class StopMatcher:
         return text[:safe], None
 
     def flush(self) -> str:
-        """Return the text held back, when no more will come."""
+        """Return the held-back text, when no more follows."""
         held, self._held, self._state = self._held, "", 0
         return held

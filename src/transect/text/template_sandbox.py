@@ -1,4 +1,4 @@
-"""Where chat templates run: Jinja's immutable sandbox, with bounds on what a small template can make of little.
+"""The sandbox of chat templates: Jinja's immutable sandbox, with bounds on the growth of a template's values.
 
 A template has no endless loop of its own; what makes it run for ever, or fill the memory, is doubling: nested loops,
 recursion, repetition, joins and concatenations, lists in lists, squares. So each rendering has a budget of steps, which
@@ -26,33 +26,33 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_CHARACTERS = 32 * 1024 * 1024
-"""Output at the most; far over the longest context."""
+"""Most characters of output; far more than the longest context."""
 
 MAX_STEPS = 5_000_000
-"""In one rendering: turns of loops and numbers of ``range``; a call is as much work as CALL of them, and beginning a
-loop as LOOP."""
+"""Most steps of one rendering: iterations of loops and numbers of ``range``; a call counts as CALL steps, and the start
+of a loop as LOOP."""
 CALL, LOOP = 50, 20
 
 MAX_REPEATED = 1_000_000
-"""Length at the most of what ``*``, ``%`` or a power makes, and of lists."""
+"""Largest length of results of ``*``, ``%`` or a power, and of lists."""
 
 MAX_BITS = 65_536
-"""The limit for whole numbers that a product or a power makes."""
+"""Most bits of whole numbers from a product or a power."""
 
 MAX_VALUES = 1_000_000
-"""Values in what is printed or written as JSON, each as often as it is written."""
+"""Most values in output or JSON, each counted as often as it is written."""
 
 MAX_INDENT = 64
-"""The limit for JSON."""
+"""Largest indent of JSON."""
 
 _BUDGET = "budget of this rendering"
-"""Its place among a template's variables; no template can write this name."""
+"""Name of the budget among a template's variables; no template can write it."""
 
 _NUMBER = re.compile("[0-9]+")
 _NESTED_FIELD = re.compile(r"\{[^}]*\{")
 
 
-class Refused(Exception):
+class TemplateRefused(Exception):
     """The template called ``raise_exception``."""
 
 
@@ -60,20 +60,20 @@ class TemplateLimit(Exception):
     """The template went over one of the bounds of this module."""
 
 
-class Budget:
-    """The steps of one rendering."""
+class RenderingBudget:
+    """The budget of steps of one rendering."""
 
     def __init__(self) -> None:
         self._left = MAX_STEPS
 
     def take(self, steps: int = 1) -> None:
-        """Raises TemplateLimit when there are no more."""
+        """Use up steps. Raises TemplateLimit when none are left."""
         self._left -= steps
         if self._left < 0:
             raise TemplateLimit(f"it takes more than {MAX_STEPS} steps")
 
     def range(self, *bounds: int) -> range:
-        """``range``, whose numbers are steps."""
+        """Return a ``range``, whose numbers count as steps."""
         numbers = range(*bounds)
         self.take(len(numbers))
         return numbers
@@ -81,12 +81,12 @@ class Budget:
 
 def variables_of_rendering() -> dict[str, Any]:
     """Return the variables that every rendering adds to the template's."""
-    budget = Budget()
+    budget = RenderingBudget()
     return {_BUDGET: budget, "range": budget.range}
 
 
 def compile_template(source: str) -> tuple[jinja2.Template, nodes.Template]:
-    """Return the template, ready to render, and its syntax tree as it was written.
+    """Compile a template, ready to render; also return its syntax tree as written.
 
     Raises:
         jinja2.TemplateSyntaxError: it is not valid Jinja.
@@ -98,7 +98,7 @@ def compile_template(source: str) -> tuple[jinja2.Template, nodes.Template]:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox, with an eye on the operators and methods that make much out of little."""
+    """The sandbox, with bounds on operators and methods whose results can grow."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -188,7 +188,7 @@ def _limit(size: int, what: str, most: int = MAX_REPEATED) -> None:
 
 
 def _printable(value: Any) -> Any:
-    """``value``, if not too much is in it, counted as often as it is written."""
+    """Return ``value`` after checking its size, with each part counted as often as it is written."""
     if isinstance(value, (list, tuple, Mapping)):
         _limit_values(value)
     return value
@@ -227,7 +227,7 @@ def _limit_replace(text: str, old: Any, new: Any) -> None:
 
 
 def _limit_percent(pattern: str, values: Any) -> None:
-    """For ``pattern % values``: the widths written out, and with ``*`` those among the values."""
+    """Limit the field widths of ``pattern % values``: those in the pattern, and with ``*`` those among the values."""
     _limit(_largest_number(pattern), "a field width")
     if "*" in pattern:
         _limit(_largest(values if isinstance(values, tuple) else (values,)), "a field width")
@@ -327,14 +327,14 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: Jinja's own filter escapes for HTML, which no model was trained on."""
+    """Write plain JSON: Jinja's own filter escapes for HTML, which no model was trained on."""
     _limit(indent if isinstance(indent, int) else 0, "the indent of tojson", MAX_INDENT)
     _limit_values(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise Refused(message)
+    raise TemplateRefused(message)
 
 
 def _strftime_now(format: str) -> str:

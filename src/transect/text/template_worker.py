@@ -1,4 +1,4 @@
-"""Chat templates rendered in another process, which can be ended: a template is a program from a file.
+"""Rendering of chat templates in another process, which can be killed: a template is a program from a file.
 
 ``TemplateWorker`` is the process as its owner sees it: one rendering at a time, of the template given last.
 ``TemplateApart`` is a template with such a process, for callers that render and wait. The process ends itself when a
@@ -25,9 +25,9 @@ from .chat_template import ChatTemplate
 
 TIME_LIMIT_S = 5.0
 MEMORY_LIMIT_BYTES = 1 << 30
-"""Beyond what the process has when it starts."""
+"""Most bytes beyond the memory that the process has when it starts."""
 BACKSTOP_S = 5.0
-"""A process that has not even ended itself is killed this much later."""
+"""Seconds after which a process that has not ended itself is killed."""
 _LENGTH_BYTES = 8
 _NOT_PLAIN = "messages and variables of a chat template must be plain values (strings, numbers, lists, mappings): {}"
 
@@ -82,7 +82,7 @@ class TemplateWorker:
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """See ``ChatTemplate.render``.
+        """Render messages like ``ChatTemplate.render``.
 
         Raises:
             ValueError: as ``ChatTemplate.render``; or the template took too much time or memory, or a value cannot be
@@ -112,7 +112,7 @@ class TemplateWorker:
         return text
 
     def close(self) -> None:
-        """End the process, whatever it is doing. Another thread may call this: a rendering then raises."""
+        """End the process, even a busy one. Another thread may call this: a rendering then raises."""
         end, self._process, self._template = self._end, None, None
         if end is not None:
             end()
@@ -152,12 +152,12 @@ class TemplateApart:
         self._worker = worker or TemplateWorker()
 
     def __reduce__(self) -> tuple[type[TemplateApart], tuple[ChatTemplate]]:
-        """A copy has a process of its own."""
+        """Pickle the template alone: a copy starts its own process."""
         return TemplateApart, (self._template,)
 
     @property
     def source(self) -> str:
-        """The Jinja text."""
+        """Jinja text of the template."""
         return self._template.source
 
     @property
@@ -167,15 +167,15 @@ class TemplateApart:
 
     @property
     def tool_source(self) -> str:
-        """See ``ChatTemplate.tool_source``."""
+        """Jinja text for conversations with tools, see ``ChatTemplate.tool_source``."""
         return self._template.tool_source
 
     def with_source(self, source: str) -> TemplateApart:
-        """See ``ChatTemplate.with_source``."""
+        """Return a template with another source, see ``ChatTemplate.with_source``."""
         return TemplateApart(self._template.with_source(source), self._worker)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
-        """See ``TemplateWorker.render``."""
+        """Render messages, see ``TemplateWorker.render``."""
         return self._worker.render(self._template, messages, add_generation_prompt, kwargs)
 
 
@@ -202,7 +202,7 @@ def _read(pipe: IO[bytes]) -> bytes:
 
 
 def main() -> None:
-    """Entry point of the process: a template or the arguments of a rendering on the input, results on the output."""
+    """Run the process: read templates or arguments of renderings from the input, write results to the output."""
     time_limit_s, memory_limit_bytes = float(sys.argv[1]), int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open("/proc/self/statm") as statm:

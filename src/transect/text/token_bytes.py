@@ -18,8 +18,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @lru_cache(maxsize=1)
 def byte_characters() -> dict[str, int]:
-    """Character to byte, as in GPT-2: printable Latin-1 characters stand for themselves, and the other bytes, in order,
-    for the characters from U+0100 on."""
+    """Map characters to bytes, as in GPT-2: printable Latin-1 characters represent themselves, and the characters from
+    U+0100 on represent the other bytes, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     from ..checkpoints.resolve import ModelSource
 
 LONG = 8192
-"""Characters from which a text is encoded by the call that lets other threads run meanwhile."""
+"""Characters above which a text is encoded by a call that lets other threads run."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Tokenizer:
-    """Encodes and decodes. Safe to share between threads: nothing in it changes but caches of immutable values.
+    """A tokenizer. Safe to share between threads: only caches of immutable values change.
 
     Attributes:
         vocab_size: the highest token id plus one. A model may have more rows than that, which stand for no text.
         bos_token_id: the token that begins a text, or None.
         eos_token_ids: tokens that end a model's answer; may be several, may be empty.
-        special_ids: tokens that are no text and that decoding leaves out by default.
+        special_ids: tokens that are not text and that decoding leaves out by default.
         special_texts: their spellings.
         drops_leading_space: this family puts a space before every text, which decoding takes off again.
     """
@@ -89,7 +89,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """From the metadata of a GGUF file.
+        """Build the tokenizer from the metadata of a GGUF file.
 
         Raises:
             ValueError: see ``read_gguf_vocabulary``.
@@ -106,8 +106,8 @@ class Tokenizer:
 
     @classmethod
     def from_hf(cls, directory: str | Path) -> Tokenizer:
-        """From a model directory: tokenizer.json, and where they exist tokenizer_config.json, special_tokens_map.json,
-        generation_config.json and config.json.
+        """Load the tokenizer of a model directory: tokenizer.json, and if present tokenizer_config.json,
+        special_tokens_map.json, generation_config.json and config.json.
 
         Raises:
             ValueError: a file is missing or not readable as what it should be; the message names it.
@@ -148,17 +148,17 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for tokenizers that encode alike; tells whose a file of token ids is."""
+        """Fingerprint, equal for tokenizers that encode alike; identifies the tokenizer of a file of token ids."""
         return hashlib.sha256(f"{self._parsing.to_str()}{self._prefix}{self._suffix}".encode()).hexdigest()[:16]
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of a text that one token stands for, at the most."""
+        """Most characters of text in one token."""
         # Spellings have a character for each byte of the text, or for each of its characters.
         return max(map(len, self._parsing.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = False) -> list[int]:
-        """Token ids of a text.
+        """Encode a text to token ids.
 
         A byte that the vocabulary has no token for is left out, as in llama.cpp (SmolLM2 has none for six control
         characters and for the planes of Unicode that are not in use); an "unknown" token there could be one that ends
@@ -176,7 +176,7 @@ class Tokenizer:
         return self._encode(self._parsing if parse_special else self._plain, text, add_special_tokens)
 
     def encode_chat(self, text: str, mask: Mask, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a rendered chat: special tokens that stand in ``text`` are tokens, what ``mask`` hid is text.
+        """Encode a rendered chat: special tokens in ``text`` become tokens, spellings hidden by ``mask`` become text.
 
         Raises:
             ValueError: as for ``encode``.
@@ -256,7 +256,7 @@ class Tokenizer:
 
 
 class _Guarded:
-    """A tokenizer that takes special tokens under secret aliases only: their own spellings are text to it.
+    """A tokenizer that knows special tokens only under secret aliases: their own spellings are text to it.
 
     Attributes:
         ids: id of an alias to that of the special token.
@@ -284,12 +284,12 @@ class _Guarded:
         self._spelled = re.compile("|".join(map(re.escape, longest_first)))
 
     def under_aliases(self, text: str) -> str:
-        """Return the text with each special token's spelling replaced by its alias."""
+        """Replace each special token's spelling in the text by its alias."""
         return self._spelled.sub(lambda found: self._aliases[found[0]], text)
 
 
 def _without_special(backend: tokenizers.Tokenizer, added: Mapping[int, tokenizers.AddedToken]) -> tokenizers.Tokenizer:
-    """Return a tokenizer over the same model (shared, not copied) that takes the spelling of special tokens for plain
+    """Return a tokenizer over the same model (shared, not copied) that reads spellings of special tokens as plain
     text."""
     plain = tokenizers.Tokenizer(backend.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):

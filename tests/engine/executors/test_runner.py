@@ -9,7 +9,7 @@ import torch
 
 from transect.engine.executors.gpu.pending_step import PendingStep
 from transect.engine.executors.prompt_results import LOGPROB_ROWS
-from transect.engine.executors.runner import Done, Runner, Waiting
+from transect.engine.executors.runner import CompletedStep, Runner, Waiting
 from transect.engine.scheduling.batch import Draw, ScheduledBatch, ScheduledRow, StepResult
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.models.context import VarlenContext
@@ -174,7 +174,7 @@ def test_logits_of_a_row_have_the_same_bits_alone_and_in_any_batch(model):
 
 def test_handles_know_if_the_device_is_done():
     """The engine asks them while it waits to plan the next step."""
-    done, ready = Done(StepResult({})), SimpleNamespace(query=lambda: asked.pop())
+    done, ready = CompletedStep(StepResult({})), SimpleNamespace(query=lambda: asked.pop())
     asked = [True, False]
     pending = PendingStep(ready, np.zeros(0, np.uint8), [], StepResult({}), 0, False)
     assert (pending.over, pending.over, done.over) == (False, True, True)

@@ -20,6 +20,9 @@ from transect.engine.frontends.async_engine import AsyncEngine
 from transect.engine.frontends.replicas import Replicas
 from transect.engine.frontends.streams import EngineDeadError
 from transect.engine.scheduling.arrivals import seed_of
+from transect.explain.engine.bill import bill
+from transect.explain.engine.log import build
+from transect.explain.engine.work import StepWork
 
 PROMPT = list(range(65, 85))
 KINDS = {
@@ -98,6 +101,26 @@ async def test_kills_and_stops_at_random_tokens_change_no_byte(start):
         assert engines.handed_over >= turn // 2
         await until(lambda: len(engines.alive()) == 3)
         assert (await engines.health()).detail == "all 3 replicas make progress"
+
+
+async def test_the_decisions_of_both_engines_are_on_the_bill(start):
+    async with await start(2) as engines:
+
+        def kill(updates):
+            if len(updates) == 20:
+                os.kill(engines._where["a"].pid, signal.SIGKILL)
+
+        await run(engines, "a", max_tokens=50, seen=kill)
+        await until(lambda: len(engines.alive()) == 2)
+        await engines.stats()
+        (past,) = engines.past_decisions
+        rings = [engine.decisions for engine in engines.engines]
+        (having,) = [log for log in (build(ring.records()) for ring in rings if ring.header) if log.has("a")]
+        work = StepWork.of(having.header, None)
+        found = bill(having, "a", work, earlier=[(build(past.records()), work)])
+    assert (found.engines, found.output_tokens, found.finish_reason) == (2, 50, "length")
+    assert sum(found.decode.parts.values()) == pytest.approx(found.decode.seconds)
+    assert found.decode.parts["hand-over"] > 0 and found.decode.parts["recompute"] > 0
 
 
 async def test_the_router_fixes_the_seed_of_a_sampled_request(start):

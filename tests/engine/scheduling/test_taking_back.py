@@ -271,5 +271,5 @@ def test_ranks_of_several_processes_are_not_used_out_of_step():
     with pytest.raises(Broken):
         leading.step()
     for again in (leading.step, lambda: leading.add(request("b"))):
-        with pytest.raises(RuntimeError, match=r"was broken off \(Broken\).*make another engine"):
+        with pytest.raises(RuntimeError, match=r"was interrupted \(Broken\).*create another engine"):
             again()

@@ -52,7 +52,7 @@ def test_a_function_is_called_twice_and_the_second_time_measured(tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1\n", "leaves no loss"),
+        ("x = 1\n", "defines no loss"),
         ("import torch\nloss = torch.ones(2, requires_grad=True) * 2\n", "single number"),
         ("def loss():\n    return 3\n", "must be a tensor, not int"),
         ("x = 1\nraise RuntimeError('no luck')\n", "script.py, line 2 failed with RuntimeError: no luck"),

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 from commands import run_here
 from decision_logs import log_for
@@ -78,6 +79,66 @@ def test_what_preemption_costs_is_on_the_bill():
     assert parts["preempted"] > 0 and parts["recompute"] > 0
 
 
+def continued(given, steps, **limits):
+    """The logs of two engines, the first of which ends after some steps of a request; and the tokens that it gave."""
+    clock, logs = Ticking(), []
+    tokens = [[] for _ in range(given.params.n)]
+    for begun in (False, True):
+        core = make(**limits)
+        core.scheduler.clock = clock
+        core.decisions = log_for(core)
+        core.add(request("other", prompt=30, first=9, max_tokens=12))
+        known = None if not begun else tuple(tuple(each) if len(each) < MOST else None for each in tokens)
+        core.add(msgspec.structs.replace(given, output_token_ids=known, arrival_time=clock.time if not begun else 2.5))
+        for choice in core.scheduler.requests[given.request_id].choices:
+            core.executor.begun[choice.seq_id] = tuple(choice.output_token_ids)
+        count = 0
+        while core.has_work and (begun or count < steps):
+            count += 1
+            for output in core.step():
+                if output.request_id == given.request_id:
+                    tokens[output.index] += output.new_token_ids
+        logs.append(build(core.decisions.ring.records()))
+    assert all(len(each) == MOST for each in tokens)
+    return logs
+
+
+MOST = 9
+
+
+@pytest.mark.parametrize("steps", [1, 4, 6, 9])
+def test_a_request_that_two_engines_had_has_one_bill(steps):
+    first, second = continued(request("a", prompt=20, max_tokens=MOST), steps)
+    work = StepWork.of(first.header, None)
+    whole, alone, begun = (
+        bill(second, "a", work, earlier=[(first, work)]),
+        bill(second, "a", work),
+        bill(first, "a", work),
+    )
+    assert (whole.engines, alone.engines, whole.output_tokens, whole.finish_reason) == (2, 1, MOST, "length")
+    for found in (whole, alone):
+        for span in (found.ttft, found.decode):
+            assert span is None or sum(span.parts.values()) == pytest.approx(span.seconds)
+    assert alone.ttft.parts["earlier"] > 0
+    late = whole.ttft if begun.output_tokens == 0 else whole.decode
+    assert late.parts["hand-over"] > 0 and "earlier" not in late.parts
+    if begun.output_tokens:
+        assert whole.ttft == begun.ttft and late.parts["recompute"] > 0
+        assert whole.decode.tokens == begun.output_tokens - 1 + 20 + MOST - 1
+    assert "in 2 engines one after another" in whole.lines()[0]
+
+
+def test_a_choice_that_ended_in_the_first_engine_has_its_bill_there():
+    params = {"n": 2, "max_tokens": MOST, "seed": 3}
+    logs = continued(request("a", prompt=5, **params), 5)
+    work = StepWork.of(logs[0].header, None)
+    life = logs[1].life("a")
+    life.added.known[1] = -1  # as if a stop string had ended it
+    found = [bill(logs[1], "a", work, choice, [(logs[0], work)]) for choice in (0, 1)]
+    assert [each.engines for each in found] == [2, 1]
+    assert found[1] == bill(logs[0], "a", work, 1)
+
+
 def test_the_command_reads_a_file(tmp_path):
     file = tmp_path / "log.bin"
     run([request("abc", max_tokens=3)], file=file)
@@ -93,7 +154,7 @@ def test_the_command_reads_a_file(tmp_path):
 def test_what_is_no_log_is_refused(tmp_path):
     for content in (b"", b"hello world, this is text", b"\x05\x00\x00\x00\x01\x02\x03\x04\x05"):
         (tmp_path / "x").write_bytes(content)
-        with pytest.raises(ValueError, match="no decision log"):
+        with pytest.raises(ValueError, match="not a decision log"):
             load(tmp_path / "x")
     assert "cannot be read" in run_here("explain", "replay", str(tmp_path / "none")).stderr
 

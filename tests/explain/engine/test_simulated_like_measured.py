@@ -5,6 +5,8 @@ several choices and an abort.
 """
 
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 from decision_logs import log_for
@@ -15,7 +17,7 @@ from transect.engine.scheduling.decisions import Aborted, Added, Done, Planned
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
 from transect.engine.scheduling.simulation import SimulatedEngine
 from transect.explain.engine.log import build, load
-from transect.explain.engine.replay import RecordedDrafts, Script
+from transect.explain.engine.replay import RecordedDrafts, ReplayScript
 from transect.explain.engine.simulate import acceptance_of
 
 SETTINGS = {"dtype": "float32", "native": False, "threads": 1, "num_kv_blocks": 20, "block_size": 8, "max_num_seqs": 6}
@@ -58,7 +60,7 @@ def recorded(tiny, path, temperature=1.0, **settings):
 class AcceptedAgain(RecordedDrafts):
     """Drafts as many tokens as were drafted, of which as many are right."""
 
-    accepted: dict[int, int] = {}
+    accepted: Mapping[int, int] = MappingProxyType({})
     device = None
 
     def drafts(self, sequences, room, *, known=True):
@@ -71,7 +73,7 @@ class AcceptedAgain(RecordedDrafts):
 
 def simulated(log):
     """The decisions of a simulated engine whose steps take the recorded times."""
-    script, lives = Script(log), iter(log.lives)
+    script, lives = ReplayScript(log), iter(log.lives)
     taken = {event.step: event for event in log.events if isinstance(event, Done)}
     engine = SimulatedEngine(
         SchedulerConfig(**log.header.scheduler),

@@ -12,7 +12,7 @@ from decision_logs import log_for
 from transect.costs.fitting import FittedSteps
 from transect.costs.steps import StepLoad
 from transect.engine.decision_setup import _plain
-from transect.engine.executors.runner import Done
+from transect.engine.executors.runner import CompletedStep
 from transect.engine.scheduling.batch import StepResult
 from transect.engine.scheduling.clock import VirtualClock
 from transect.engine.scheduling.core import EngineCore
@@ -41,7 +41,7 @@ class Lawful:
         tokens, keys = batch.num_tokens, sum(row.end for row in batch.rows)
         seconds = 2e-3 + 1e-4 * min(tokens, 32) + 3e-4 * max(0, tokens - 32) + 1e-6 * keys
         self.clock.advance(seconds * self.random.uniform(0.97, 1.03))
-        return Done(StepResult({draw.seq_id: 7 for row in batch.rows for draw in row.draws}))
+        return CompletedStep(StepResult({draw.seq_id: 7 for row in batch.rows for draw in row.draws}))
 
 
 def run(file=None, **limits):

@@ -74,7 +74,7 @@ def test_tables_that_are_missing_had_no_events(export):
 
 @pytest.mark.parametrize(
     ("schema", "why"),
-    [("CREATE TABLE other (x INTEGER)", "--trace=cuda,nvtx"), (None, "is no export of Nsight Systems")],
+    [("CREATE TABLE other (x INTEGER)", "--trace=cuda,nvtx"), (None, "is not an export of Nsight Systems")],
 )
 def test_other_databases_are_refused(tmp_path, schema, why):
     path = tmp_path / "other.sqlite"

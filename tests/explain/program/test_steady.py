@@ -11,13 +11,12 @@ from planted_faults import ceilings
 from torch import nn
 from torch.utils.data import DataLoader
 
-from transect.explain.program.explain import Explain, explain_script
+from transect.explain.program.explain import Explain, explain_script, fit
 from transect.explain.program.finding import Material
 from transect.explain.program.findings_host import crowded, library, threads
-from transect.explain.program.plain import fit
-from transect.explain.program.sampler import Frame, Sample, Samples
+from transect.explain.program.sampler import Frame, Sample, StackSamples
 from transect.explain.program.script import Script
-from transect.explain.program.steps import StepTimes, StepWatch
+from transect.explain.program.steps import StepWatch, UnprofiledSteps
 
 TRAIN = """
 import torch
@@ -87,7 +86,7 @@ def test_parts_fit_the_time_without_profiling(tmp_path):
 
 
 def test_a_slow_first_step_warms_up():
-    times = StepTimes(0.0)
+    times = UnprofiledSteps(0.0)
     times.seconds, times._last = [9.0, 1.0, 1.1], times._last
     times.mark()
     assert 9.0 not in times.seconds
@@ -150,7 +149,7 @@ def material(tmp_path):
 
 def test_writing_a_stack_is_no_anomaly_detection(material):
     stack = (Frame(traceback.__file__, "format_stack", 9), Frame("/home/me/train.py", "f", 3))
-    samples = Samples(samples=[Sample(0.01 * number, stack, 0) for number in range(20)])
+    samples = StackSamples(samples=[Sample(0.01 * number, stack, 0) for number in range(20)])
     assert [each.kind for each in library(replace(material, samples=samples))] == []
     samples.anomalies = 20
     assert [each.kind for each in library(replace(material, samples=samples))] == ["stacks"]

@@ -16,7 +16,7 @@ from transect.costs.presets import preset
 from transect.explain.program.doing import doing_of
 from transect.explain.program.explain import explain_trace
 from transect.explain.program.report_html import page
-from transect.explain.program.sampler import Frame, Sample, Samples
+from transect.explain.program.sampler import Frame, Sample, StackSamples
 from transect.explain.program.split import kernel_name
 from transect.explain.program.trace_file import PIECE, read_trace
 
@@ -168,7 +168,7 @@ def test_what_an_unknown_operator_computes_is_not_guessed(tmp_path):
 
 def test_python_between_kernels_is_named_by_samples(tmp_path):
     """Each step waits for a value, and then text is cut into words for 2 ms: that holds the GPU up, not the wait."""
-    events, samples = [], Samples()
+    events, samples = [], StackSamples()
     line = (Frame("prepare.py", "tokenize", 7), Frame("train.py", "step", 3))
     for number in range(20):
         begin = 2100.0 * number
@@ -218,7 +218,7 @@ def test_a_library_between_calls_is_named(tmp_path):
     script.write_text("weights = torch.load(path)\n")
     stack = (Frame("/x/torch/serialization.py", "persistent_load", 9), Frame(str(script), "<module>", 1))
     events = [event("cpu_op", "aten::set_", 30.0 * number, 5) for number in range(200)]
-    samples = Samples(samples=[Sample(30e-6 * number + 15e-6, stack, 0) for number in range(20, 180, 10)])
+    samples = StackSamples(samples=[Sample(30e-6 * number + 15e-6, stack, 0) for number in range(20, 180, 10)])
     found = explain_trace(read_trace(write(tmp_path / "cpu.json", events)), ceilings(), samples)
     assert found.findings[0].kind == "file" and found.findings[0].gain == pytest.approx(199 * 25e-6, rel=0.01)
     assert sum(found.split.parts.values()) == pytest.approx(found.split.wall)
@@ -363,7 +363,7 @@ def test_the_commands(gpu_trace, tmp_path):
     assert failed.returncode == 2 and "KeyError" in failed.stderr
     assert "give a script" in run_here("explain", "run", "--", "python").stderr
     assert (
-        "--trace is no option of transect explain run"
+        "--trace is not an option of transect explain run"
         in run_here("explain", "run", "--trace", "t", "--", "python", "x").stderr
     )
 

@@ -12,7 +12,7 @@ from cuda_kernels import loaded
 from transect.ops.linear import stream_products
 from transect.ops.linear.few_rows import choices
 from transect.ops.linear.few_rows.cuda import Beside, CudaRows, CudaTiling
-from transect.ops.linear.stream_products import Stream, StreamProducts
+from transect.ops.linear.stream_products import ResidualStream, StreamProducts
 from transect.spec.shapes import PRESETS
 
 EPS = 1e-5
@@ -39,7 +39,7 @@ def test_nothing_runs_here_that_was_not_measured() -> None:
     assert not products.takes(torch.zeros(33, 32, dtype=torch.bfloat16), [(32, 32, False)])
     assert not products.takes(x.float(), [(32, 32, False)])
     with pytest.raises(ValueError, match="takes"):
-        products.linear(Stream(x, x, torch.zeros(3, 2), EPS), torch.zeros(48, 32))
+        products.linear(ResidualStream(x, x, torch.zeros(3, 2), EPS), torch.zeros(48, 32))
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-0.6b", "llama-3.2-1b"])

@@ -203,7 +203,10 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -
     for arguments, message in (
         (["softmax"], "tuning measures on the GPU, and torch finds none here"),
         (["softmax", "--launcher", "nothing"], "no knobs to tune in a launcher called 'nothing': softmax"),
-        (["nothing"], "'nothing' is no operator (`transect bench ops --list`), and no model: unknown model 'nothing'"),
+        (
+            ["nothing"],
+            "'nothing' is neither an operator (`transect bench ops --list`) nor a model: unknown model 'nothing'",
+        ),
     ):
         with pytest.raises(SystemExit) as stop:
             main(["tune", *arguments])
@@ -231,6 +234,22 @@ def test_an_unknown_gpu_runs_by_the_rule(
     tuning.choose.cache_clear()
     tuning.save("A new GPU", {"softmax": {"4096": {"rows": 2, "warps": 1}}})
     assert tuning.choose("softmax", 3000, place, tuning.row_rule) == {"rows": 2, "warps": 1}
+    tuning.choose.cache_clear()
+
+
+def test_findings_of_this_machine_are_left_aside_where_bits_must_not_depend_on_it(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A shipped GPU")
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")
+    tuning.save("A shipped GPU", {"rms_norm": {"4096": {"rows": 1, "warps": 2}}}, tmp_path / "shipped")
+    tuning.save("A shipped GPU", {"rms_norm": {"4096": {"warps": 8}, "1024": {"rows": 4}}})
+    place = torch.device("cuda", 7)
+    tuning.choose.cache_clear()
+    for width, own, shipped in ((4096, {"warps": 8}, {"warps": 2}), (1024, {"rows": 4}, {})):
+        of_rule = tuning.row_rule(width)
+        assert tuning.choose("rms_norm", width, place, tuning.row_rule) == of_rule | own
+        assert tuning.choose("rms_norm", width, place, tuning.row_rule, own=False) == of_rule | shipped
     tuning.choose.cache_clear()
 
 

@@ -113,7 +113,7 @@ def test_files_of_keys(tmp_path):
     [
         ("", "holds no key"),
         ('ok\n{"key": 1}', "line 2: it must have the key"),
-        ('{"key": "a"', "line 1: it begins as a JSON object"),
+        ('{"key": "a"', "line 1: it begins like a JSON object"),
         ('{"key": "a", "wieght": 1}', "there is no field 'wieght'"),
         ('{"key": "a", "operator": true}', "there is no field 'operator'"),
         ('{"key": "a", "weight": 0}', "weight must be a number from 0.01"),

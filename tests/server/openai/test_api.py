@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import os
 import re
 
 import httpx
@@ -191,7 +192,8 @@ async def test_health_says_ok_hung_dead_draining(client, engine, app):
         "state": "ok",
         "detail": None,
         "in_flight": 0,
-        "engine_pid": 4242,
+        "server_pid": os.getpid(),
+        "engine_pids": [4242],
     }
     app.state.serving.draining = True
     response = await client.get("/health")
@@ -224,6 +226,7 @@ async def test_metrics(client, engine):
         "transect_predicted_step_seconds_total 0.6",
         "transect_step_time_ratio 1.0",
         'transect_alarm{name="StepTimeDrift"} 0.0',
+        "transect_grammar_cache_bytes 0.0",
         "transect_late_captures_total 0.0",
         "transect_late_compilations_total 0.0",
         "transect_prompt_tokens_total 4.0",

@@ -45,8 +45,8 @@ async def test_a_gap_is_filled_in(client, filling):
     ("change", "param", "words"),
     [
         ({"prompt": [1, 2]}, "prompt", "must be a string or a list of strings"),
-        ({"echo": True}, "echo", "do not go together"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "do not go together"),
+        ({"echo": True}, "echo", "cannot be combined"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "cannot be combined"),
         ({"prompt": "x" * 150, "suffix": "y" * 150}, "prompt", "maximum context length is 200"),
         ({"suffix": "y" * 300}, "suffix", "maximum context length is 200"),
         ({"suffix": 5}, "suffix", "string"),

@@ -164,7 +164,7 @@ def test_the_protocol_follows_the_address_or_the_variable(monkeypatch, address, 
 
 @pytest.mark.parametrize("address", ["collector:4317", "http://", "ftp://h", "http://h:port", ""])
 def test_addresses_that_are_none(address):
-    with pytest.raises(ValueError, match="is no address: give http://HOST:4318"):
+    with pytest.raises(ValueError, match="is not an address: give http://HOST:4318"):
         ServerOptions(("m",), otlp_traces_endpoint=address)
 
 

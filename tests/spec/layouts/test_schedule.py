@@ -49,7 +49,7 @@ def test_a_timeline_is_drawn():
         (("interleaved", 4, 6, 2), "take 8"),
         (("interleaved", 4, 8, 1), "needs 2 runs"),
         (("1f1b", 4, 8, 2), "are for schedule"),
-        (("zigzag", 4, 8), "one of gpipe, 1f1b, interleaved"),
+        (("zigzag", 4, 8), "one of 1f1b, gpipe, interleaved"),
         (("1f1b", 0, 8), "at least 1"),
     ],
 )

@@ -12,6 +12,7 @@ from transect.text.grammar import checker as checking
 from transect.text.grammar.checker import Checker, trial
 from transect.text.grammar.compiler import GrammarCompiler
 from transect.text.grammar.constraint import MaskFiller
+from transect.text.grammar.fair_pool import LIGHT_S
 from transect.text.grammar.params import StructuredOutputsParams
 from transect.text.grammar.sources import grammar_of
 
@@ -119,6 +120,35 @@ def test_grammars_are_compiled_once_and_refusals_are_remembered():
         with pytest.raises(ValueError, match="guided_regex cannot be used"):
             compiler.compile(StructuredOutputsParams(regex="(", field="guided_regex"))
     assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(checked):
+    compiler = GrammarCompiler(vocabulary, checked=checked, cache_bytes=400_000)
+    try:
+        for number in range(12):
+            compiler.compile(StructuredOutputsParams(choice=[f"{number} {letter}" for letter in "abcdef"]))
+            with pytest.raises(ValueError, match="cannot be used"):
+                compiler.compile(StructuredOutputsParams(regex=f"{number}("))
+            assert 0 < compiler.kept_bytes <= 400_000
+        assert 4 < len(compiler._known) < 24
+        assert sum(nbytes for _, nbytes in compiler._known.values()) == compiler.kept_bytes
+    finally:
+        compiler.close()
+
+
+def test_what_took_long_is_expected_to():
+    """A text that was never seen is expected to take as long as others of its size."""
+    compiler = GrammarCompiler(vocabulary, checked=False)
+    short, long = (StructuredOutputsParams(json={"type": "object", "title": "x" * size}) for size in (1, 200_000))
+    assert compiler._expect(short)[1] < LIGHT_S < compiler._expect(long)[1]
+    compiler.submit(long).result(60)
+    compiler._seconds[compiler._expect(short)[0]] = 3.0
+    assert compiler._expect(long)[1] < LIGHT_S < compiler._expect(short)[1]
+    unknown = StructuredOutputsParams(json={"type": "object", "x": {1, 2}})
+    with pytest.raises(ValueError, match="is not a JSON Schema"):
+        compiler.submit(unknown).result(60)
+    compiler.close()
 
 
 def test_compiling_in_a_thread():

@@ -20,7 +20,7 @@ class Work:
         self.now, self.order = 0.0, []
         self.pool = FairPool(threads, "test", lambda: self.now)
 
-    def add(self, client, seconds):
+    def add(self, client, seconds, expected=0.0):
         gate = threading.Event()
 
         def run():
@@ -29,7 +29,12 @@ class Work:
             self.now += seconds
             return client
 
-        return self.pool.submit(client, run), gate
+        return self.pool.submit(client, run, expected), gate
+
+    def rest(self):
+        """Wait until nothing runs."""
+        with self.pool._changed:
+            self.pool._changed.wait_for(lambda: not self.pool._running, PATIENCE_S)
 
 
 @pytest.fixture
@@ -53,15 +58,61 @@ def test_whoever_has_had_least_comes_next(work):
     assert sorted(work.order[1:4]) == ["modest", "modest", "newcomer"]
 
 
-def test_time_that_a_client_has_had_is_forgotten_slowly(work):
-    future, gate = work.add("greedy", 10.0)
+def test_a_short_piece_goes_before_the_long_ones_of_clients_that_have_had_nothing(work):
+    """It waited for a round of all of them, because its client had had some time before."""
+    future, gate = work.add("victim", 0.1)
     gate.set()
     future.result(PATIENCE_S)
-    while work.pool._running:
+    work.rest()
+    pieces = [work.add(f"hostile {number}", 4.0, 4.0) for number in range(16)]
+    while len(work.order) < 2:
         pass
-    before = work.pool._had("greedy")
-    work.now += 600.0
-    assert before == pytest.approx(10.0) and work.pool._had("greedy") < 0.01
+    pieces.append(work.add("victim", 0.1, 0.01))
+    for _, gate in pieces:
+        gate.set()
+    for future, _ in pieces:
+        future.result(PATIENCE_S)
+    assert work.order[2] == "victim"
+
+
+def test_long_pieces_come_although_new_clients_bring_short_ones(work):
+    current, opened = work.add("first", 0.1)
+    while not work.order:
+        pass
+    long, gate = work.add("long", 4.0, 4.0)
+    gate.set()
+    for number in range(200):
+        following, gate = work.add(f"new {number}", 1.0, 0.1)  # there is always one that is short
+        opened.set()
+        current.result(PATIENCE_S)
+        if "long" in work.order:
+            break
+        current, opened = following, gate
+    gate.set()
+    assert long.result(PATIENCE_S) == "long" and 4 < number < 40
+
+
+def test_one_thread_is_for_short_pieces():
+    """Also where two long ones come first; and a client whose pieces took long is expected to bring more of them."""
+    work = Work(threads=2)
+    try:
+        long = [work.add(name, 4.0, 4.0) for name in ("a", "b")]
+        short, gate = work.add("c", 0.1, 0.01)
+        gate.set()
+        assert short.result(PATIENCE_S) == "c" and work.order == ["a", "c"]
+        for _, gate in long:
+            gate.set()
+        for future, _ in long:
+            future.result(PATIENCE_S)
+        work.rest()
+        again = [work.add(name, 4.0, 0.01) for name in ("a", "b")]
+        short, gate = work.add("d", 0.1, 0.01)
+        gate.set()
+        assert short.result(PATIENCE_S) == "d" and len(work.order) == 5
+        for _, gate in again:
+            gate.set()
+    finally:
+        work.pool.close()
 
 
 def test_errors_and_cancelled_work_harm_nobody(work):
@@ -95,8 +146,10 @@ def test_what_waits_is_cancelled_at_the_end(work):
 def test_few_clients_are_remembered():
     made = Work()
     for number in range(MOST_CLIENTS + 50):
-        made.pool._charge(f"c{number}", 1.0)
-    assert len(made.pool._used) <= MOST_CLIENTS
+        made.pool.submit(f"c{number}", lambda: None).result(PATIENCE_S)
+        made.rest()
+    assert len(made.pool._clients) <= MOST_CLIENTS
+    made.pool.close()
 
 
 def grammar(regex):
@@ -118,6 +171,20 @@ def test_a_process_that_was_ended_is_replaced_and_the_spare_serves_meanwhile():
     finally:
         checkers.close()
     assert not first.alive and not second.alive
+
+
+def test_a_long_check_leaves_a_process_for_others():
+    checkers = Checkers(vocabulary(), 1)
+    try:
+        with checkers.one(long=True) as first:
+            waits = threading.Thread(target=lambda: checkers.one(long=True).__enter__(), daemon=True)
+            waits.start()
+            with checkers.one() as second:
+                assert second is not first and second.check(grammar("b")) is None and second.nbytes > 0
+        waits.join(PATIENCE_S)
+        assert not waits.is_alive()
+    finally:
+        checkers.close()
 
 
 def test_a_process_that_has_grown_is_not_kept(monkeypatch):

@@ -14,7 +14,7 @@ def test_some_of_the_tools_are_allowed(flat):
     choice = {"type": "allowed_tools"} | (inner if flat else {"allowed_tools": inner})
     use = tool_use(TOOLS, choice)
     assert (use.mode, len(use.tools), [tool.name for tool in use.callable]) == ("required", len(TOOLS), ["add"])
-    with pytest.raises(ValueError, match="tool_choice allows 'nobody', which is none of the tools"):
+    with pytest.raises(ValueError, match="tool_choice allows 'nobody', which is not one of the tools"):
         tool_use(TOOLS, choice | {"allowed_tools": {"tools": [{"function": {"name": "nobody"}}]}})
 
 

@@ -123,7 +123,7 @@ def test_text_with_a_form_beside_calls(name):
     shape = SHAPES[name]
     use = tool_use(TOOLS, "auto")
     if not shape.begin:
-        with pytest.raises(ValueError, match="tools and response_format do not go together"):
+        with pytest.raises(ValueError, match="tools and response_format cannot be combined"):
             shape.grammar(use, SPECIAL, form=True)
         return
     schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}

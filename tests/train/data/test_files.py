@@ -14,7 +14,7 @@ from transect.text.tokenizer import Tokenizer
 from transect.train.data.checks import check_files
 from transect.train.data.documents import chat_tokens
 from transect.train.data.files import find
-from transect.train.data.layouts import Chat, Completion, Preference, Text, detect
+from transect.train.data.layouts import ChatExample, CompletionExample, Preference, Text, detect
 from transect.train.data.loader import load_stream
 
 CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
@@ -174,10 +174,12 @@ def test_a_directory_stands_for_the_files_in_it(tmp_path) -> None:
 def test_forms() -> None:
     assert detect({"text": "x"}).read({"text": "x"}) == Text("x")
     whole = detect(ALPACA).read(ALPACA)
-    assert isinstance(whole, Chat) and whole.messages[0]["content"] == "Add.\n\n2 and 2"
+    assert isinstance(whole, ChatExample) and whole.messages[0]["content"] == "Add.\n\n2 and 2"
     both = {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}
-    assert detect(both).read(both) == Chat(CHAT["messages"], None, 1)
-    assert isinstance(detect({"prompt": "a", "completion": "b"}).read({"prompt": "a", "completion": "b"}), Completion)
+    assert detect(both).read(both) == ChatExample(CHAT["messages"], None, 1)
+    assert isinstance(
+        detect({"prompt": "a", "completion": "b"}).read({"prompt": "a", "completion": "b"}), CompletionExample
+    )
     no_prompt = {"chosen": CHAT["messages"], "rejected": [*CHAT["messages"][:1], {"role": "assistant", "content": "5"}]}
     pair = detect(no_prompt).read(no_prompt)
     assert isinstance(pair, Preference) and pair.prompt == CHAT["messages"][:1] and pair.rejected[0]["content"] == "5"
@@ -241,7 +243,7 @@ def test_tools_of_a_chat_reach_the_template(tools) -> None:
     )
     row = {**CHAT, "tools": json.dumps([{"name": "clock"}])}
     form = detect(row).read(row)
-    assert isinstance(form, Chat)
+    assert isinstance(form, ChatExample)
     ids, _ = chat_tokens(form.messages, tokenizer, template, tools=form.tools)
     assert tokenizer.decode(ids).startswith("tools: clock ")
 

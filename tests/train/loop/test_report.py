@@ -36,8 +36,8 @@ def test_mfu_is_of_the_recent_steps(tmp_path):
 def test_more_than_all_is_explained_once(tmp_path):
     text, lines = shown(tmp_path, [2.6e9, 2.6e9])
     assert "130%  " not in text and text.count("MFU above 100%, see above") == 2
-    why = "MFU of 130% means that the rate it is a share of is too low: 0.001 TFLOP/s of float32, measured on 2026-01-"
-    assert text.count(why) == 1 and "85% busy; `transect hardware --again`" in text
+    why = "MFU of 130% means that the device's measured rate is too low: 0.001 TFLOP/s of float32, measured on 2026-01-"
+    assert text.count(why) == 1 and "85% busy; measure it again with `transect hardware --again`" in text
     assert lines[0]["mfu"] == 1.3
 
 

@@ -141,7 +141,7 @@ def test_rounding_to_the_nearest_is_warned_of(tmp_path) -> None:
     trainer = Trainer(tiny_run(tmp_path, precision="bfloat16", optimizer={"rounding": "nearest"}))
     assert 'precision = "mixed"' in trainer.told[0]
     assert not Trainer(tiny_run(tmp_path, precision="bfloat16")).told
-    assert "[lora] mean nothing to this run" in Trainer(tiny_run(tmp_path, lora={"rank": 2})).told[0]
+    assert "[lora] have no effect on this run" in Trainer(tiny_run(tmp_path, lora={"rank": 2})).told[0]
 
 
 def test_chats_train_on_the_assistant_alone(tmp_path) -> None:
@@ -380,7 +380,7 @@ def test_settings_that_are_set_by_hand(tmp_path) -> None:
     config = tiny_run(tmp_path).changed(["optimizer.clip=0.5", "on_spike=skip", 'data.train=["a", "b"]', "steps=9"])
     assert (config.optimizer.clip, config.on_spike, config.data.train, config.steps) == (0.5, "skip", ("a", "b"), 9)
     for setting, message in (("clip", "takes key=value"), ("optimizer.clp=1", "did you mean optimizer.clip"),
-                             ("steps.x=1", "steps is no table")):  # fmt: skip
+                             ("steps.x=1", "steps is not a table")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             config.changed([setting])
 

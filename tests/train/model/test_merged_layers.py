@@ -20,7 +20,7 @@ from transect.train.adapters.qlora import quantize_layers
 from transect.train.config import LoRAConfig
 from transect.train.data.batches import Batch
 from transect.train.model.build import training_ops
-from transect.train.model.merged_layers import MergedLayers, MergedStep, Packed
+from transect.train.model.merged_layers import MergedLayers, MergedStep, PackedDocuments
 from transect.train.model.merging import refusal
 from transect.train.objectives.loss import batch_loss
 
@@ -203,7 +203,7 @@ def test_a_layer_keeps_what_the_memory_account_says(task: str, plan: str) -> Non
     config = config_of(task)
     x = torch.randn(tokens, config.dim, device=DEVICE)
     cos, sin = torch.ones(2, tokens, config.head_dim // 2, device=DEVICE)
-    step = MergedStep(cos, sin, Packed(torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)))
+    step = MergedStep(cos, sin, PackedDocuments(torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)))
     with torch.no_grad():
         kept, _, _ = stack.layers[0].forward(x, x.clone(), step)
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept.tensors() if t is not None}

@@ -16,7 +16,8 @@ from transect.models.decoder import Decoder
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.opset import resolve_ops
 from transect.parallel.group import Group
-from transect.parallel.parallelize import Parallel, ParallelPlan
+from transect.parallel.parallelize import Parallel
+from transect.parallel.plan import ParallelPlan
 from transect.parallel.sharded import Sharded
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.model import ModelConfig

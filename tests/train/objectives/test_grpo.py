@@ -232,7 +232,7 @@ def test_answers_that_were_drawn_otherwise_are_drawn_anew(tmp_path, caplog) -> N
     assert goes_on.objective._rollout is not None and not caplog.records
     for change in ("grpo.temperature=0.5", "grpo.minibatches=3", "grpo.top_k=5", "grpo.beta=0.1"):
         other = Trainer(config.changed([change]), found)
-        assert other.objective._rollout is None and "draws anew" in caplog.text
+        assert other.objective._rollout is None and "draws new ones" in caplog.text
         caplog.clear()
     assert other.step().extra["ratio"] < 1.0001 and other.objective.position.index == 6
     rows = tmp_path / "prompts.jsonl"
@@ -271,7 +271,7 @@ def test_a_step_has_the_micro_batches_that_its_answers_fill(tmp_path) -> None:
     one, other = Trainer(grpo_run(tmp_path)), Trainer(grpo_run(tmp_path, accumulate=3))
     assert one.step().loss == other.step().loss
     assert [line for line in other.told if line not in one.told] == [
-        "accumulate means nothing to this run: a step has the micro-batches that its answers fill"
+        "accumulate has no effect on this run: a step has the micro-batches that its answers fill"
     ]
 
 

@@ -228,7 +228,7 @@ def test_a_teacher_must_know_the_same_tokens(tmp_path) -> None:
     ("table", "values", "message"),
     [
         ("dpo", {"loss": "robust"}, "needs dpo.label_smoothing"),
-        ("dpo", {"loss": "ipo", "label_smoothing": 0.1}, "means nothing"),
+        ("dpo", {"loss": "ipo", "label_smoothing": 0.1}, "has no effect"),
         ("dpo", {"label_smoothing": 0.5}, "less than 0.5"),
         ("kto", {"desirable_weight": -1}, "kto.desirable_weight must be at least 0"),
         ("orpo", {"beta": 0}, "orpo.beta must be greater than 0"),

@@ -1,4 +1,4 @@
-"""One request of a trace, without its tokens: a simulation needs to know only which tokens are the same."""
+"""One request of a trace, without its tokens: a simulation needs to know only which tokens are equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..workload import Work
 
 
 class Piece(NamedTuple):
-    """A run of tokens; equal keys stand for equal tokens."""
+    """A run of tokens; equal keys mean equal tokens."""
 
     key: str
     tokens: int
@@ -40,7 +40,7 @@ class Asked:
 
 
 def work_of(asked: Iterable[Asked], *, vocab: tuple[int, int] = (0, 10000), seed: int | str = 0) -> list[Work]:
-    """Draw the tokens of requests: random ids ``vocab[0] .. vocab[1]`` with both ends, the same for equal pieces."""
+    """Draw the tokens of requests: random ids ``vocab[0] .. vocab[1]`` with both ends, equal for equal pieces."""
     rng = random.Random(f"trace {seed}")
     known: dict[Piece, tuple[int, ...]] = {}
     work = []
@@ -75,7 +75,7 @@ def from_start(asked: Iterable[Asked], where: object) -> list[Asked]:
 
 
 def faster(asked: Iterable[Asked], speed: float) -> list[Asked]:
-    """Let the same requests come ``speed`` times as fast.
+    """Make the same requests arrive ``speed`` times as fast.
 
     Raises:
         ValueError: ``speed`` is not above 0.
@@ -86,14 +86,14 @@ def faster(asked: Iterable[Asked], speed: float) -> list[Asked]:
 
 
 def rate_of(asked: Sequence[Asked]) -> float:
-    """Requests per second from the first arrival to the last."""
+    """Return the requests per second from the first arrival to the last."""
     seconds = asked[-1].at - asked[0].at
     return (len(asked) - 1) / seconds if seconds > 0 else float("inf")
 
 
 def warped(asked: Iterable[Asked], rates: Sequence[float], seconds: float) -> Iterator[Asked]:
     """Yield requests of a trace of one per second at other times: ``rates`` has the requests per second of consecutive
-    spans of ``seconds``. Their bursts stay; what comes after the last span is left out."""
+    spans of ``seconds``. Bursts are kept; requests after the last span are dropped."""
     span, passed = 0, 0.0
     for each in asked:
         while span < len(rates) and each.at >= passed + rates[span] * seconds:

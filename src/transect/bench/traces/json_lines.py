@@ -17,7 +17,7 @@ from ..workload import lines
 from .asked import Asked, Piece, from_start
 
 HASHED = 512
-"""Tokens that a hash of Mooncake's stands for."""
+"""Tokens covered by a hash of Mooncake's."""
 
 
 def read_lines(path: Path) -> list[Asked]:

@@ -1,4 +1,4 @@
-"""Fit a training plan into memory: checkpointing that fits, and the smallest change with which a plan does.
+"""Fitting of a training plan into memory: checkpointing that fits, and the smallest change that makes a plan fit.
 
 Changes are tried in the order in which they cost least of what the run is for: a checkpointing plan that keeps less and
 a smaller micro-batch with more of them to a step (the same numbers, slower), 8-bit moments, then adapters in place of
@@ -19,15 +19,15 @@ from .training import training
 from .training_plan import TrainingPlan, fitting_groups, ungrouped_base
 
 Estimator = Callable[[ModelConfig, TrainingPlan], Estimate]
-"""Gives the account of a plan: of one device, or of the rank that needs most where there are several
+"""Function that accounts for a plan: on one device, or on the rank of several that needs most
 (``parallel/training_memory.py``)."""
 PLANS: tuple[Kept, ...] = ("none", "selective", "full")
-"""From the fastest to the one that needs least."""
+"""Checkpointing plans, from the fastest to the smallest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Another plan that fits, and what differs, in the words of the configuration file."""
+    """Another plan that fits, and the differences, in the words of the configuration file."""
 
     plan: TrainingPlan
     settings: tuple[tuple[str, str], ...]
@@ -41,8 +41,8 @@ class Change:
 def first_that_fits(
     config: ModelConfig, plan: TrainingPlan, budget: int, account: Estimator = training
 ) -> tuple[TrainingPlan, Estimate] | None:
-    """``plan`` under the first checkpointing that fits in ``budget`` bytes; None if none does. With merged layers, as
-    many layers as then still fit keep everything."""
+    """Return ``plan`` with the first checkpointing that fits in ``budget`` bytes; None if none does. With merged
+    layers, as many layers as then still fit keep everything."""
     for kept in PLANS:
         candidate = replace(plan, checkpointing=kept)
         estimate = account(config, candidate)
@@ -60,8 +60,7 @@ def first_that_fits(
 def smallest_change(
     config: ModelConfig, plan: TrainingPlan, budget: int, account: Estimator = training
 ) -> Change | None:
-    """Return the first change, in the order above, that makes ``plan`` fit in ``budget`` bytes; None if nothing
-    does."""
+    """Return the first change, in the order above, that makes ``plan`` fit in ``budget`` bytes; None if none does."""
     for candidate in _candidates(config, plan):
         try:
             estimate = account(config, candidate)
@@ -75,7 +74,7 @@ def smallest_change(
 def refusal(
     config: ModelConfig, plan: TrainingPlan, budget: int, estimate: Estimate, account: Estimator = training
 ) -> str:
-    """Why a run cannot start, and what to change: one sentence."""
+    """Explain in one sentence why a run cannot start, and the change that helps."""
     worst = estimate.worst
     most = sorted(worst.held.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {gib(size)}" for name, size in most)
@@ -104,7 +103,7 @@ def _candidates(config: ModelConfig, plan: TrainingPlan) -> Iterator[TrainingPla
 
 
 def _as_task(config: ModelConfig, plan: TrainingPlan, task: str) -> TrainingPlan:
-    """Return the plan of another task; a base of 4 bits in groups that fit the model."""
+    """Return the plan for another task; a base of 4 bits in groups that fit the model."""
     other = replace(plan, task=task)  # type: ignore[arg-type]
     base = base_formats()[plan.base_format].base
     if task == plan.task or task != "qlora" or base is None or not base.grouped:
@@ -116,7 +115,7 @@ def _as_task(config: ModelConfig, plan: TrainingPlan, task: str) -> TrainingPlan
 
 
 def _smaller_batches(plan: TrainingPlan) -> Iterator[TrainingPlan]:
-    """Yield the micro-batch divided by 2, 3, ..., down to one sequence, with as many more of them to a step."""
+    """Yield the micro-batch divided by 2, 3, ..., down to one sequence, with correspondingly more of them per step."""
     most = plan.micro_batch // plan.seq_len
     for parts in range(2, most + 1):
         tokens = -(-most // parts) * plan.seq_len

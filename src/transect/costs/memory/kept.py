@@ -41,10 +41,10 @@ Kept = Literal["none", "selective", "full"]
 @dataclass(frozen=True, slots=True)
 class Reads:
     """Matrices of a layer whose gradient needs their input: all if weights are trained, else those with an adapter.
-    ``rank``: of the adapters, 0 without them. ``norms``: the weights of norms are trained."""
+    ``rank``: of the adapters, 0 without them. ``norms``: True if the weights of norms are trained."""
 
     qkv: int
-    """Number of q, k, v that keep their input, which they share."""
+    """Number of q, k, v that keep their shared input."""
     o: bool
     gate_up: int
     down: bool
@@ -53,12 +53,12 @@ class Reads:
 
     @classmethod
     def everything(cls, config: ModelConfig) -> Reads:
-        """Every weight is trained."""
+        """Return the reads of a run that trains every weight."""
         return cls(3, True, 1 + config.gated_mlp, True, 0, True)
 
     @classmethod
     def adapters(cls, config: ModelConfig, targets: tuple[str, ...], rank: int) -> Reads:
-        """Only adapters of ``rank`` on ``targets`` are."""
+        """Return the reads of a run that trains only adapters of ``rank`` on ``targets``."""
         there = set(targets) - (set() if config.gated_mlp else {"gate"})
         return cls(
             len(there & {"q", "k", "v"}), "o" in there, len(there & {"gate", "up"}), "down" in there, rank, False
@@ -67,12 +67,12 @@ class Reads:
 
 @dataclass(frozen=True, slots=True)
 class LayerKept:
-    """Bytes for each token of one layer: its two halves, as if nothing were checkpointed."""
+    """Bytes for each token of one layer: its two blocks, without checkpointing."""
 
     attention: float
     mlp: float
     input: float
-    """The residual stream at one point, which a checkpointed part keeps."""
+    """Bytes of the residual stream at one point, which a checkpointed part keeps."""
 
     def under(self, plan: Kept) -> float:
         """Return the bytes that stay until the layer's backward pass."""
@@ -81,7 +81,7 @@ class LayerKept:
         return self.attention + (self.input if plan == "selective" else self.mlp)
 
     def again(self, plan: Kept) -> float:
-        """Return the bytes that are computed a second time, and held during the layer's own backward pass."""
+        """Return the bytes that are recomputed, and held during the layer's own backward pass."""
         return {"none": 0.0, "selective": self.mlp, "full": self.attention + self.mlp}[plan]
 
 
@@ -146,5 +146,5 @@ def outside_layers(config: ModelConfig, reads: Reads, element: int, backend: Bac
 
 
 def native_norm(config: ModelConfig, element: int) -> bool:
-    """True if a norm on the CPU runs in C++: RMSNorm in float32."""
+    """Return True if a norm on the CPU runs in C++: RMSNorm in float32."""
     return element == 4 and config.norm != "layernorm"

@@ -17,11 +17,11 @@ class MemoryAccount:
     """Memory in use before the engine loaded anything: other programs, the CUDA context."""
     weights: int
     tables: int
-    """Angles of rotary embedding, the steps' inputs."""
+    """Bytes of the angles of rotary embedding and the steps' inputs."""
     largest_step: int
     """Activations and logits of the largest step, measured by running it."""
     graphs: int
-    """Kept for CUDA graphs, and for requests with penalties or biases."""
+    """Bytes reserved for CUDA graphs, and for requests with penalties or biases."""
 
     @property
     def for_cache(self) -> int:
@@ -45,8 +45,8 @@ class MemoryAccount:
 
 
 def refusal(account: MemoryAccount, needed: int, max_model_len: int, bytes_per_token: float) -> str:
-    """Say what to change if the cache does not hold one sequence of ``max_model_len`` tokens, ``needed`` bytes: the
-    smallest change of each kind."""
+    """Describe the smallest change of each kind if the cache does not hold one sequence of ``max_model_len`` tokens,
+    ``needed`` bytes."""
     missing = needed - account.for_cache
     share = (account.usable + missing) / account.total
     advice = []

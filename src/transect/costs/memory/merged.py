@@ -1,4 +1,4 @@
-"""Tensors that a layer keeps, and holds meanwhile, if training runs it as one node (``train/model/merged_layers.py``).
+"""Tensors that a layer keeps, and its temporaries, if training runs it as one node (``train/model/merged_layers.py``).
 
 Numbers of the compute dtype for each token; names as there. R is the ranks of the adapters of the matrices that share
 an input, rounded up to 64: the columns beside the product's input, its output and their gradients.
@@ -23,13 +23,13 @@ from .kept import Kept
 ROUND = 64
 """Columns for adapters are a multiple of this (``train/merged_products``)."""
 GROUPS = {name: tuple(part.split(".")[1] for part in parts) for name, parts in PROJECTIONS.items()}
-"""Matrices that share an input, by the names that ``targets`` has."""
+"""Matrices that share an input, by their names in ``targets``."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergedKept:
-    """Bytes for each token. ``mlp`` and ``attention`` come on top while the gradients of that half are computed;
-    ``dropped`` (m, gate and up) is forgotten between the halves where it was computed again."""
+    """Bytes for each token. ``mlp`` and ``attention`` are added while the gradients of that block are computed;
+    ``dropped`` (m, gate and up) is freed between the blocks if it was recomputed."""
 
     kept: Mapping[Kept, float]
     mlp: float
@@ -41,12 +41,12 @@ class MergedKept:
         return self.kept[plan]
 
     def again(self, plan: Kept) -> float:
-        """Return the bytes that are computed a second time, and held during the layer's own backward pass."""
+        """Return the bytes that are recomputed, and held during the layer's own backward pass."""
         return self.kept["none"] - self.kept[plan]
 
 
 def spare(targets: tuple[str, ...], rank: int) -> dict[str, int]:
-    """R of each product; ``rank`` 0: no adapters."""
+    """Return R of each product; 0 for ``rank`` 0, without adapters."""
     return {
         name: -(-rank * len(set(members) & set(targets)) // ROUND) * ROUND for name, members in GROUPS.items()
     }  # fmt: skip
@@ -55,8 +55,8 @@ def spare(targets: tuple[str, ...], rank: int) -> dict[str, int]:
 def merged_kept(
     config: ModelConfig, targets: tuple[str, ...], rank: int, element: int, stream: int | None = None
 ) -> MergedKept:
-    """One layer. ``element``: bytes of a number in the compute dtype. ``stream``: columns of the residual stream, fewer
-    where a rank has fewer of its rows."""
+    """Count the bytes of one layer. ``element``: bytes of a number in the compute dtype. ``stream``: columns of the
+    residual stream, fewer if a rank has fewer of its rows."""
     dim, q, kv, ffn = config.dim, config.q_dim, config.kv_dim, config.ffn_dim
     stream = dim if stream is None else stream
     room = spare(targets, rank)
@@ -76,7 +76,7 @@ def merged_kept(
 
 
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of each merged product."""
+    """Return outputs and inputs of each merged product."""
     return {
         name: (sum(shape[0] for shape in parts.values()), next(iter(parts.values()))[1])
         for name, parts in projection_shapes(config).items()
@@ -84,7 +84,7 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def matrix_numbers(config: ModelConfig, targets: tuple[str, ...], rank: int) -> tuple[int, int]:
-    """(what the matrices of one layer hold beside the weights, the numbers of the largest): for adapters."""
+    """Return (numbers that one layer's matrices hold beside the weights, numbers of the largest), for adapters."""
     room = spare(targets, rank)
     sizes = {name: (rows + room[name]) * (columns + room[name]) for name, (rows, columns) in matrices(config).items()}
     plain = sum(rows * columns for rows, columns in matrices(config).values())

@@ -33,7 +33,7 @@ from ...spec.model import ModelConfig
 from ...spec.weights import weight_shapes
 
 BUCKET_NUMBERS = 25 * 2**20 // 4
-"""Gradients that travel together (``parallel/replicas.BUCKET_BYTES``)."""
+"""Gradients that are sent together (``parallel/replicas.BUCKET_BYTES``)."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -110,7 +110,7 @@ class RankPart:
         return self.sharing == 1 and self.zero != 3
 
     def pieces(self, numbers: int) -> int:
-        """This rank's share of something that is cut evenly."""
+        """Return this rank's share of numbers that are divided evenly."""
         return -(-numbers // self.sharing)
 
     @cached_property
@@ -150,7 +150,7 @@ class Gradients:
 
     @cached_property
     def bucket(self) -> int:
-        """W: about the most numbers that travel together."""
+        """W: about the most numbers that are sent together."""
         return min(self.owned if self.part.zero == 2 else self.numbers, max(BUCKET_NUMBERS, self.largest))
 
     @cached_property
@@ -181,7 +181,7 @@ class Gradients:
 
     @property
     def on_host(self) -> int:
-        """Gradients in the host's memory that wait for the processor's step, if states are on the host."""
+        """Gradients in the host's memory that wait for the CPU's step, if states are on the host."""
         wide = self.several or self.part.sharing > 1
         return (4 if wide else self.element) * self.owned if self.part.host_state else 0
 
@@ -254,13 +254,13 @@ class Gradients:
 
 
 def module_of(name: str) -> str:
-    """``layers.3`` for a parameter of that layer, else the name up to its first dot."""
+    """Return ``layers.3`` for a parameter of that layer, else the name up to its first dot."""
     first, _, rest = name.partition(".")
     return f"layers.{rest.partition('.')[0]}" if first == "layers" else first
 
 
 def by_module(shapes: Shapes) -> dict[str, dict[str, int]]:
-    """Numbers of each parameter, by its layer or other module."""
+    """Count the numbers of each parameter, by its layer or other module."""
     found: dict[str, dict[str, int]] = {}
     for name, shape in shapes.items():
         found.setdefault(module_of(name), {})[name] = math.prod(shape)
@@ -268,5 +268,5 @@ def by_module(shapes: Shapes) -> dict[str, dict[str, int]]:
 
 
 def count(shapes: Shapes) -> int:
-    """Numbers in all of them."""
+    """Count the numbers in all shapes."""
     return sum(math.prod(shape) for shape in shapes.values())

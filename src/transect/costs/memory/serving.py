@@ -21,7 +21,7 @@ from .streaming import StreamPlan
 from .terms import Estimate, Phase, Term
 
 GRAPH_BYTES = 4 * 2**20
-"""Kept for one captured graph beside the memory that all share."""
+"""Bytes of one captured graph beside the shared memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class ServingEstimate:
     sequences: int
     fits: bool
     change: str
-    """The smallest change with which the plan fits; empty if the plan fits as it is."""
+    """Smallest change that makes the plan fit; empty if it fits as it is."""
 
 
 def kept_for_graphs(vocab_size: int, max_num_seqs: int, graphs: int) -> int:
@@ -136,7 +136,7 @@ def serving(config: ModelConfig, plan: ServingPlan, budget: int | None = None) -
 
 
 def _change(config: ModelConfig, plan: ServingPlan, budget: int, room: int, per_token: int) -> str:
-    """Return a shorter context, else smaller steps, else a larger share, else nothing."""
+    """Suggest a shorter context, else smaller steps, else a larger share, else nothing."""
     tokens = max(0, room) // (per_token * plan.block_size) * plan.block_size
     if tokens >= 256:
         return f"lower the context to {tokens} tokens"

@@ -6,9 +6,9 @@ from __future__ import annotations
 LINE, STATE, REGIONS = 16, 256, 4
 """Bytes of a line, of a rank's state, and the number of regions of lines (``all_reduce.cu``)."""
 ONE_SHOT_BYTES = 256 << 10
-"""Largest sum that more than two ranks make in one shot."""
+"""Largest sum, in bytes, that more than two ranks compute in one shot."""
 MOST_BYTES = 8 << 20
-"""Largest sum that an engine asks the kernels for."""
+"""Largest sum, in bytes, that an engine passes to the kernels."""
 
 
 def sums_bytes(lines: int) -> int:
@@ -17,7 +17,7 @@ def sums_bytes(lines: int) -> int:
 
 
 def in_two_shots(ranks: int, nbytes: int) -> bool:
-    """True if a sum of ``nbytes`` bytes goes in two shots."""
+    """Return True if a sum of ``nbytes`` bytes takes two shots."""
     return ranks > 2 and nbytes > ONE_SHOT_BYTES
 
 
@@ -35,9 +35,9 @@ COPY_RANKS = 8
 """Most ranks that sum by copy engines."""
 SLOTS = 3
 SIGNALS = 4096
-"""Bytes of the signals of others: one number for each kind, slot and rank."""
+"""Bytes of the other ranks' signals: one number for each kind, slot and rank."""
 ALIGN = 256
-"""Bytes that the beginnings of parts are multiples of."""
+"""Alignment of parts in bytes."""
 CHUNK_BYTES = 64 << 20
 
 

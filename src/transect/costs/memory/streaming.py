@@ -1,4 +1,4 @@
-"""Layers that stream from the host or a disk: which, and the bytes that move and stay.
+"""Layers that stream from the host or a disk: their choice, and the bytes moved and resident.
 
 Layers are moved whole. Streamed layers are spread evenly among resident ones, so that the host link works while the
 others compute. Each has one of two slots on the device, in turn: one is computed with while the
@@ -37,7 +37,7 @@ class StreamPlan:
 
     @property
     def bytes(self) -> int:
-        """Bytes that a step brings over the host link, and that the layers take outside the device."""
+        """Bytes that a step copies over the host link, equal to the bytes that the layers take outside the device."""
         return sum(self.each)
 
     @property
@@ -60,7 +60,7 @@ class StreamPlan:
 
 
 def plan_stream(sizes: Sequence[float], gib: float, folder: str | None = None) -> StreamPlan:
-    """Return the fewest layers that have to stream so that the device has ``gib`` GiB more room; all if that is not
+    """Return the fewest layers that must stream so that the device has ``gib`` GiB more room; all if that is not
     enough.
 
     Args:
@@ -92,7 +92,7 @@ def _spread(sizes: Sequence[float], count: int, folder: str | None) -> StreamPla
 def layer_bytes(
     config: ModelConfig, storage: Storage, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> list[float]:
-    """Bytes of the matrices of each layer and their biases, of those parts that ``shapes`` names
+    """Return the bytes of the matrices of each layer and their biases, of those parts that ``shapes`` names
     (``parallel.shards.Shard.shapes``)."""
     found: dict[str, float] = {}
     matrices = {name for layer in range(config.n_layers) for name in linear_shapes(config, layer)}

@@ -17,14 +17,14 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A moment, and the bytes held then by the name of their term (no entry: nothing)."""
+    """A moment, and the bytes held then by the name of their term (0 for a missing one)."""
 
     name: str
     held: dict[str, int]
 
     @property
     def bytes(self) -> int:
-        """All terms of this moment together."""
+        """Bytes of all terms of this moment together."""
         return sum(self.held.values())
 
 
@@ -61,11 +61,11 @@ class Estimate:
         return self.peak + self.margin.bytes
 
     def fits(self, budget: int) -> bool:
-        """True if ``budget`` bytes of free memory are enough."""
+        """Return True if ``budget`` bytes of free memory are enough."""
         return self.needed <= budget
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values, for JSON; bytes throughout."""
+        """Return plain values, for JSON; bytes throughout."""
         return {
             "peak": self.peak,
             "margin": self.margin.bytes,

@@ -35,7 +35,7 @@ SPLIT_ELEMENTS = {"cpu": 2**23, "gpu": 2**27}
 DISTILLATION_PARTS = 4
 """Divisor of the rows of logits that exist at once in a distillation (``train/divergence``)."""
 RING_ROWS = 512
-"""Queries whose scores are held at a time where ranks share tokens (``parallel/ring.ROWS``)."""
+"""Queries whose scores are held at a time if ranks share tokens (``parallel/ring.ROWS``)."""
 CUBLAS_WORKSPACE = 32 * 2**20
 """Bytes that torch gives to cuBLAS on Hopper, once for each of the two threads that multiply (forward, backward)."""
 MARGIN = {"gpu": 0.05, "cpu": 0.10}
@@ -50,7 +50,7 @@ def training(config: ModelConfig, plan: TrainingPlan, part: RankPart | None = No
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Weights that are whole for a while, by term: between the layers' passes, during them, and after the last."""
+    """Weights that are gathered temporarily, by term: between the layers' passes, during them, and after the last."""
 
     outside: dict[str, int]
     layers: dict[str, int]
@@ -66,9 +66,10 @@ class Account:
         check_base(config, plan)
         self.e = plan.element
         self.tokens = -(-plan.micro_batch // part.context)
-        """Those of a micro-batch that this rank computes."""
+        """Tokens of a micro-batch that this rank computes."""
         self.narrow = config if not part.sequence else replace(config, dim=-(-config.dim // part.tensor))
-        """The norms of a rank that has fewer tokens of them take as much as norms with fewer columns."""
+        """Configuration for the norms of a rank that has fewer tokens of them, which take as much as norms with fewer
+        columns."""
         self.trained = trained_shapes(config, plan) if plan.adapted else dict(part.shapes)
         self.modules = by_module(self.trained)
         self.gradients = Gradients(part, self.trained, self.e, plan.accumulate // part.data > 1)
@@ -222,8 +223,8 @@ class Account:
         return held
 
     def loading(self) -> list[Phase]:
-        """The base of ``qlora`` is loaded whole and quantized matrix by matrix; what is sharded is read, or
-        built whole, and cut unit by unit."""
+        """Return the phases of loading: the base of ``qlora`` is loaded whole and quantized matrix by matrix; sharded
+        weights are read, or built whole, and divided unit by unit."""
         if self.part.zero == 3:
             unit = max(self.part.outside, *self.part.layers)
             if self.part.host_weights:
@@ -241,8 +242,8 @@ class Account:
         return [Phase("loading and quantizing", {"weights": whole, "quantizing": quantizing})]
 
     def gathered(self) -> Gathered:
-        """Under zero 3: what is outside the layers, whole from the forward to the end of the backward pass; and beside
-        it the layer that runs and the next one."""
+        """Return the gathered weights under zero 3: those outside the layers, from the forward to the end of the
+        backward pass; and the running layer with the next one."""
         part = self.part
         if part.zero != 3:
             return Gathered({}, {}, {})
@@ -257,7 +258,7 @@ class Account:
     # ---- activations -------------------------------------------------------------------------------------------------
 
     def kept_bytes(self, layers: int) -> int:
-        """Activations held when the backward pass has ``layers`` layers to go."""
+        """Count the activations held when the backward pass has ``layers`` layers to go."""
         each = [layer.under(kept) for layer, kept in zip(self.layers[:layers], self.plans, strict=False)]
         return int(self.tokens * (self.outside + sum(each)))
 
@@ -278,7 +279,8 @@ class Account:
     # ---- the loss ----------------------------------------------------------------------------------------------------
 
     def loss_bytes(self) -> tuple[int, int, str]:
-        """(forward, backward, why): what the loss holds at the end of the one and at the start of the other."""
+        """Return (forward, backward, reason): bytes of the loss at the end of the forward and at the start of the
+        backward pass."""
         config, plan, e = self.config, self.plan, self.e
         wide, vocab = 4, self.part.vocabulary
         dx = e * self.tokens * config.dim
@@ -315,8 +317,8 @@ class Account:
         return forward, 2 * (dx + e * numbers), f"logits of {rows} tokens at a time, dx and dW in float32"
 
     def split_loss_bytes(self, dx: int, numbers: int) -> tuple[int, int, str]:
-        """Return the same where each rank has some rows of the head: logits in float32, their exponentials beside them
-        or their gradient; dW adds up in float32."""
+        """Return the bytes of the loss if each rank has some rows of the head: logits in float32, with their
+        exponentials or their gradient; dW is summed in float32."""
         e, vocab = self.e, self.part.vocabulary
         rows = min(self.tokens, max(1, SPLIT_ELEMENTS[self.plan.backend] // vocab))
         chunk = 8 * rows * vocab
@@ -369,7 +371,7 @@ class Account:
         return max(phases, key=lambda phase: phase.bytes)
 
     def mlp_temporaries(self, kept: LayerKept) -> int:
-        """Held on top of an MLP's activations at the worst moment of its gradient."""
+        """Count the temporaries at the worst moment of an MLP's gradient, beside its activations."""
         config, plan, e = self.config, self.plan, self.e
         tokens, wide = self.tokens, max(4, self.e)
         ffn = config.widest_mlp
@@ -386,7 +388,8 @@ class Account:
 
     @property
     def ring(self) -> int:
-        """Bytes for each token where keys and values go round: dq in float32, what is on its way, with gradients."""
+        """Count the bytes for each token if keys and values circulate: dq in float32, and tensors in transit, with
+        gradients."""
         config = self.config
         return 4 * config.q_dim + (4 * self.e + 16) * config.kv_dim if self.part.context > 1 else 0
 
@@ -405,14 +408,14 @@ class Account:
         return int(each * self.tokens + scores + self.dense_weight())
 
     def dense_weight(self) -> int:
-        """Return a 4-bit weight made dense, the largest."""
+        """Count the bytes of the largest 4-bit weight when made dense."""
         if self.plan.task != "qlora":
             return 0
         size = largest_matrix(self.config)
         return size * (self.e if self.plan.backend == "gpu" else max(8, 2 * self.e))
 
     def numbers(self, prefix: str) -> int:
-        """Trained numbers of the parameters of one layer or module whose name begins with ``prefix``."""
+        """Count the trained numbers of the parameters of one layer or module whose name begins with ``prefix``."""
         own = self.modules.get(module_of(prefix), {})
         return sum(size for name, size in own.items() if name.startswith(prefix))
 
@@ -421,7 +424,8 @@ class Account:
         return what + (", and one 4-bit weight made dense" if self.plan.task == "qlora" else "")
 
     def end_of_backward(self, static: dict[str, int]) -> Phase:
-        """All gradients are there; with tied embeddings the table has two, which are added."""
+        """Return the end of the backward pass, when all gradients exist; with tied embeddings the table has two, which
+        are added."""
         second = self.table if self.plan.trains_head and self._table_has_two else 0
         stream = self.e * self.tokens * self.config.dim
         held = {"gradients": self.gradients.at_the_end, "backward temporaries": second + stream}

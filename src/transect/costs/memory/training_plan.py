@@ -17,7 +17,8 @@ TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 WIDE = 2**22
 """Elements of a 16-bit parameter that AdamW holds in float32 at a time, where it is not one kernel."""
 SMALL_PARAMETER, BLOCK, CHUNK = 4096, 256, 2**14
-"""The 8-bit optimizer: below this a parameter has float32 moments; numbers that share a scale; blocks at a time."""
+"""Sizes of the 8-bit optimizer: numbers below which a parameter has float32 moments; numbers that share a scale; blocks
+at a time."""
 
 
 GROUPS = (32, 64, 128)
@@ -64,7 +65,7 @@ class TrainingPlan:
 
     @property
     def trains_head(self) -> bool:
-        """True if the matrix that gives the logits has a gradient."""
+        """True if the head's matrix has a gradient."""
         return not self.adapted or "head" in self.targets or bool({"embed", "head"} & set(self.saved))
 
     @property
@@ -84,7 +85,7 @@ class TrainingPlan:
 
     @property
     def run(self) -> RunSettings:
-        """Settings that decide how the run can be spread over ranks."""
+        """Settings that determine how the run can be distributed over ranks."""
         return RunSettings(
             adapted=self.adapted, objective=self.objective, optimizer=self.optimizer, accumulate=self.accumulate
         )
@@ -111,7 +112,7 @@ def trained_shapes(config: ModelConfig, plan: TrainingPlan) -> dict[str, tuple[i
 
 
 def fitting_groups(config: ModelConfig) -> list[int]:
-    """Return the groups that rows of all matrices of the layers can be cut into pairs of."""
+    """List the groups whose pairs divide the rows of all matrices of the layers."""
     return [group for group in GROUPS if not any(shape[1] % (2 * group) for _, shape in _packed_shapes(config))]
 
 
@@ -125,7 +126,7 @@ def ungrouped_base() -> str:
 
 
 def check_base(config: ModelConfig, plan: TrainingPlan) -> None:
-    """See that the frozen base of ``qlora`` can be held in its 4 bits.
+    """Check that the frozen base of ``qlora`` can be held in its 4 bits.
 
     Raises:
         ValueError: it cannot; the message says what can.
@@ -167,7 +168,7 @@ def state_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
 
 
 def step_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
-    """Return the bytes that the optimizer needs beside the state while it changes one parameter."""
+    """Return the bytes that the optimizer needs beside the state while it updates one parameter."""
     size = math.prod(shape)
     master = plan.master
     each = 4 if master else plan.element
@@ -190,8 +191,8 @@ def step_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
 
 
 def exchange_bytes(numbers: int, ranks: int, plan: TrainingPlan) -> tuple[int, int]:
-    """Return the bytes of ranks that exchange signs, beside the states: always (momentum and errors that are owed), and
-    during the exchange (own momentum, messages sent and received)."""
+    """Return the bytes of ranks that exchange signs, beside the states: permanent (momentum and compensation errors),
+    and during the exchange (own momentum, messages sent and received)."""
     if plan.optimizer not in ONE_BIT:
         return 0, 0
     return (20 if plan.optimizer == "zero_one_adam" else 12) * numbers + 4 * numbers // ranks, 12 * numbers

@@ -1,4 +1,4 @@
-"""Accounts of the ranks of a training run that is spread over several.
+"""Accounts of the ranks of a training run that is distributed over several.
 
 The account is that of one device (``training.py``) over the part of the model that the rank has. Ranks of one stage
 need the same but for a few numbers, so the first of each stage stands for all.
@@ -63,7 +63,7 @@ def estimator(spread: Spread) -> Callable[[ModelConfig, TrainingPlan], Estimate]
 
 
 def for_rank(plan: TrainingPlan, spread: Spread) -> TrainingPlan:
-    """Return ``plan`` as a rank carries it out: sharded layers that are not one node keep all of a layer or only its
+    """Return ``plan`` as carried out by a rank: sharded layers that are not one node keep all of a layer or only its
     input."""
     if spread.zero != 3 or plan.merged:
         return plan
@@ -120,7 +120,7 @@ def _stage(
 
 
 def check(config: ModelConfig, plan: TrainingPlan, spread: Spread) -> None:
-    """See that a run can be spread so.
+    """Check that a run can be distributed so.
 
     Raises:
         ValueError: it cannot; the message names what can (``refusals.py``).

@@ -16,13 +16,13 @@ from ..scheduling.batch import Draw, Executor, Handle, ScheduledBatch, Scheduled
 from .penalties import is_penalised
 
 FIRST_VIRTUAL = 1 << 40
-"""Rows of drafts have numbers from here on, which no sequence has."""
+"""First number for rows of drafts; sequences have lower numbers."""
 MOST = 64
-"""Drafts of a row, at the most."""
+"""Most drafts of a row."""
 
 
 class Drafted:
-    """Hands batches to an executor, rows with drafts as several rows.
+    """Passes batches to an executor; each draft becomes a row of its own.
 
     Args:
         executor: runs rows without drafts. Other attributes of this object are the executor's.
@@ -52,7 +52,7 @@ class _Verified:
         self._batch, self._single, self._handle = batch, single, handle
 
     def draw(self) -> None:
-        """Let the step draw."""
+        """Launch the draws of the step."""
         self._handle.draw()
 
     def result(self) -> StepResult:
@@ -81,7 +81,7 @@ class _Verified:
 
 
 def _move(found: StepResult, seq_id: int, result: StepResult, to: int) -> None:
-    """Put what was drawn for ``seq_id`` under the number ``to``."""
+    """Move the results of ``seq_id`` to the number ``to``."""
     if seq_id in found.tokens:
         result.tokens[to] = found.tokens[seq_id]
     if seq_id in found.logprobs:
@@ -93,7 +93,7 @@ def _move(found: StepResult, seq_id: int, result: StepResult, to: int) -> None:
 
 
 def _rows_of(row: ScheduledRow, step: int) -> list[ScheduledRow]:
-    """The row of the known tokens, and one for each draft."""
+    """Split a row with drafts into the row of the known tokens and one row for each draft."""
     rows = [msgspec.structs.replace(row, num_tokens=row.num_tokens - len(row.drafts), drafts=())]
     (draw,) = row.draws
     follows = draw.constraint is not None or is_penalised(draw)
@@ -104,23 +104,13 @@ def _rows_of(row: ScheduledRow, step: int) -> list[ScheduledRow]:
         made = msgspec.structs.replace(draw, seq_id=first + at)
         if follows:
             made = _after(made, row.drafts[: at + 1])
-        rows.append(
-            ScheduledRow(
-                made.seq_id,
-                row.known_end + at,
-                1,
-                row.prompt_token_ids,
-                row.output_token_ids,
-                row.block_ids,
-                (made,),
-                drafts=(draft,),
-            )
-        )
+        changes = {"seq_id": made.seq_id, "start": row.known_end + at, "num_tokens": 1, "draws": (made,)}
+        rows.append(msgspec.structs.replace(row, drafts=(draft,), **changes))
     return rows
 
 
 def _after(draw: Draw, drafts: tuple[int, ...]) -> Draw:
-    """The draw as it would be after ``drafts``: penalties count them, the grammar has accepted them."""
+    """Return the draw as it would be after ``drafts``: penalties count them, and the grammar has accepted them."""
     constraint = draw.constraint
     if constraint is not None:
         constraint = constraint.fork()

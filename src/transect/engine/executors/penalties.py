@@ -30,12 +30,12 @@ from ..scheduling.constraint import MaskFiller, fill_each
 FORGET_AFTER_STEPS = 64
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BYTE_BIAS = np.where(_BITS, 0.0, -np.inf).astype(np.float32)
-"""``[256, 8]``: what a byte of a mask adds to its eight logits. A look-up and a sum take a twentieth of the time that
-unpacking the bits and filling by them does."""
+"""``[256, 8]``: bias that each byte of a mask adds to its eight logits. A look-up and a sum take a twentieth of the
+time of unpacking the bits."""
 
 
 class Pick(NamedTuple):
-    """One token to draw: for ``draw``, to stand at ``position`` of prompt + output, from row ``row`` of the logits."""
+    """One token to draw: for ``draw``, at ``position`` of prompt + output, from row ``row`` of the logits."""
 
     draw: Draw
     position: int
@@ -43,20 +43,20 @@ class Pick(NamedTuple):
 
 
 def is_adjusted(pick: Pick) -> bool:
-    """True if anything below would change this pick's logits."""
+    """Return True if the adjustments below would change this pick's logits."""
     draw = pick.draw
     changed = draw.biased or draw.constraint is not None or draw.masked_at(pick.position)
     return bool(changed) or is_penalised(draw)
 
 
 def is_penalised(draw: Draw) -> bool:
-    """True if a penalty depends on the tokens that the choice has used."""
+    """Return True if a penalty depends on the tokens that the choice has used."""
     params = draw.params
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 class UsedTokens:
-    """The distinct tokens of one choice's prompt and output, with how often each stands in the output."""
+    """The distinct tokens of one choice's prompt and output, with their counts in the output."""
 
     __slots__ = ("_counts", "_ids", "_slots", "consumed", "last_step", "prompt_length")
 
@@ -90,7 +90,7 @@ class UsedTokens:
 
     @property
     def counts(self) -> np.ndarray:
-        """float32 [U]: how often each of ``ids`` stands in the output (0: in the prompt alone)."""
+        """float32 [U]: count of each of ``ids`` in the output (0 if only in the prompt)."""
         return self._counts[: len(self._slots)]
 
 
@@ -106,12 +106,12 @@ class FixedTokens:
         allowed = draw.params.allowed_token_ids
         self.allowed = torch.tensor(allowed or (), dtype=torch.int64)
         self.masked = np.array(draw.stop_ids, dtype=np.int64)
-        """The tokens that must not be drawn until ``min_tokens``."""
+        """Tokens that must not be drawn until ``min_tokens``."""
         self.last_step = 0
 
 
 class LogitAdjuster:
-    """Applies bias, masks and penalties to rows of logits, keeping between steps what is known of each choice."""
+    """Applies bias, masks and penalties to rows of logits; keeps the state of each choice between steps."""
 
     def __init__(self, fill_masks: MaskFiller = fill_each) -> None:
         self._used: dict[int, UsedTokens] = {}
@@ -120,7 +120,7 @@ class LogitAdjuster:
         self._fill_masks = fill_masks
 
     def apply(self, logits_BV: torch.Tensor, picks: Sequence[Pick], previous: Mapping[int, int]) -> dict[int, str]:
-        """Change ``logits_BV`` in place. Returns, by seq_id, why a grammar could not say what may come.
+        """Change ``logits_BV`` in place. Returns errors of grammars by seq_id.
 
         Args:
             logits_BV: float32, row b for ``picks[b]`` (not ``picks[b].row``); each row is the caller's own copy.
@@ -141,7 +141,7 @@ class LogitAdjuster:
         return failed
 
     def _constrain(self, logits_BV: torch.Tensor, picks: Sequence[Pick]) -> dict[int, str]:
-        """Grammars: -inf for every token that may not come."""
+        """Apply grammars: set every forbidden token to -inf."""
         rows = [row for row, pick in enumerate(picks) if pick.draw.constraint is not None]
         if not rows:
             return {}

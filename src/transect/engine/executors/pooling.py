@@ -66,8 +66,8 @@ class PoolingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Embedding:
-    """A vector, float32 numbers."""
+class PooledVector:
+    """A vector of float32 numbers."""
 
     embedding: list[float]
 
@@ -76,7 +76,7 @@ class Embedding:
 class EmbeddingOutput:
     """The embedding of one prompt; names as in vLLM."""
 
-    outputs: Embedding
+    outputs: PooledVector
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
 
@@ -95,7 +95,7 @@ def embedding(pooled: bytes, params: PoolingParams) -> np.ndarray:
 
 
 def embedding_output(result: RequestOutput, params: PoolingParams) -> EmbeddingOutput:
-    """The embedding that a finished engine request has brought.
+    """Return the embedding of a finished engine request.
 
     Raises:
         RuntimeError: it has failed; the message says why.
@@ -103,7 +103,7 @@ def embedding_output(result: RequestOutput, params: PoolingParams) -> EmbeddingO
     if result.pooled is None:
         (output,) = result.outputs
         raise RuntimeError(f"a prompt could not be embedded: {output.error or output.finish_reason}")
-    vector = Embedding(embedding(result.pooled, params).tolist())
+    vector = PooledVector(embedding(result.pooled, params).tolist())
     return EmbeddingOutput(vector, result.prompt_token_ids, result.num_cached_tokens)
 
 

@@ -13,13 +13,13 @@ from ..scheduling.batch import ScheduledRow, StepResult, TokenLogprobs
 from .sampler import token_logprobs
 
 LOGPROB_ROWS = 32
-"""Rows of logits held at a time for prompt logprobs: a vocabulary of 128k takes 16 MiB so."""
+"""Rows of logits held at a time for prompt logprobs; a vocabulary of 128k takes 16 MiB."""
 
 
 def prompt_results(
     model: Decoder, rows: Sequence[ScheduledRow], starts: Sequence[int], hidden_TD: Tensor
 ) -> StepResult:
-    """A result without draws: prompt logprobs and pooled vectors of the rows that ask for them.
+    """Build a result without draws: prompt logprobs and pooled vectors of the rows that ask for them.
 
     Args:
         model: makes logits of hidden states.
@@ -35,7 +35,7 @@ def prompt_results(
 
 
 def _prompt_logprobs(model: Decoder, row: ScheduledRow, hidden_TD: Tensor) -> tuple[TokenLogprobs, ...]:
-    """One entry for each prompt token that the row's tokens predict."""
+    """Return one entry for each prompt token that the row's tokens predict."""
     following = row.next_prompt_token_ids
     entries: list[TokenLogprobs] = []
     for first in range(0, len(following), LOGPROB_ROWS):
@@ -46,7 +46,7 @@ def _prompt_logprobs(model: Decoder, row: ScheduledRow, hidden_TD: Tensor) -> tu
 
 
 def _pooled(rows: Sequence[ScheduledRow], starts: Sequence[int], hidden_TD: Tensor) -> dict[int, Any]:
-    """By seq_id what is wanted of rows with ``pooling``: float64 ``[D]``.
+    """Return the pooled vectors by seq_id, float64 ``[D]``, of rows with ``pooling``.
 
     Args:
         starts: index of each row's first token.

@@ -24,14 +24,14 @@ from .sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CompletedStep:
     """The handle of work that is complete."""
 
     step_result: StepResult
     over = True
 
     def draw(self) -> None:
-        """It has been done."""
+        """Do nothing: the draws were made in ``submit``."""
 
     def result(self) -> StepResult:
         """Return the result of the step."""
@@ -40,7 +40,7 @@ class Done:
 
 @dataclass(slots=True)
 class Waiting:
-    """The handle of a batch whose draws wait for the tokens of the batch before."""
+    """The handle of a batch whose draws wait for the tokens of the previous batch."""
 
     work: Callable[[], Handle]
     _drawn: Handle | None = None
@@ -51,13 +51,13 @@ class Waiting:
         return getattr(self._drawn, "over", False)
 
     def draw(self) -> None:
-        """Make the draws, or start them."""
+        """Launch the draws."""
         if self._drawn is None:
             self._drawn = self.work()
 
     def result(self) -> StepResult:
         """Return the result of the step; call ``draw`` before."""
-        assert self._drawn is not None, "the result is wanted before the draws were made"
+        assert self._drawn is not None, "the result was requested before the draws were made"
         return self._drawn.result()
 
 
@@ -86,7 +86,7 @@ class Runner:
         self._sampler = Sampler(fill_masks)
         self._sharing = meeting(model)
         self._drawn: dict[int, int] = {}
-        """Tokens of the step before, by seq_id: with async scheduling the next batch was planned without them."""
+        """Tokens of the previous step, by seq_id: with async scheduling the next batch was planned without them."""
 
     @torch.inference_mode()
     def idle(self) -> None:
@@ -95,13 +95,13 @@ class Runner:
             idle(self._model, self._model.norm.weight)
 
     def abandon(self) -> None:
-        """Forget the steps before (``Executor``)."""
+        """Forget earlier steps (``Executor``)."""
         self._drawn = {}
 
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> Handle:
-        """Copy blocks, compute the rows, draw (under a grammar: when told to). A row whose logits are not finite fails
-        alone."""
+        """Copy blocks, compute the rows, draw (under a grammar: when ``draw`` is called). A row whose logits are not
+        finite fails alone."""
         copy_blocks(self._k_cache, self._v_cache, batch.block_copies)
         tokens_T, positions_T, context, starts = self._inputs(batch)
         if self._sharing is not None:
@@ -109,7 +109,7 @@ class Runner:
         return self._finish(batch, self._model(tokens_T, positions_T, context), starts)
 
     def _finish(self, batch: ScheduledBatch, hidden_TD: Tensor, starts: Sequence[int]) -> Handle:
-        """From hidden states ``[T, D]`` to what is drawn, or to what will be."""
+        """Draw from the hidden states ``[T, D]``, or prepare the draws."""
         picks: list[Pick] = []
         last_tokens: list[int] = []
         for row, start in zip(batch.rows, starts, strict=True):
@@ -129,16 +129,17 @@ class Runner:
         starts: Sequence[int],
         logits_RV: Tensor | None,
         picks: Sequence[Pick],
-    ) -> Done:
+    ) -> CompletedStep:
         result = prompt_results(self._model, batch.rows, starts, hidden_TD)
         if logits_RV is not None:
             samples = self._sampler.sample(logits_RV, picks, self._drawn)
             result = samples.added_to(result)
         self._drawn = result.tokens
-        return Done(result)
+        return CompletedStep(result)
 
     def _inputs(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor, PagedContext, list[int]]:
-        """Tokens and positions ``[T]`` of the batch, where its keys and values are, and where each row begins."""
+        """Return tokens and positions ``[T]`` of the batch, its attention context, and the index of each row's first
+        token."""
         tokens: list[int] = []
         positions: list[int] = []
         starts: list[int] = []

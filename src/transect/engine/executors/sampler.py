@@ -1,4 +1,4 @@
-"""From logits to tokens: one call for all draws of a step, each row by its own parameters.
+"""Sampling: one call for all draws of a step, each row with its own parameters.
 
 For a row of logits x the order is that of vLLM: bias, masks, penalties (penalties.py), temperature, min-p, top-k,
 top-p, draw. Draws are made with the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014): the argmax of
@@ -34,10 +34,11 @@ from .penalties import LogitAdjuster, Pick, is_adjusted
 
 GROUP = 128
 BARS = (2.0**-13, 2.0**-18, 0.0)
-"""Probability above which a token is a candidate for top-k and top-p: the first bar, and what it is lowered to."""
+"""Probability above which a token is a candidate for top-k and top-p: the first bar, and the lower ones tried after
+it."""
 SMALLEST_TEMPERATURE = 1e-30
 SCRATCH_FLOATS = 2**20
-"""Rows that need work of their own are taken this many logits at a time (or one row), which fits a cache."""
+"""Logits processed at a time for rows with special parameters (or one row), which fits a cache."""
 NOT_FINITE = (
     "the model's logits are not finite at this position (NaN or infinity): check the weights, or load the model with "
     'dtype="float32"'
@@ -49,17 +50,17 @@ NOTHING_LEFT = (
 
 
 @dataclass(slots=True)
-class Samples:
+class StepSamples:
     """Draws of a step by seq_id; each seq_id is in ``tokens`` or in ``errors``."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     sound: set[int] = field(default_factory=set)
-    """Those in ``errors`` whose logits were finite before they were adjusted."""
+    """Seq_ids in ``errors`` whose logits were finite before they were adjusted."""
 
     def added_to(self, result: StepResult) -> StepResult:
-        """``result``, which has no draws yet, with these."""
+        """Return ``result``, which has no draws yet, with these draws."""
         return replace(result, tokens=self.tokens, logprobs=self.logprobs, errors=self.errors, sound=self.sound)
 
 
@@ -72,7 +73,7 @@ class Sampler:
 
     def sample(
         self, logits_RV: torch.Tensor, picks: Sequence[Pick], previous: Mapping[int, int] | None = None
-    ) -> Samples:
+    ) -> StepSamples:
         """Draw one token for each of ``picks``.
 
         Args:
@@ -84,7 +85,7 @@ class Sampler:
             tokens, logprobs where asked for (of the raw log-softmax), and an error for picks whose row holds NaN or
             +inf or has no token left to draw.
         """
-        samples = Samples()
+        samples = StepSamples()
         best = argmax(logits_RV)
         finite = torch.isfinite(logits_RV.gather(1, best[:, None])[:, 0]).tolist()
         best_ids = best.tolist()
@@ -103,9 +104,9 @@ class Sampler:
         return samples
 
     def _sample_special(
-        self, logits_RV: torch.Tensor, picks: Sequence[Pick], previous: Mapping[int, int], samples: Samples
+        self, logits_RV: torch.Tensor, picks: Sequence[Pick], previous: Mapping[int, int], samples: StepSamples
     ) -> None:
-        """Picks that are adjusted or random: on a copy of their rows, made in memory that is kept between steps."""
+        """Draw picks that are adjusted or random, on a copy of their rows in memory that is kept between steps."""
         rows = torch.tensor([pick.row for pick in picks], device=logits_RV.device)
         logits_BV = self._scratch(0, len(picks), logits_RV)
         torch.index_select(logits_RV, 0, rows, out=logits_BV)
@@ -138,7 +139,7 @@ class Sampler:
                 samples.tokens[picks[b].draw.seq_id] = token
 
     def _scratch(self, which: int, rows: int, like_RV: torch.Tensor) -> torch.Tensor:
-        """One of two buffers [rows, V]. (Fresh pages for some megabytes cost more than the arithmetic on them.)"""
+        """Return one of two buffers [rows, V]. (Allocating some megabytes costs more than the arithmetic on them.)"""
         size = rows * like_RV.shape[1]
         buffer = self._buffers.get(which)
         if buffer is None or len(buffer) < size or buffer.device != like_RV.device:
@@ -146,7 +147,7 @@ class Sampler:
         return buffer[:size].view(rows, -1)
 
     @staticmethod
-    def _add_logprobs(logits_RV: torch.Tensor, picks: Sequence[Pick], samples: Samples) -> None:
+    def _add_logprobs(logits_RV: torch.Tensor, picks: Sequence[Pick], samples: StepSamples) -> None:
         wanted = [
             pick for pick in picks if pick.draw.params.logprobs is not None and pick.draw.seq_id in samples.tokens
         ]
@@ -162,7 +163,7 @@ class Sampler:
 
 
 def argmax(logits_RV: torch.Tensor) -> torch.Tensor:
-    """int64 [R]: the likeliest token of each row, the lower id of equals; a NaN wins."""
+    """Return the likeliest token of each row, int64 [R], the lower id of equals; a NaN wins."""
     # On a CPU numpy's argmax takes a sixth of the time of torch's.
     if logits_RV.device.type == "cpu":
         return torch.from_numpy(logits_RV.detach().numpy().argmax(-1))
@@ -170,12 +171,12 @@ def argmax(logits_RV: torch.Tensor) -> torch.Tensor:
 
 
 def take_rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """The given distinct rows in ascending order; ``x`` itself, not a copy, if that is all of them."""
+    """Return the given distinct rows in ascending order; ``x`` itself, not a copy, if those are all rows."""
     return x if len(rows) == len(x) else x.index_select(0, torch.tensor(rows, device=x.device))
 
 
 def grouped(x_BV: torch.Tensor, fill: float) -> torch.Tensor:
-    """[B, G, 128]: the rows in groups, the last one filled up with ``fill``."""
+    """Reshape the rows to groups, [B, G, 128]; the last group is padded with ``fill``."""
     short = -x_BV.shape[1] % GROUP
     if short:
         x_BV = torch.nn.functional.pad(x_BV, (0, short), value=fill)
@@ -183,13 +184,13 @@ def grouped(x_BV: torch.Tensor, fill: float) -> torch.Tensor:
 
 
 def group_mass(z_BV: torch.Tensor, scratch_BV: torch.Tensor | None = None) -> torch.Tensor:
-    """float64 [B, G]: sum of exp over each group. One order of summation for any number of rows."""
+    """Sum exp over each group, float64 [B, G]. One order of summation for any number of rows."""
     weight_BV = torch.exp(z_BV, out=scratch_BV)
     return grouped(weight_BV, fill=0.0).sum(-1).to(torch.float64)
 
 
 def draw_random(z_BV: torch.Tensor, picks: Sequence[Pick], scratch_BV: torch.Tensor | None = None) -> list[int]:
-    """One token for each row.
+    """Draw one token for each row.
 
     Args:
         z_BV: float32, adjusted logits less their maximum (so the likeliest is 0); changed in place.
@@ -236,7 +237,7 @@ def _noise(picks: Sequence[Pick], ids_BK: torch.Tensor, stream: int) -> torch.Te
 
 
 def _draw_whole(z_BV: torch.Tensor, mass_BG: torch.Tensor, picks: Sequence[Pick]) -> list[int]:
-    """From the whole vocabulary: a group by its mass, then a token of the group."""
+    """Draw from the whole vocabulary: a group by its mass, then a token of the group."""
     device = z_BV.device
     group_ids = torch.arange(mass_BG.shape[1], device=device).expand_as(mass_BG)
     group_B = (mass_BG.log() + _noise(picks, group_ids, GROUP_STREAM)).argmax(-1)
@@ -248,7 +249,8 @@ def _draw_whole(z_BV: torch.Tensor, mass_BG: torch.Tensor, picks: Sequence[Pick]
 
 
 def _draw_truncated(z_BV: torch.Tensor, total_B: torch.Tensor, picks: Sequence[Pick], bar: float) -> list[int | None]:
-    """From what min-p, top-k and top-p leave; None for rows where tokens below the bar may belong to it.
+    """Draw from the tokens that min-p, top-k and top-p leave; None for rows where tokens below the bar may belong to
+    them.
 
     Args:
         z_BV: logits less their maximum, over the temperature.
@@ -304,7 +306,7 @@ def _draw_truncated(z_BV: torch.Tensor, total_B: torch.Tensor, picks: Sequence[P
 def token_logprobs(
     logits_BV: torch.Tensor, token_ids: Sequence[int], alternatives: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Log-softmax of each row at one token, its rank (1 is the likeliest), and the likeliest tokens.
+    """Compute the log-softmax of each row at one token, its rank (1 is the likeliest), and the likeliest tokens.
 
     Args:
         logits_BV: float32, raw logits of the model.

@@ -22,7 +22,7 @@ from ...parallel.mesh import Mesh
 from ..scheduling.batch import Handle, ScheduledBatch, StepResult
 from ..scheduling.constraint import MaskFiller, fill_each
 from .penalties import Pick
-from .runner import Done, Runner, copy_blocks
+from .runner import CompletedStep, Runner, copy_blocks
 
 
 @dataclass(slots=True)
@@ -32,14 +32,14 @@ class Elsewhere:
     mesh: Mesh
     step: int
     source: int
-    """The rank that tells them."""
+    """Rank that sends the tokens."""
     _result: StepResult | None = None
 
     def draw(self) -> None:
-        """The last stage does."""
+        """Do nothing: the last stage draws."""
 
     def result(self) -> StepResult:
-        """Waits until the last stage has told."""
+        """Wait for the result that the last stage sends, and return it."""
         if self._result is None:
             self._result = self.mesh.world.receive(self.source, tag=self.step)
         return self._result
@@ -60,11 +60,12 @@ class StageRunner(Runner):
         self._last_rank = group.ranks[-1]
         self._dtype = next(model.parameters()).dtype if model.embed.bits else torch.float32
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
-        """Hidden states on their way to the next stage, kept until they are there."""
+        """Hidden states in transit to the next stage, kept until they have arrived."""
 
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> Handle:
-        """Take the hidden states of the stage before, run the layers, and hand on; the last stage draws."""
+        """Receive the hidden states of the stage before, run the layers, and send the result on; the last stage
+        draws."""
         copy_blocks(self._k_cache, self._v_cache, batch.block_copies)
         model = self._model
         tokens_T, positions_T, context, starts = self._inputs(batch)
@@ -93,7 +94,7 @@ class StageRunner(Runner):
         starts: Sequence[int],
         logits_RV: Tensor | None,
         picks: Sequence[Pick],
-    ) -> Done:
+    ) -> CompletedStep:
         done = super()._draw(batch, hidden_TD, starts, logits_RV, picks)
         for rank in self._others:
             self._mesh.world.send(done.step_result, rank, tag=batch.step)

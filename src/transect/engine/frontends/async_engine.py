@@ -40,14 +40,14 @@ from . import wire
 from .generating import Generates
 from .inputs import check_params, check_token_ids, checked_submit, default_params, text_options, with_token_ids
 from .socket_folder import NAME, make_socket_folder
-from .streams import EngineDeadError, Stream
+from .streams import EngineDeadError, OutputStream
 from .vllm_arguments import engine_settings
 
 STOP_WAIT_S = 5.0
 MOST_UNREAD = 4096
-"""Requests that the engine has not read, at the most."""
+"""Most requests that the engine has not read yet."""
 UNREAD_RETRY_S = 5.0
-"""When to come back to an engine that does not read its messages, in seconds."""
+"""Seconds after which clients may retry if the engine does not read its messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,15 @@ class EngineHealth:
 
     state: Literal["ok", "hung", "dead"]
     detail: str
+    pids: tuple[int, ...] = ()
+    """Process ids of the engines that live."""
 
 
 class AsyncEngine(Generates):
     """Made by ``await AsyncEngine.start(...)``; ended by ``await engine.shutdown()`` or ``async with``."""
 
     process_module = "transect.engine.frontends.process"
-    """The program of the engine process."""
+    """Module that the engine process runs."""
 
     def __init__(self, config: EngineConfig, text: ModelText) -> None:
         self.config = config
@@ -75,18 +77,18 @@ class AsyncEngine(Generates):
         """Recent decisions of the engine's scheduler."""
         self._processor = OutputProcessor(text.tokenizer)
         self._sending: set[asyncio.Future[Any]] = set()
-        """Messages that wait for the engine process to be there."""
-        self._streams: dict[str, Stream] = {}
-        """The requests that this engine has."""
+        """Messages that wait for the engine process to start."""
+        self._streams: dict[str, OutputStream] = {}
+        """Requests in this engine, by id."""
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         self._submitted = self._taken = 0
-        """The number of the newest submit, and of the newest that the engine has read."""
+        """Number of the newest submitted request."""
         self.retired = False
-        """Another engine has taken its place; it finishes its streams."""
+        """True once another engine has taken over; this one finishes its streams."""
         self._death: str | None = None
         self.heard = time.monotonic()
-        """When the process last said something, in seconds of the monotonic clock."""
+        """Time of the process's last message, in seconds of the monotonic clock."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -176,12 +178,12 @@ class AsyncEngine(Generates):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Size of the vocabulary; token ids are below it."""
         return self.info.vocab_size
 
     @property
     def hidden_size(self) -> int:
-        """Numbers of a hidden state, and of an embedding."""
+        """Size of a hidden state, and of an embedding."""
         return self.info.hidden_size
 
     @property
@@ -201,7 +203,7 @@ class AsyncEngine(Generates):
 
     @property
     def death(self) -> str | None:
-        """Why the engine has ended; None while it lives."""
+        """Reason for the engine's end; None while it is alive."""
         return self._death
 
     def default_sampling_params(self) -> SamplingParams:
@@ -211,7 +213,7 @@ class AsyncEngine(Generates):
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def snapshot(self, request_id: str) -> RequestOutput | None:
-        """A request as it stands; None where it has ended, and its last update is still on its way."""
+        """Return the current state of a request; None if it has ended and only its last update is in transit."""
         return self._processor.snapshot(request_id) if request_id in self._processor else None
 
     async def stream(
@@ -226,7 +228,7 @@ class AsyncEngine(Generates):
         client: str = "",
         weight: float = 1.0,
     ) -> AsyncGenerator[Update, None]:
-        """Deltas of all choices until each has had its terminal update. Raises as ``generate`` does.
+        """Yield deltas of all choices until each has had its terminal update. Raises as ``generate`` does.
 
         A caller that falls behind gets what came meanwhile of a choice in one delta. Clients share the engine by their
         weights.
@@ -256,18 +258,18 @@ class AsyncEngine(Generates):
         pooling: Pooling | None = None,
         client: str = "",
         weight: float = 1.0,
-    ) -> Stream:
-        """Check a request, and make the stream of it that ``follow`` runs. Raises as ``generate`` does."""
+    ) -> OutputStream:
+        """Check a request, and build its stream for ``follow``. Raises as ``generate`` does."""
         self._check_alive()
         ids = checked_submit(request_id, prompt_token_ids, priority)
         params = with_token_ids(check_params(params), self.tokenizer)
         check_token_ids(ids, params, self.vocab_size, self.info.eos_token_ids)
         check_choices(params.n, self.info.max_num_seqs)
-        return Stream(request_id, prompt, ids, params, priority, pooling, client, weight)
+        return OutputStream(request_id, prompt, ids, params, priority, pooling, client, weight)
 
-    async def follow(self, stream: Stream) -> AsyncGenerator[Update, None]:
-        """Run a request here: a new one, or one that another engine like this one has left unfinished. If this
-        engine ends too, ``stream`` can be continued elsewhere. Raises as ``generate`` does."""
+    async def follow(self, stream: OutputStream) -> AsyncGenerator[Update, None]:
+        """Run a request here: a new one, or one that another engine has left unfinished. If this engine ends too,
+        ``stream`` can be continued elsewhere. Raises as ``generate`` does."""
         self._check_alive()
         if not stream.begun:
             self._check_room()
@@ -306,13 +308,13 @@ class AsyncEngine(Generates):
         if self._death is None:
             await self._send(wire.Abort(request_id))
 
-    def end(self, stream: Stream) -> list[Update]:
-        """End a request that no engine has. Returns the terminal updates of its running choices."""
+    def end(self, stream: OutputStream) -> list[Update]:
+        """End a request that is in no engine. Returns the terminal updates of its running choices."""
         self._take_over(stream)
         stream.state = None
         return self._processor.finish(stream.request_id)
 
-    def _take_over(self, stream: Stream) -> None:
+    def _take_over(self, stream: OutputStream) -> None:
         if stream.state is None:
             options = text_options(stream.params)
             self._processor.add(stream.request_id, stream.prompt, stream.prompt_token_ids, **options)
@@ -327,11 +329,11 @@ class AsyncEngine(Generates):
             return EngineHealth("dead", self._death)
         silent = time.monotonic() - self.heard
         if silent > self.config.silence_s:
-            return EngineHealth("hung", f"no sign of life from the engine for {silent:.0f} s")
-        return EngineHealth("ok", "the engine makes progress")
+            return EngineHealth("hung", f"no sign of life from the engine for {silent:.0f} s", (self.pid,))
+        return EngineHealth("ok", "the engine makes progress", (self.pid,))
 
     async def stats(self) -> SchedulerStats:
-        """The scheduler's gauges and counters, between two steps."""
+        """Return the scheduler's gauges and counters, read between two steps."""
         self._check_alive()
         waiter: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
         self._stats_waiters.append(waiter)
@@ -339,7 +341,7 @@ class AsyncEngine(Generates):
         return await waiter
 
     async def reset_prefix_cache(self) -> None:
-        """Forget the KV of finished prompts; requests that run keep theirs.
+        """Empty the prefix cache; running requests keep their KV.
 
         Raises:
             EngineDeadError: the engine has ended.
@@ -353,13 +355,13 @@ class AsyncEngine(Generates):
         await self._idle.wait()
 
     def kill(self, reason: str) -> None:
-        """End the engine process at once, whatever it is doing. Streams that still run raise ``EngineDeadError``."""
+        """Kill the engine process, even if it is busy. Streams that still run raise ``EngineDeadError``."""
         self._die(reason)
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def shutdown(self) -> None:
-        """End the engine process. Streams that still run raise ``EngineDeadError``. Harmless when repeated."""
+        """End the engine process. Streams that still run raise ``EngineDeadError``. May be called repeatedly."""
         self._die("it was shut down")
         if self._process.returncode is None:
             self._send_soon(wire.Shutdown())
@@ -387,7 +389,8 @@ class AsyncEngine(Generates):
             raise EngineDeadError(self._death)
 
     def _check_room(self) -> None:
-        """The engine bounds its queue. While it does not read, messages in the socket are bounded here."""
+        """Refuse a request if too many are unread. The engine bounds its queue; this bounds the messages in the
+        socket."""
         unread, most = self._submitted - self._taken, self.config.max_queue
         if unread >= (MOST_UNREAD if most is None else most + self.info.max_num_seqs):
             raise QueueFull(unread, UNREAD_RETRY_S, f"the engine has not read {unread} requests yet")
@@ -405,7 +408,7 @@ class AsyncEngine(Generates):
             self._sending.discard(sending)
 
     def _send_soon(self, message: wire.ToEngine) -> None:
-        """Send without waiting: with no high-water mark the message is queued at once, also while being cancelled."""
+        """Send without waiting: without a high-water mark the message is queued at once, even during cancellation."""
         # By the socket that receives too: a send of another one may take the signal that something has come.
         with contextlib.suppress(zmq.ZMQError):
             sent = asyncio.ensure_future(self._socket.send(wire.encode(message), zmq.NOBLOCK))
@@ -438,18 +441,19 @@ class AsyncEngine(Generates):
                     self._die(message.message)
 
     def _receiver_ended(self, receiver: asyncio.Task[None]) -> None:
-        """End the engine after its receiver has failed, so that streams end with an error and do not wait for ever."""
+        """End the engine after its receiver has failed, so that streams end with an error instead of waiting for
+        ever."""
         if not receiver.cancelled() and receiver.exception() is not None:
             self._die(f"its messages could not be read: {receiver.exception()!r}")
 
-    def _waiter(self, request_id: str) -> Stream | None:
-        """The stream that waits for what the engine says of a request. None if that is of an earlier request of the
-        same name: the engine had not read this one then."""
+    def _waiter(self, request_id: str) -> OutputStream | None:
+        """Return the stream that waits for the engine's messages about a request; None if a message is about an earlier
+        request of the same name, because the engine had not read this one yet."""
         stream = self._streams.get(request_id)
         return stream if stream is not None and stream.number <= self._taken else None
 
     def _take(self, output: EngineOutput) -> None:
-        """Turn an output into text. Should that fail, it is the end of this request, and nothing else is disturbed."""
+        """Turn an output into text. If that fails, only this request ends."""
         stream = self._waiter(output.request_id)
         if stream is None or output.finish_reason == "abort":  # the answer to an abort: what it ended has ended here
             return
@@ -479,7 +483,7 @@ class AsyncEngine(Generates):
             self._ready.set_exception(EngineDeadError(f"the engine process {reason} while starting"))
 
     def _die(self, reason: str) -> None:
-        """Every stream and every waiter gets the news once; the first reason is the one that is kept."""
+        """Report the engine's end to every stream and every waiter once; the first reason is kept."""
         if self._death is not None:
             return
         self._death = reason

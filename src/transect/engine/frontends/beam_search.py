@@ -75,7 +75,7 @@ class BeamSearchParams:
         object.__setattr__(self, "stop_token_ids", checked.stop_token_ids)
 
     def step_params(self) -> SamplingParams:
-        """Parameters of the requests that extend beams."""
+        """Build the parameters of the requests that extend beams."""
         return SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -87,7 +87,7 @@ class BeamSearchParams:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """An answer: ``tokens`` and ``text`` with the prompt before it, as in vLLM. ``score`` is what it was chosen by."""
+    """An answer: ``tokens`` and ``text`` with the prompt before it, as in vLLM. Answers are ranked by ``score``."""
 
     tokens: list[int]
     text: str
@@ -105,7 +105,7 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-class Tokenizer(TokenTable, Protocol):
+class SearchTokenizer(TokenTable, Protocol):
     """Part of ``text.tokenizer.Tokenizer`` that the search uses."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
@@ -124,8 +124,8 @@ class _Beam:
 
 @dataclass(slots=True)
 class BeamSearch:
-    """One search. Extend each of ``beams`` by a request with ``params.step_params()``, and give what comes back to
-    ``advance``, until there are none.
+    """One search. Extend each of ``beams`` by a request with ``params.step_params()``, and pass the results to
+    ``advance``, until there are no beams left.
 
     Args:
         params: parameters of the search.
@@ -137,7 +137,7 @@ class BeamSearch:
     params: BeamSearchParams
     room: int
     eos_token_ids: Sequence[int]
-    tokenizer: Tokenizer
+    tokenizer: SearchTokenizer
     _going: list[_Beam] = field(default_factory=lambda: [_Beam()])
     _done: list[_Beam] = field(default_factory=list)
 
@@ -147,7 +147,7 @@ class BeamSearch:
         return [beam.tokens for beam in self._going]
 
     def advance(self, likeliest: Sequence[PositionLogprobs]) -> None:
-        """The next token of every beam.
+        """Extend every beam by its next token.
 
         Args:
             likeliest: for each of ``beams`` the log-probabilities of the likeliest tokens after it.
@@ -183,7 +183,7 @@ class BeamSearch:
                 self._going = []
 
     def outputs(self) -> list[tuple[CompletionOutput, float]]:
-        """The answers and their scores, best first."""
+        """Return the answers and their scores, best first."""
         return [(self._output(index, beam), self._score(beam)) for index, beam in enumerate(self._done)]
 
     def _score(self, beam: _Beam) -> float:
@@ -194,7 +194,7 @@ class BeamSearch:
         return decoder.push(tokens) + decoder.flush()
 
     def _stopped(self, tokens: Sequence[int]) -> str | None:
-        """The stop string that comes first in the text, if one does."""
+        """Return the stop string that comes first in the text, if any."""
         text = self._text(tokens)
         found = [(at, stop) for stop in self.params.stop or () if (at := text.find(stop)) >= 0]
         return min(found)[1] if found else None
@@ -218,8 +218,8 @@ class BeamSearch:
         )
 
 
-def with_prompt(search: BeamSearch, prompt: Sequence[int], tokenizer: Tokenizer) -> BeamSearchOutput:
-    """The answers of a search in vLLM's form."""
+def with_prompt(search: BeamSearch, prompt: Sequence[int], tokenizer: SearchTokenizer) -> BeamSearchOutput:
+    """Return the answers of a search in vLLM's form."""
     before = tokenizer.decode(prompt, skip_special_tokens=search.params.skip_special_tokens)
     sequences = []
     for output, score in search.outputs():

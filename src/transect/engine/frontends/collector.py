@@ -7,11 +7,12 @@ import gc
 import sys
 
 QUIET = (3, 7)
-"""The newest Triton that is known to say nothing of what is left of it when a process ends; 3.9 calls that a leak."""
+"""Newest Triton version that prints no leaks when a process ends; 3.9 reports objects kept from the collector as
+leaks."""
 
 
 def keep_from_collector() -> None:
-    """Take all that a process has after its start out of what the garbage collector looks at.
+    """Exclude all objects of a started process from garbage collection.
 
     A full collection walks over every object of the libraries that are loaded, for tenths of a second, in which no
     request moves. What is made from now on is collected as ever.
@@ -22,7 +23,7 @@ def keep_from_collector() -> None:
 
 
 def _give_back() -> None:
-    """Let the last collection have everything again, where Triton would print its leaks otherwise; it takes 0.3 s."""
+    """Return all objects to the last collection, if Triton would report leaks otherwise; this takes 0.3 s."""
     version = getattr(sys.modules.get("triton"), "__version__", "0").split(".")
     if tuple(int(part) for part in version[:2] if part.isdecimal()) > QUIET:
         gc.unfreeze()

@@ -1,4 +1,5 @@
-"""``Generates``: what a user calls, on top of a stream of updates. ``AsyncEngine`` and ``Replicas`` share it."""
+"""``Generates``: the methods that users call, on top of a stream of updates. ``AsyncEngine`` and ``Replicas`` share
+it."""
 
 from __future__ import annotations
 
@@ -34,11 +35,11 @@ class Generates(ABC):
 
     @abstractmethod
     def default_sampling_params(self) -> SamplingParams:
-        """Sampling parameters that the model's files recommend."""
+        """Return the sampling parameters that the model's files recommend."""
 
     @abstractmethod
     def snapshot(self, request_id: str) -> RequestOutput | None:
-        """A request as it stands; None where it has ended, and its last update is still on its way."""
+        """Return the current state of a request; None if it has ended and only its last update is in transit."""
 
     @abstractmethod
     def stream(
@@ -53,7 +54,7 @@ class Generates(ABC):
         client: str = "",
         weight: float = 1.0,
     ) -> AsyncGenerator[Update, None]:
-        """Deltas of all choices until each has had its terminal update. Raises as ``generate`` does."""
+        """Yield deltas of all choices until each has had its terminal update. Raises as ``generate`` does."""
 
     async def generate(
         self,
@@ -102,7 +103,7 @@ class Generates(ABC):
         add_special_tokens: bool = True,
         parse_special: bool = True,
     ) -> EmbeddingOutput:
-        """The embedding of a prompt, see ``LLM.embed``. Raises as ``generate`` does."""
+        """Compute the embedding of a prompt, see ``LLM.embed``. Raises as ``generate`` does."""
         params = params or PoolingParams()
         params.check_size(self.info.hidden_size)
         _, ids = prompt_token_ids(

@@ -1,5 +1,5 @@
-"""Requests whose grammars are being compiled. They join the engine's queue when that is done, and no step waits for
-it."""
+"""Requests whose grammars are being compiled. They join the engine's queue afterwards, so no step waits for a
+compilation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Late:
 
 
 class GrammarQueue:
-    """In front of an ``EngineCore``.
+    """Queue in front of an ``EngineCore``.
 
     Args:
         core: takes the requests.
@@ -44,11 +44,11 @@ class GrammarQueue:
         self._late: dict[str, _Late] = {}
 
     def __len__(self) -> int:
-        """Requests that wait for their grammars."""
+        """Count the requests that wait for their grammars."""
         return len(self._late)
 
     def add(self, request: Request) -> None:
-        """Queue a request now, or as soon as its grammar is there. Raises what ``EngineCore.add`` raises."""
+        """Queue a request now, or as soon as its grammar is compiled. Raises the errors of ``EngineCore.add``."""
         params = request.params.structured_outputs
         if request.request_id in self._late:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
@@ -66,7 +66,7 @@ class GrammarQueue:
         scheduler.waiting.elsewhere.add(claim)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """Do what ``EngineCore.abort`` does; a request that waits here goes without another word."""
+        """Abort like ``EngineCore.abort``; a request that waits here is dropped without output."""
         late = self._late.get(request_id)
         if late is None:
             self._core.abort(request_id, choice)
@@ -75,7 +75,7 @@ class GrammarQueue:
             late.future.cancel()
 
     def admit(self) -> list[tuple[str, Exception]]:
-        """Give the engine the requests whose grammars are there. Returns those that it cannot have, by their ids."""
+        """Pass requests with compiled grammars to the engine. Returns refused requests, by id, with the errors."""
         refused: list[tuple[str, Exception]] = []
         for request_id, late in list(self._late.items()):
             if not late.future.done():

@@ -1,4 +1,4 @@
-"""The forms in which a prompt may come, and what is checked before it is queued; for ``LLM`` and ``AsyncEngine``."""
+"""Accepted forms of prompts, and the checks before a prompt is queued; for ``LLM`` and ``AsyncEngine``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...text.sampling_defaults import SamplingDefaults
 from ..scheduling.sampling_params import SamplingParams
 
 
-class Encoder(Protocol):
+class TextEncoder(Protocol):
     """Part of a tokenizer that encoding uses."""
 
     def encode(self, text: str, add_special_tokens: bool = ..., parse_special: bool = ...) -> list[int]: ...
@@ -20,12 +20,12 @@ class Encoder(Protocol):
 
 def prompt_token_ids(
     prompt: str | Sequence[int] | Mapping[str, Any],
-    tokenizer: Encoder,
+    tokenizer: TextEncoder,
     *,
     add_special_tokens: bool = True,
     parse_special: bool = True,
 ) -> tuple[str | None, list[int]]:
-    """(text or None, token ids) of a prompt given as text, token ids, or a mapping with one of the two.
+    """Convert a prompt (text, token ids, or a mapping with one of the two) to (text or None, token ids).
 
     Args:
         add_special_tokens: put around a text what the model expects there (often a BOS token, often nothing).
@@ -72,7 +72,7 @@ def default_params(defaults: SamplingDefaults) -> SamplingParams:
 
 
 def checked_submit(request_id: Any, token_ids: Sequence[Any], priority: Any) -> list[int]:
-    """``token_ids`` as plain numbers. What cannot be sent to an engine process is refused before it gets there.
+    """Return ``token_ids`` as plain numbers. Refuses requests that cannot be sent to an engine process.
 
     Raises:
         ValueError: a value is of another type, or out of range.
@@ -88,7 +88,7 @@ def checked_submit(request_id: Any, token_ids: Sequence[Any], priority: Any) -> 
 
 
 def check_params(params: object) -> SamplingParams:
-    """``params``, if that is what they are.
+    """Return ``params`` after checking their type.
 
     Raises:
         ValueError: it is something else.
@@ -100,15 +100,15 @@ def check_params(params: object) -> SamplingParams:
     return params
 
 
-def with_token_ids(params: SamplingParams, tokenizer: Encoder) -> SamplingParams:
-    """The same parameters, with ``bad_words`` as token ids."""
+def with_token_ids(params: SamplingParams, tokenizer: TextEncoder) -> SamplingParams:
+    """Return the same parameters, with ``bad_words`` as token ids."""
     if not params.bad_words or params.bad_words_token_ids:
         return params
     return params.with_(bad_words_token_ids=spellings(params.bad_words, tokenizer.encode))
 
 
 def truncated(ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
-    """The end of a prompt, as ``truncate_prompt_tokens`` asks for.
+    """Truncate a prompt to its end, as ``truncate_prompt_tokens`` asks.
 
     Raises:
         ValueError: see ``room_for_prompt``.
@@ -128,7 +128,7 @@ def room_for_prompt(answer: int, max_model_len: int) -> int:
     if answer >= max_model_len:
         raise ValueError(
             f"truncate_prompt_tokens -1 keeps what max_tokens leaves of the context, and {answer} of {max_model_len} "
-            "tokens leave nothing: lower max_tokens, or say how many tokens of the prompt to keep"
+            "tokens leave no room: lower max_tokens, or give the number of prompt tokens to keep"
         )
     return max_model_len - answer
 
@@ -147,7 +147,7 @@ def text_options(params: SamplingParams) -> dict[str, Any]:
 def check_token_ids(
     ids: Sequence[int], params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int] = ()
 ) -> None:
-    """Refuse an empty prompt, token ids that the model does not have, and ``min_tokens`` where every token is masked.
+    """Refuse an empty prompt, token ids beyond the vocabulary, and ``min_tokens`` if every token is masked.
 
     Raises:
         ValueError: names the id and the range.

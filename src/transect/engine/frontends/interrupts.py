@@ -1,4 +1,4 @@
-"""Ctrl-C between two engine steps, or while the device works, never within the engine's bookkeeping."""
+"""Ctrl-C takes effect between two engine steps or while the device works, never within the engine's bookkeeping."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class HeldInterrupts:
-    """While entered, SIGINT is noted and delivered by ``check`` or on leaving. A second one does not wait
+    """While entered, holds SIGINT until ``check`` or the end of the block delivers it. A second SIGINT does not wait
     for the device.
 
     Does nothing outside the main thread, which alone receives signals, or where SIGINT is not handled by Python code.
@@ -42,7 +42,7 @@ class HeldInterrupts:
             self._handler(signal.SIGINT, frame)
 
     def check(self) -> None:
-        """Deliver a SIGINT that has come: as a rule this raises KeyboardInterrupt."""
+        """Deliver a SIGINT that has arrived, which usually raises KeyboardInterrupt."""
         if self._noted:
             self._deliver()
 

@@ -48,7 +48,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLM:
-    """Model that is ready to generate.
+    """A model that is ready to generate.
 
     Args:
         model: a built-in name, a ``.gguf`` file, a directory in Hugging Face layout, or a hub id.
@@ -99,7 +99,7 @@ class LLM:
             print(f"transect: {line}", file=sys.stderr)
 
     def get_tokenizer(self) -> HFTokenizer:
-        """The model's tokenizer under the names, and with the defaults, of transformers."""
+        """Return the model's tokenizer under the names, and with the defaults, of transformers."""
         return HFTokenizer(self.tokenizer, self.chat_template)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -119,8 +119,8 @@ class LLM:
         add_special_tokens: bool = True,
         parse_special: bool = True,
     ) -> list[RequestOutput]:
-        """Continue prompts; all of them run together, begun with those that may draw the most tokens
-        (``longest_first``), in steps that are good for all of them together (``mixed_step_limit``).
+        """Continue prompts. All of them run together, those that may draw the most tokens first (``longest_first``),
+        with step sizes that finish the whole batch soonest (``mixed_step_limit``).
 
         Args:
             prompts: one prompt or a list: text, token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}``.
@@ -182,7 +182,7 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
-        """The likeliest answers as a whole (``engine/frontends/beam_search.py``). The beams of all prompts run
+        """Search for the likeliest whole answers (``engine/frontends/beam_search.py``). The beams of all prompts run
         together.
 
         Returns:
@@ -255,7 +255,7 @@ class LLM:
         ]
 
     def _inputs(self, prompts: Prompt | Sequence[Prompt], **text_flags: bool) -> list[tuple[str | None, list[int]]]:
-        """(text or None, token ids) of one prompt, or of several."""
+        """Convert one prompt, or several, to (text or None, token ids)."""
         if not isinstance(prompts, (str, Mapping, Sequence)):
             raise ValueError(f"prompts must be text, token ids, or a list of such, not {type(prompts).__name__}")
         single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
@@ -308,7 +308,7 @@ class LLM:
         return [finals[request.request_id] for request in requests]
 
     def _step(self) -> list[RequestOutput]:
-        """One engine step; the requests that it completed."""
+        """Run one engine step; return the requests that it completed."""
         finals = []
         for output in self._core.step():
             update = self._processor.process(output)
@@ -341,13 +341,13 @@ class LLM:
 
     def _check_open(self) -> None:
         if self._has_ranks and not self._end_ranks.alive:
-            raise ValueError("this engine was closed, and its other ranks have ended: make another LLM")
+            raise ValueError("this engine was closed, and its other ranks have ended: create another LLM")
 
     # ---- step by step ------------------------------------------------------------------------------------------------
 
     def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, priority: int = 0) -> str:
-        """Queue token ids and return the request's id; then call ``step`` while ``has_work``. Stop strings are not
-        looked for: this is the engine below the text.
+        """Queue token ids and return the request's id; then call ``step`` while ``has_work``. Stop strings are ignored,
+        because this level of the engine has no text.
 
         Raises:
             ValueError: the request cannot run, or an engine on several ranks has been closed.
@@ -381,11 +381,11 @@ class LLM:
         return self._core.has_work
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV of finished prompts; requests that run keep theirs."""
+        """Empty the prefix cache; running requests keep their KV."""
         self._core.reset_prefix_cache()
 
     def stats(self) -> SchedulerStats:
-        """Gauges and counters of the scheduler."""
+        """Return gauges and counters of the scheduler."""
         return self._core.stats()
 
     @property
@@ -405,7 +405,7 @@ class LLM:
 
 
 def _only_position(result: RequestOutput) -> PositionLogprobs:
-    """Log-probabilities of the one token that a beam was extended by."""
+    """Return the log-probabilities of the one token that a beam was extended by."""
     (output,) = result.outputs
     if not output.logprobs:
         raise RuntimeError(f"a beam failed: {output.error}")
@@ -413,7 +413,7 @@ def _only_position(result: RequestOutput) -> PositionLogprobs:
 
 
 def _end_ranks(core: EngineCore, ranks: Ranks | None) -> None:
-    """End what an engine on several ranks has beside this process."""
+    """End the other processes of an engine on several ranks."""
     from ..ranks import end
 
     end(core, ranks)
@@ -421,7 +421,7 @@ def _end_ranks(core: EngineCore, ranks: Ranks | None) -> None:
 
 @dataclasses.dataclass
 class _Progress:
-    """A bar on stderr, or nothing."""
+    """A progress bar on stderr; draws nothing if disabled."""
 
     total: int
     show: bool

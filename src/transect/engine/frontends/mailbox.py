@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Items wait in order until they are taken, all at once: a taker that falls behind catches up in one go."""
+    """Items wait in order until one ``take`` returns all of them, so a slow consumer catches up at once."""
 
     __slots__ = ("_items", "_waiter")
 
@@ -21,13 +21,13 @@ class Mailbox(Generic[T]):
         return len(self._items)
 
     def put(self, item: T) -> None:
-        """Never waits."""
+        """Add an item without waiting."""
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def take(self) -> list[T]:
-        """Everything that is there, as soon as there is something. One task at a time may wait."""
+        """Return all items, as soon as there is one. One task at a time may wait."""
         while not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

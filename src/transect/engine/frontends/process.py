@@ -1,4 +1,4 @@
-"""The engine process: loads the model, then turns messages into steps until told to stop.
+"""The engine process: loads the model, then turns messages into steps until the parent stops it.
 
 Started by ``AsyncEngine`` as ``python -m transect.engine.frontends.process ENDPOINT`` with the configuration as
 msgpack on its standard input. That pipe stays open for as long as the parent lives; when it closes, this process
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from ..build import BuiltEngine
 
 JOB = "transect.engine.ranks"
-"""The module of what other ranks do."""
+"""Module of the other ranks' job."""
 STUCK_S = 3.0
-"""For the loop to notice that a rank has ended."""
+"""Seconds for the loop to notice that a rank has ended."""
 BUSY_RETRY_S = 5.0
-"""When to come back to a compiler of grammars that is busy, in seconds."""
+"""Seconds after which clients may retry if the compiler of grammars is busy."""
 GRAMMAR_POLL_MS = 5
-"""While nothing runs, how often grammars that are being compiled are looked at."""
+"""Milliseconds between checks for compiled grammars while nothing runs."""
 
 
 def main() -> None:
@@ -119,7 +119,8 @@ MOST_DECISIONS = 64
 
 
 class _Loop:
-    """Messages in, steps, messages out. Between two steps every waiting message is taken; without work it sleeps."""
+    """The loop of messages and steps. Between two steps every waiting message is taken; without work the loop
+    sleeps."""
 
     def __init__(self, socket: zmq.Socket[bytes], built: BuiltEngine) -> None:
         self._socket = socket
@@ -133,9 +134,9 @@ class _Loop:
         self._failed = False
         self._last_sent = 0.0
         self._read = 0
-        """Number of the newest submit."""
+        """Number of the newest submit that was read."""
         self._decided: list[bytes] = []
-        """Records of the decision log that the other process has not got yet."""
+        """Records of the decision log that have not been sent to the other process."""
         if self._core.decisions is not None:
             self._decided.append(self._core.decisions.header)
             self._core.decisions.sink = self._decided.append
@@ -163,7 +164,7 @@ class _Loop:
             self._core.decisions.close()
 
     def _wait_to_plan(self) -> None:
-        """While the device has work, take requests as they come: they are part of the step that is planned next."""
+        """Take requests while the device works: they become part of the step that is planned next."""
         while (seconds := self._core.time_to_plan()) > 0 and not self._stopping:
             if self._socket.poll(int(seconds * 1e3)):
                 self._take_messages()
@@ -188,7 +189,9 @@ class _Loop:
                 case wire.Abort():
                     self._grammars.abort(message.request_id, message.choice)
                 case wire.StatsQuery():
-                    self._send(wire.Stats(self._core.stats()))
+                    stats = self._core.stats()
+                    stats.grammar_cache_bytes = self._compiler.kept_bytes
+                    self._send(wire.Stats(stats))
                 case wire.ResetPrefixCache():
                     self._core.reset_prefix_cache()
                 case wire.Shutdown():
@@ -236,8 +239,8 @@ class _Loop:
         self._failed = True
 
     def end_if_stuck(self, reason: str) -> None:
-        """Called in another thread when a rank has ended. A step that waits for a device may never return then: if the
-        loop does not end by itself, the process does."""
+        """End the process after a rank has ended, if the loop does not end by itself: a step that waits for a device
+        may then never return. Called in another thread."""
         time.sleep(STUCK_S)
         self.fail(f"the engine has lost a rank: {reason}")
         self._socket.close(linger=1000)
@@ -246,7 +249,7 @@ class _Loop:
 
 
 def _exit_with_parent(pipe: int) -> None:
-    """Blocks until the parent's end of the pipe closes, then ends the process whatever it is doing.
+    """Wait until the parent's end of the pipe closes, then end the process at once.
 
     Reads the file descriptor itself: a buffered reader would hold a lock that the interpreter wants at its own end.
     """

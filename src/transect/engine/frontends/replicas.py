@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from ...text.output_processor import Update
 from ...text.outputs import RequestOutput
 from ..config import EngineConfig
 from ..scheduling.arrivals import seed_of
+from ..scheduling.decisions import DecisionRing
 from ..scheduling.outputs import SchedulerStats
 from ..scheduling.policies.admission import QueueFull
 from ..scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
@@ -31,22 +33,24 @@ from . import wire
 from .async_engine import AsyncEngine, EngineHealth
 from .generating import Generates
 from .inputs import check_params
-from .streams import EngineDeadError, Stream
+from .streams import EngineDeadError, OutputStream
 from .supervisor import Supervisor
 from .vllm_arguments import engine_settings
 
 MOST_REPLAYS = 2
-"""Replays of a request in a row without a token between them; the last of them is alone."""
+"""Largest number of replays of a request without a token between them; the last replay runs alone."""
 REPORT = 16
-"""Tokens of a stream that the router hears of together."""
+"""Tokens of a stream between two reports to the router."""
+PAST_LOGS = 4
+"""Ended replicas whose decisions are kept, for the bills of requests that they had."""
 MOST_DEATHS = 10
-"""Replicas that may end while they have one request, with tokens between or without."""
+"""Largest number of replicas that may end while running one request, even with tokens between."""
 
 
 async def start_engines(
     config: EngineConfig | None = None, *, replaceable: bool = False, **settings: Any
 ) -> AsyncEngine | Replicas:
-    """One engine, or as many as ``data_parallel_size`` says. Arguments and errors are those of ``AsyncEngine.start``.
+    """Start one engine, or ``data_parallel_size`` of them. Arguments and errors are those of ``AsyncEngine.start``.
 
     Args:
         replaceable: a single engine is one replica too, which ``reload`` can replace; not where groups share experts.
@@ -57,8 +61,8 @@ async def start_engines(
 
 
 def config_of(config: EngineConfig, index: int) -> EngineConfig:
-    """The configuration of one replica: its own GPUs, its share of the cores and of a cache's default size, and a
-    decision log of its own."""
+    """Derive the configuration of one replica: its GPUs, its share of the cores and of a cache's default size, and its
+    own decision log."""
     threads = config.threads or max(1, config.cpu_threads() // config.ranks)
     file = config.decision_log
     return dataclasses.replace(
@@ -73,18 +77,19 @@ def config_of(config: EngineConfig, index: int) -> EngineConfig:
 
 @dataclasses.dataclass(slots=True)
 class _Place:
-    """Where a request runs."""
+    """The replica that runs a request."""
 
     engine: AsyncEngine
     ticket: Ticket
     alone: bool
-    """It holds ``Replicas._alone``."""
+    """True if the request holds ``Replicas._alone``."""
     approximate: bool = False
-    """It continues tokens of an engine with other bits."""
+    """True if the request continues tokens of an engine with other bits."""
     silent: bool = True
-    """No token of it has come from there yet."""
+    """True until a token of the request arrives from this replica."""
     report_at: int = 1
-    """Tokens after which the router hears of them: of the first at once, because the prompt is done then."""
+    """Number of tokens at the next report to the router: the first token is reported at once, because the prompt is
+    done then."""
 
 
 class Replicas(Generates):
@@ -94,23 +99,25 @@ class Replicas(Generates):
         self.config = config
         self.engines = list(engines)
         self._router = Router([engine.info.kv_tokens for engine in engines], config.block_size)
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, OutputStream] = {}
         """The requests that have not ended."""
         self._where: dict[str, AsyncEngine] = {}
-        """The replica of each request that one has."""
+        """Replica of each request that is assigned to one."""
         self._counted: dict[AsyncEngine, SchedulerStats] = {}
         """The last statistics of each replica, ended ones included."""
         self._supervisor: Supervisor | None = None
-        """None before ``start`` has made it: replicas that end stay ended."""
+        """The supervisor; None before ``start`` has made it, when replicas that end are not restarted."""
         self._change = asyncio.Event()
         """Set, and replaced, when a replica or the state of a waiting stream has changed."""
         self._alone = asyncio.Lock()
-        """Held by a request that has ended two replicas, until it has a token."""
+        """Lock held by a request that has ended two replicas, until a token of it arrives."""
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self._count = 0
         self._closing = False
+        self.past_decisions: deque[DecisionRing] = deque(maxlen=PAST_LOGS)
+        """Decisions of replicas that were replaced."""
         self.handed_over = 0
-        """Requests that were continued in another replica, each time counted."""
+        """Count of hand-overs of requests to another replica."""
 
     @classmethod
     async def start(cls, config: EngineConfig) -> Replicas:
@@ -143,7 +150,7 @@ class Replicas(Generates):
         return replicas
 
     def __getattr__(self, name: str) -> Any:
-        """Take what all replicas have alike (tokenizer, context length, ...) from the first living one."""
+        """Return an attribute that all replicas share (tokenizer, context length, ...) from the first living one."""
         if name in ("engines", "config"):  # not there yet
             raise AttributeError(name)
         return getattr(self.engines[next(iter(self.alive()), 0)], name)
@@ -159,11 +166,11 @@ class Replicas(Generates):
         return self.engines[next(iter(self.alive()), 0)].max_model_len
 
     def default_sampling_params(self) -> SamplingParams:
-        """Sampling parameters that the model's files recommend."""
+        """Return the sampling parameters that the model's files recommend."""
         return self.engines[0].default_sampling_params()
 
     def alive(self) -> list[int]:
-        """The replicas that have not ended, by number."""
+        """List the replicas that have not ended, by number."""
         return [index for index, engine in enumerate(self.engines) if engine.death is None]
 
     # ---- requests ----------------------------------------------------------------------------------------------------
@@ -175,8 +182,8 @@ class Replicas(Generates):
         request_id: str,
         **options: Any,
     ) -> AsyncGenerator[Update, None]:
-        """Does what ``AsyncEngine.stream`` does, on one of the replicas, and on another one if that one ends. One whose
-        queue is full passes a request on.
+        """Stream like ``AsyncEngine.stream`` from one of the replicas, and continue on another if that one ends. A
+        replica whose queue is full passes the request on.
 
         Raises:
             EngineDeadError: all replicas have ended for good, or this request has ended several.
@@ -227,9 +234,9 @@ class Replicas(Generates):
             raise ValueError(f"request id {request_id!r} is already running: choose another or wait for its end")
 
     @contextlib.asynccontextmanager
-    async def _placed(self, stream: Stream, full: set[AsyncEngine]) -> AsyncIterator[_Place | None]:
-        """A replica for a request, counted there while it is entered; None if the request was aborted meanwhile.
-        ``full``: replicas that have refused it."""
+    async def _placed(self, stream: OutputStream, full: set[AsyncEngine]) -> AsyncIterator[_Place | None]:
+        """Assign a replica to a request, which counts there while the context is entered; None if the request was
+        aborted meanwhile. ``full``: replicas that have refused it."""
         params = stream.params
         most = params.n * min(params.max_tokens or TYPICAL_OUTPUT, TYPICAL_OUTPUT)
         alone = stream.deaths >= MOST_REPLAYS
@@ -260,16 +267,18 @@ class Replicas(Generates):
             if alone or (place is not None and place.alone):
                 self._alone.release()
 
-    def _begin_news(self, place: _Place, stream: Stream, update: Update) -> None:
-        """The first token of a request has come from a replica, so it was not what ended the one before."""
+    def _begin_news(self, place: _Place, stream: OutputStream, update: Update) -> None:
+        """Record the first token of a request from a replica: the request was not the cause of the earlier replica's
+        end."""
         place.silent, update.approximate = False, place.approximate
         stream.deaths = 0
         if place.alone:
             place.alone = False
             self._alone.release()
 
-    def _moved_to(self, engine: AsyncEngine, stream: Stream) -> bool:
-        """Note where a stream goes. True if it has tokens of an engine of which this one does not promise the bits."""
+    def _moved_to(self, engine: AsyncEngine, stream: OutputStream) -> bool:
+        """Record the new replica of a stream. Returns True if the stream has tokens of an engine whose bits the new one
+        does not promise."""
         before, stream.engine = stream.engine, engine
         if before is None or not stream.begun:
             return False
@@ -280,8 +289,8 @@ class Replicas(Generates):
             raise ValueError("the answer's replica has ended, and the others have another model: send it again")
         return True
 
-    def _check_replay(self, stream: Stream, reason: str) -> None:
-        """Decide that a stream whose replica has ended is replayed.
+    def _check_replay(self, stream: OutputStream, reason: str) -> None:
+        """Check that a stream whose replica has ended may be replayed.
 
         Raises:
             EngineDeadError: it is not.
@@ -303,8 +312,8 @@ class Replicas(Generates):
                 "replayed again; shorten or change it, or send it again if others were the cause"
             )
 
-    async def _living(self, stream: Stream | None = None) -> list[int]:
-        """The replicas that live; waits for one that is being started if there is none, unless ``stream`` is aborted.
+    async def _living(self, stream: OutputStream | None = None) -> list[int]:
+        """List the living replicas; if there is none, wait for one that is being started, unless ``stream`` is aborted.
 
         Raises:
             EngineDeadError: all have ended for good.
@@ -319,8 +328,9 @@ class Replicas(Generates):
         return living
 
     def _replaced(self, index: int, old: AsyncEngine | None) -> None:
-        """Note that an engine has taken the place of ``old``, or, if that is None, that none could."""
+        """Record that an engine has replaced ``old``, or, if ``old`` is None, that none could."""
         if old is not None:
+            self.past_decisions.append(old.decisions)
             self._router.renew(index, self.engines[index].info.kv_tokens)
         self._wake()
 
@@ -329,12 +339,12 @@ class Replicas(Generates):
         self._change = asyncio.Event()
 
     def snapshot(self, request_id: str) -> RequestOutput | None:
-        """Does what ``AsyncEngine.snapshot`` does, on the replica that has the request."""
+        """Return the current state of a request from its replica, like ``AsyncEngine.snapshot``."""
         where = self._where.get(request_id)
         return None if where is None else where.snapshot(request_id)
 
     async def abort(self, request_id: str) -> None:
-        """End a request, wherever it is, and if it is on its way from one replica to another."""
+        """End a request on its replica, or between two replicas."""
         where, stream = self._where.get(request_id), self._streams.get(request_id)
         if where is not None:
             await where.abort(request_id)
@@ -345,24 +355,25 @@ class Replicas(Generates):
     # ---- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """``ok`` as long as one replica is; the detail names those that are not. ``hung`` while all are being started
-        again. Else what the first one says."""
+        """Report the state of all replicas: ``ok`` if one is ok, with the others in the detail; ``hung`` while all are
+        being restarted; else the state of the first."""
         reports = [await engine.health() for engine in self.engines]
         if len(reports) == 1:
             return reports[0]
+        pids = tuple(pid for report in reports for pid in report.pids)
         well = sum(report.state == "ok" for report in reports)
         ill = [f"replica {i} is {each.state}: {each.detail}" for i, each in enumerate(reports) if each.state != "ok"]
         if well == len(reports):
-            return EngineHealth("ok", f"all {well} replicas make progress")
+            return EngineHealth("ok", f"all {well} replicas make progress", pids)
         if well:
-            return EngineHealth("ok", f"{well} of {len(reports)} replicas make progress; {'; '.join(ill)}")
+            return EngineHealth("ok", f"{well} of {len(reports)} replicas make progress; {'; '.join(ill)}", pids)
         if self._supervisor is not None and self._supervisor.hopes and not self._closing:
             return EngineHealth("hung", f"no replica makes progress, and they are started again; {'; '.join(ill)}")
         return next((report for report in reports if report.state == "hung"), reports[0])
 
     async def stats(self) -> SchedulerStats:
-        """The gauges of the replicas that live, and the counters of all: what one that has ended counted last stays, so
-        that no counter goes back.
+        """Return the gauges of the living replicas, and the counters of all: the last counts of ended ones are kept, so
+        that no counter decreases.
 
         Raises:
             EngineDeadError: all replicas have ended.
@@ -381,14 +392,14 @@ class Replicas(Generates):
         )
 
     async def reset_prefix_cache(self) -> None:
-        """Forget the KV of finished prompts on all replicas."""
+        """Empty the prefix caches of all replicas."""
         self._router.forget()
         await asyncio.gather(*(self.engines[index].reset_prefix_cache() for index in self.alive()))
 
     async def reload(self, config: EngineConfig | None = None, drain_s: float = 60.0) -> None:
-        """Put new replicas in the place of all, with another configuration or changed weights, without dropping a
-        stream: each old one finishes its streams once the new one takes requests. Streams that last longer than
-        ``drain_s`` seconds continue in a new replica if its bits are the same, and end with an error if not.
+        """Replace all replicas, with another configuration or changed weights, without dropping a stream: each old one
+        finishes its streams once the new one takes requests. Streams that last longer than ``drain_s`` seconds continue
+        in a new replica if its bits are the same, and end with an error otherwise.
 
         Raises:
             ValueError: the new configuration or model is at fault; the old ones keep running.
@@ -408,7 +419,7 @@ class Replicas(Generates):
             raise
 
     async def drain(self) -> None:
-        """Wait until no request is running on any of them."""
+        """Wait until no replica runs a request."""
         while self._streams:
             await asyncio.gather(*(engine.drain() for engine in self.engines))
             await asyncio.sleep(0.01)

@@ -23,7 +23,7 @@ PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_l
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Between 0 and 1."""
+    """A score between 0 and 1."""
 
     score: float
 
@@ -42,12 +42,12 @@ def document_text(document: str) -> str:
 
 
 def query_text(query: str) -> str:
-    """A query as it follows a document."""
+    """Return a query as it follows a document."""
     return f" {query.strip()}"
 
 
 def pair_token_ids(query: str, document: str, encode: Callable[..., list[int]]) -> tuple[list[int], int]:
-    """(token ids of document and query, how many of them are the query's).
+    """Encode a pair; returns (token ids of document and query, number of query tokens).
 
     Args:
         encode: ``Tokenizer.encode``. No spelling of a special token is read in either text.
@@ -63,7 +63,7 @@ def pair_token_ids(query: str, document: str, encode: Callable[..., list[int]]) 
 
 
 def pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """One with one, one with each of many, or each with its own.
+    """Pair texts: one with one, one with each of many, or two lists element by element.
 
     Raises:
         ValueError: the two lists have different lengths, or hold something else than texts.
@@ -79,7 +79,7 @@ def pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tupl
 
 
 def score(result: RequestOutput, query_tokens: int) -> float:
-    """The score from a finished engine request whose last ``query_tokens`` prompt tokens are the query's.
+    """Compute the score from a finished engine request whose last ``query_tokens`` prompt tokens are the query's.
 
     Raises:
         RuntimeError: it has failed; the message says why.

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 LONGEST_PATH = 107
-"""Bytes that the path of a Unix socket may have on Linux (``sun_path`` of unix(7), less the byte that ends it)."""
+"""Longest path of a Unix socket on Linux, in bytes (``sun_path`` of unix(7), less the terminating byte)."""
 NAME = "engine"
 
 
 def make_socket_folder(places: Sequence[str] | None = None) -> Path:
-    """Make a folder that only this user may enter, in which a socket called ``NAME`` has a path of legal length.
+    """Create a folder that only this user may enter, in which a socket called ``NAME`` has a path of legal length.
 
     Args:
         places: folders to try, in order; None for the folder of temporary files, ``$XDG_RUNTIME_DIR`` and /tmp.

@@ -1,8 +1,8 @@
-"""``Stream``: one request with the task that waits for its news, whichever engine answers it.
+"""``OutputStream``: one request with the task that waits for its updates, whichever engine runs it.
 
 An engine process can end in the middle of an answer. What is known of the answer then stands in the caller's process:
-its tokens, text, stop strings and log-probabilities. A ``Stream`` carries all of this to another engine, whose first
-news is the next token (``Request.output_token_ids``).
+its tokens, text, stop strings and log-probabilities. An ``OutputStream`` carries all of this to another engine, whose
+first news is the next token (``Request.output_token_ids``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class EngineDeadError(RuntimeError):
     """The engine process has ended; the message says what is known of the cause."""
 
 
-class Stream:
-    """A request that has passed all checks, and its news on their way to one task.
+class OutputStream:
+    """A request that has passed all checks, with its updates for one task.
 
     Args:
         request_id: of the caller.
@@ -57,20 +57,20 @@ class Stream:
         self.left = params.n
         """Choices whose last update has not been taken."""
         self.number = 0
-        """Number of its submit to the engine that has it."""
+        """Number of the request's submit to its engine."""
         self.aborted = False
-        """It was aborted while no engine had it."""
+        """True if the request was aborted while no engine had it."""
         self.engine: Any = None
-        """The ``AsyncEngine`` that had it last, where there are several."""
+        """The ``AsyncEngine`` that had the request last, if there are several."""
         self.deaths = self.all_deaths = 0
-        """Engines that have ended while they had it: in a row without a token from it, and in all."""
+        """Number of engines that ended while running the request: without a token from it in between, and in total."""
         self._arrival = time.monotonic()
         self._times: dict[int, RequestTimes] = {}
-        """By choice, those that the first engine with news of it gave."""
+        """Times of each choice, as reported by the first engine with an update of it."""
 
     @property
     def begun(self) -> bool:
-        """True once an engine has had it and left it unfinished."""
+        """True once an engine has left the request unfinished."""
         return self.state is not None
 
     @property
@@ -79,7 +79,7 @@ class Stream:
         return 0 if self.state is None else sum(len(tokens) for tokens in self.state.output_token_ids() if tokens)
 
     def submit(self) -> wire.Submit:
-        """The message that queues it in an engine."""
+        """Build the message that queues the request in an engine."""
         fields = {field.name: getattr(self.params, field.name) for field in dataclasses.fields(self.params)}
         sharing = self.priority, self.pooling, self.client, self.weight
         message = wire.Submit(self.request_id, self.prompt_token_ids, fields, self.number, *sharing)
@@ -88,7 +88,7 @@ class Stream:
         return message
 
     async def take(self) -> list[Update | Exception]:
-        """The news that have come, as soon as there are some; those of one choice in a row are one update."""
+        """Wait for updates and return them; consecutive updates of one choice are merged."""
         news = together(await self.mailbox.take())
         for update in news:
             if isinstance(update, Update) and update.times is not None:

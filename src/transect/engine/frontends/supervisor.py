@@ -1,5 +1,5 @@
-"""``Supervisor``: watches replicas, ends those that hang, starts those again that have ended, and puts new ones in the
-place of old ones while these finish their streams."""
+"""``Supervisor``: watches replicas, ends those that hang, restarts those that have ended, and replaces old ones by new
+ones while the old ones finish their streams."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .streams import EngineDeadError
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
-"""Seconds between two looks at the replicas."""
+"""Seconds between two checks of the replicas."""
 MOST_STARTS = 5
-"""Tries to start a replica, one after another, before it is given up."""
+"""Consecutive attempts to start a replica before it is given up."""
 QUICK_S = 1.0
-"""A silence that is no reason yet to look at the process, in seconds."""
+"""Seconds of silence below which the process is not examined."""
 PATIENCE = 5.0
 """Factor on the allowed silence of a process that computes, or waits for a core or a disk."""
 START_S, START_RATIO = 30.0, 4.0
 """Time limit of a start: seconds, plus a multiple of the load time of the engine before."""
 FIRST_PAUSE_S = 1.0
-"""Before the second try; each pause after that is twice as long."""
+"""Seconds before the second attempt; each later pause is twice as long."""
 
 
 def is_busy(pid: int) -> bool:
-    """True if a thread of the process runs, waits for a core, or waits for a disk. False on systems without ``/proc``,
-    and if the process is stopped (SIGSTOP) or all of its threads sleep."""
+    """Return True if a thread of the process runs, waits for a core, or waits for a disk. False on systems without
+    ``/proc``, and if the process is stopped (SIGSTOP) or all of its threads sleep."""
     for each in Path(f"/proc/{pid}/task").glob("*/stat"):
         try:
             state = each.read_text().rpartition(")")[2].split()[0]
@@ -41,7 +41,7 @@ def is_busy(pid: int) -> bool:
 
 
 class Supervisor:
-    """Keeps a list of engines full of living ones.
+    """Keeps every place of a list of engines filled with a living one.
 
     Args:
         engines: the list; ended ones are replaced in it.
@@ -59,15 +59,15 @@ class Supervisor:
         changed: Callable[[int, AsyncEngine | None], None],
     ) -> None:
         self.given_up: set[int] = set()
-        """Places whose engine could not be started again."""
+        """Places whose engine could not be restarted."""
         self._engines, self._start, self._changed = engines, start, changed
         self._quiet: dict[AsyncEngine, tuple[float, float]] = {}
-        """(moment of the last sign of life, seconds that were watched since)."""
+        """Time of the last sign of life, and seconds watched since then."""
         self._unused_lives = [0] * len(engines)
-        """By place, engines in a row that ended before they had served a request."""
+        """Number of consecutive engines, by place, that ended before they had served a request."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._retiring: dict[AsyncEngine, asyncio.Task[None]] = {}
-        """Engines that were replaced, and what waits for the end of their streams."""
+        """Replaced engines, each with the task that waits for the end of its streams."""
         self._watching = None if silence_s is None else asyncio.create_task(self._watch(silence_s))
 
     @property
@@ -77,14 +77,14 @@ class Supervisor:
 
     @property
     def hopes(self) -> bool:
-        """True while some engine lives, or may be started again."""
+        """True while an engine lives or may be restarted."""
         if self.restarts:
             return len(self.given_up) < len(self._engines)
         return any(engine.death is None for engine in self._engines)
 
     @property
     def starting(self) -> set[int]:
-        """Places whose engine is being started again."""
+        """Places whose engine is being restarted."""
         return {index for index, task in self._tasks.items() if not task.done()}
 
     async def _watch(self, silence_s: float) -> None:
@@ -93,7 +93,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(WATCH_S)
             now = loop.time()
-            # A pause of this process is no silence of the engines: their messages wait in the socket.
+            # A pause of this process is not silence of the engines: their messages wait in the socket.
             passed, before = min(now - before, 2 * WATCH_S), now
             for index, engine in enumerate(self._engines):
                 if engine.death is None:
@@ -135,7 +135,7 @@ class Supervisor:
         self._changed(index, None)
 
     async def _start_like(self, index: int, old: AsyncEngine) -> AsyncEngine:
-        """Start the engine of a place. One that takes much longer than ``old`` has taken hangs, and is killed.
+        """Start the engine of a place, and kill it as hung if that takes much longer than ``old`` took.
 
         Raises:
             ValueError, EngineDeadError: it did not start.

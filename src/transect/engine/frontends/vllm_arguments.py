@@ -1,4 +1,4 @@
-"""The constructor arguments of vLLM's ``LLM`` as those of ``EngineConfig``.
+"""Translation of vLLM's ``LLM`` constructor arguments to those of ``EngineConfig``.
 
 Programs written for vLLM pass arguments that mean nothing here, or that mean something only for some values. The first
 are dropped, the second are dropped or translated; a value that this engine cannot do is refused, never ignored.
@@ -29,7 +29,8 @@ MEANS_NOTHING = frozenset(
         "use_v2_block_manager",
     )
 )
-"""Whatever their values are: what they permit or tune does not exist here. No code of a model ever runs."""
+"""Arguments without effect for any value: the things that they permit or tune do not exist here. No code of a model
+ever runs."""
 
 NOTHING: dict[str, tuple[Any, ...]] = {
     "compilation_config": (None, {}),
@@ -50,11 +51,11 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "task": (None, "auto", "generate"),
     "tokenizer_mode": (None, "auto", "hf"),
 }
-"""Name to the values that ask for nothing."""
+"""Arguments, each with the values at which it has no effect."""
 
 
 def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``EngineConfig`` from its own arguments, vLLM's among them.
+    """Convert arguments, vLLM's among them, to fields of ``EngineConfig``.
 
     Raises:
         ValueError: an argument asks for what this engine cannot do.
@@ -71,7 +72,7 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif name == "gpu":
             settings[name] = value
         elif name in EngineConfig.REPLACED:
-            raise TypeError(f"{name} is gone: give {EngineConfig.REPLACED[name]}")
+            raise TypeError(f"{name} was removed: give {EngineConfig.REPLACED[name]}")
         elif name in NOTHING:
             if not any(type(value) is type(nothing) and value == nothing for nothing in NOTHING[name]):
                 allowed = " or ".join(repr(nothing) for nothing in NOTHING[name] if nothing is not None) or "None"

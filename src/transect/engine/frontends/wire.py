@@ -18,7 +18,7 @@ class Submit(msgspec.Struct, tag="submit"):
     params: dict[str, Any]
     """The fields of ``SamplingParams``, validated again on arrival."""
     number: int = 0
-    """Counts the submits of the sender, from 1 on."""
+    """Number of the submit, counted by the sender from 1."""
     priority: int = 0
     pooling: str | None = None
     client: str = ""
@@ -26,7 +26,7 @@ class Submit(msgspec.Struct, tag="submit"):
     output_token_ids: tuple[tuple[int, ...] | None, ...] | None = None
     """See ``Request``; None unless another engine has begun the request."""
     arrival: float | None = None
-    """When it came to that engine, on the machine's monotonic clock; None for now."""
+    """Arrival at the first engine, on the machine's monotonic clock; None for now."""
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -62,7 +62,7 @@ class Ready(msgspec.Struct, tag="ready"):
     kv_tokens: int
     """Tokens that the KV cache can hold in all."""
     kernels: str
-    """Which kernels run, and why."""
+    """Running kernels and the reason for them."""
     load_seconds: float
     numerics: Numerics
     """Fingerprint of everything that its bits depend on."""
@@ -79,8 +79,8 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """A ``Submit`` that was not accepted; ``queue_full`` has (requests waiting, seconds to wait, true for
-    a limit of the client's own) if the same request may be taken later."""
+    """A ``Submit`` that was not accepted. ``queue_full`` has (requests waiting, seconds to wait, True for a limit of
+    the client's own) if the same request may be accepted later."""
 
     request_id: str
     message: str
@@ -118,13 +118,13 @@ FromEngine = Ready | Failed | Refused | Taken | Outputs | Stats | Alive
 
 HEARTBEAT_S = 0.5
 CONFIG_LENGTH_BYTES = 8
-"""On its standard input the engine process first gets the length of its configuration, in this many bytes."""
+"""Bytes of the length prefix before the configuration on the engine process's standard input."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
-    """A message as bytes.
+    """Encode a message as bytes.
 
     Raises:
         ValueError: a caller's value cannot be sent: a whole number beyond 64 bits, or one that is nested too deeply.

@@ -11,7 +11,6 @@
 * ``waiting_queue``: waiting sequences, their order, and the bound of the queue.
 * ``scheduler``: builds the batch of the next step: admission, preemption, forks. ``bookkeeping``: the state of all
   requests, and the effects of a step's tokens.
-  ``plan``: a step under construction. ``failures``: choices that a step's errors end.
 * ``decisions``: the decision log, in memory and on disk.
 * ``jump_ahead``: tokens that a grammar forces. ``constraint``: allowed next tokens, as bits.
 * ``clock``: the wall clock and a virtual one.

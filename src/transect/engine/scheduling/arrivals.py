@@ -12,18 +12,18 @@ from .request import Request, RequestState, Sequence
 from .scheduler_config import SchedulerConfig
 
 CONTINUED = 2**62
-"""Requests that began elsewhere rank before all that came here, as if they had arrived this many requests earlier;
-those that have tokens come first of all, as preempted ones do."""
+"""Offset in the order of arrival for requests that began elsewhere: they rank before all new requests; those with
+tokens rank first, like preempted ones."""
 
 
 def seed_of(engine: int, number: int) -> int:
-    """The seed of request ``number`` of an engine, where it has none of its own."""
+    """Derive the seed of request ``number`` of an engine; used if the request has no seed of its own."""
     key = blake2b(f"{engine} {number}".encode(), digest_size=8)
     return int.from_bytes(key.digest(), "little")
 
 
 class Arrivals:
-    """Numbers the requests of an engine in the order of their arrival, and their sequences.
+    """Numbers an engine's requests, in the order of arrival, and their sequences.
 
     Args:
         config: says by what requests are ranked, and from what seed theirs come.
@@ -39,13 +39,13 @@ class Arrivals:
         self._requests = self._sequences = 0
 
     def claim(self, request: Request, max_length: int) -> tuple[Claim, Key]:
-        """Return the claim of a request that arrives now, and its place in the order."""
+        """Return the claim of a request that arrives now, and its key in the order of service."""
         prompt, n = len(request.prompt_token_ids), request.params.n
         key = self.order.key(request.client, request.priority, max_length - prompt)
         return Claim(request.client, request.nbytes, self.order.tokens(prompt, max_length - prompt, n)), key
 
     def state(self, request: Request, max_length: int, now: float) -> RequestState:
-        """The state of a request that arrives, with a sequence for each choice.
+        """Build the state of a request that arrives, with a sequence for each choice.
 
         Args:
             max_length: tokens of prompt and answer at which its choices end.

@@ -23,14 +23,14 @@ from .constraint import Constraint
 from .sampling_params import SamplingParams
 
 PLACEHOLDER = -1
-"""Stands in ``ScheduledRow.token_ids`` for the token that a batch still in flight is about to draw for the sequence."""
+"""Placeholder in ``ScheduledRow.token_ids`` for a token that a batch in flight will draw for the sequence."""
 
 
 class Clock(Protocol):
-    """Where the scheduler gets the time: the wall clock in production, a virtual one in tests and in planning."""
+    """Source of the scheduler's time: the wall clock in production, a virtual one in tests and in planning."""
 
     def now(self) -> float:
-        """Seconds since some fixed moment; never goes back."""
+        """Return the seconds since some fixed moment; never decreases."""
         ...
 
 
@@ -46,24 +46,25 @@ class Draw(msgspec.Struct, frozen=True, gc=False):
     seq_id: int
     choice: int
     seed: int
-    """In [0, 2**64)."""
+    """Seed in [0, 2**64)."""
     params: SamplingParams
     prompt_token_ids: tuple[int, ...]
     output_token_ids: list[int]
     stop_ids: tuple[int, ...] = ()
     """EOS (unless ignored) and stop tokens."""
     min_position: int = 0
-    """Tokens at positions below this one must not be among ``stop_ids``: ``min_tokens`` is not reached."""
+    """First position at which ``stop_ids`` may be drawn; before it, ``min_tokens`` is not reached."""
     constraint: Constraint | None = None
-    """Which tokens may come; it stands before the token to draw when ``Handle.draw`` is called, and not earlier."""
+    """Allowed next tokens; the constraint's state precedes the token to draw only once ``Handle.draw`` is called, not
+    earlier."""
 
     @property
     def biased(self) -> bool:
-        """Logits are changed alike at every position: by ``logit_bias``, or because few tokens are allowed."""
+        """True if logits change equally at every position: by ``logit_bias``, or by a list of allowed tokens."""
         return bool(self.params.logit_bias) or self.params.allowed_token_ids is not None
 
     def masked_at(self, position: int) -> tuple[int, ...]:
-        """Token ids that must not be drawn at ``position``."""
+        """Return the token ids that must not be drawn at ``position``."""
         return self.stop_ids if position < self.min_position else ()
 
 
@@ -79,19 +80,19 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
     prompt_token_ids: tuple[int, ...]
     output_token_ids: list[int]
-    """Live list, see the top of this file."""
+    """Live list of output tokens, see the top of this file."""
     block_ids: list[int]
-    """Live list; it may be longer than this row needs."""
+    """Live list of blocks; it may be longer than this row needs."""
     draws: tuple[Draw, ...] = ()
-    """Empty for a prefill chunk that is not the last; several when the prompt of a request with n > 1 completes: all of
-    them draw from the logits of the row's last token."""
+    """Draws of the row: none for a prefill chunk that is not the last; several when the prompt of a request with n > 1
+    completes, all from the logits of the row's last token."""
     prompt_logprobs: int | None = None
-    """Number of alternatives wanted for each of ``next_prompt_token_ids``; None for none."""
+    """Requested alternatives for each of ``next_prompt_token_ids``; None if no log-probabilities are requested."""
     pooling: str | None = None
-    """A vector is wanted of the prompt: with "mean" the sum of this row's hidden states, with "last" its last one, if
-    the row draws."""
+    """Requested vector of the prompt: "mean" sums this row's hidden states, "last" takes its last one if the row draws.
+    None for no vector."""
     drafts: tuple[int, ...] = ()
-    """The last of the ``num_tokens`` tokens are guesses. The row draws after its last known token and after each draft;
+    """Guesses at the end of the ``num_tokens`` tokens. The row draws after its last known token and after each draft;
     see ``StepResult.accepted``. Executors below ``executors/drafted.py`` see rows of one token instead."""
 
     @property
@@ -106,7 +107,7 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def token_ids(self) -> list[int]:
-        """The ``num_tokens`` input tokens. PLACEHOLDER stands for one that the batch still in flight draws."""
+        """The ``num_tokens`` input tokens. PLACEHOLDER replaces a token that the batch in flight draws."""
         if self.drafts:
             known = self.num_tokens - len(self.drafts)
             before = msgspec.structs.replace(self, num_tokens=known, drafts=()).token_ids if known else []
@@ -123,7 +124,7 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def next_prompt_token_ids(self) -> tuple[int, ...]:
-        """The prompt tokens that this row's tokens 0, 1, ... predict; may be fewer than ``num_tokens``."""
+        """Prompt tokens that this row's tokens 0, 1, ... predict; may be fewer than ``num_tokens``."""
         return self.prompt_token_ids[self.start + 1 : self.end + 1]
 
     def num_blocks(self, block_size: int) -> int:
@@ -141,8 +142,8 @@ class ScheduledBatch:
     """(source block, destination block) pairs to copy before anything is written: copy-on-write of shared blocks. No
     block is both a source and a destination."""
     again: bool = False
-    """True only if every row has one token and one draw, and continues the row at its place in the step before (in a
-    pipeline ``pipeline_depth`` steps before), in the same lists. False is possible for such a step too."""
+    """True only if every row has one token and one draw, and continues the row at its index in the previous step (in a
+    pipeline ``pipeline_depth`` steps before), in the same lists. May be False for such a step too."""
 
     @property
     def num_tokens(self) -> int:
@@ -150,11 +151,11 @@ class ScheduledBatch:
 
     @property
     def scored(self) -> int:
-        """Tokens of prompts whose log-probabilities are wanted."""
+        """Prompt tokens whose log-probabilities are requested."""
         return sum(row.num_tokens for row in self.rows if row.prompt_logprobs is not None)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """(first position, tokens) of each row as an executor computes it: drafts are rows of one token."""
+        """Yield (first position, tokens) of each row as an executor computes it: drafts are rows of one token."""
         for row in self.rows:
             yield row.start, row.num_tokens - len(row.drafts)
             for at in range(len(row.drafts)):
@@ -163,7 +164,7 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities (natural log, after penalties and temperature are NOT applied: of the model's raw logits).
+    """Log-probabilities (natural log) of the model's raw logits, before penalties and temperature.
 
     ``top`` holds (token id, logprob), likeliest first.
     """
@@ -195,16 +196,16 @@ class StepResult:
     """By the seq_id of a row with drafts: the leading drafts that equal the draws at their positions. ``tokens`` or
     ``errors`` has the draw after them."""
     accepted_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """By seq_id: an entry for each of ``accepted``, where logprobs are wanted."""
+    """Entries for each of ``accepted``, by seq_id, if logprobs are requested."""
     sound: set[int] = field(default_factory=set)
-    """The seq_ids in ``errors`` of which the model's logits were finite: what was asked of the sampler is at fault, and
-    nothing is wrong with the KV that this step wrote."""
+    """Seq_ids in ``errors`` whose model logits were finite: the error lies in the sampling settings, and the KV that
+    this step wrote is valid."""
 
 
 class Handle(Protocol):
-    """A submitted batch. ``draw`` is called once, when the tokens that its sequences had drawn before are known and
-    taken in: draws with a ``constraint`` must wait for it. Then ``result``, which blocks until the device is done and
-    may be called once or more. A handle that knows without waiting if the device is done has an attribute ``over``."""
+    """A submitted batch. ``draw`` is called once, after the previous tokens of its sequences have been committed: draws
+    with a ``constraint`` must wait for that. Then ``result`` may be called, once or more; it blocks until the device is
+    done. A handle that knows without waiting if the device is done has an attribute ``over``."""
 
     def draw(self) -> None: ...
     def result(self) -> StepResult: ...
@@ -220,7 +221,7 @@ class LateWork(NamedTuple):
 
 
 class Executor(Protocol):
-    """Run batches in the order of submission. ``submit`` may return before the work is done.
+    """Runs batches in the order of submission. ``submit`` may return before the work is done.
 
     An executor that can launch a step in several ways has an attribute ``launched`` with the way of the newest step
     (``graph``, ``captured`` for a graph that had to be made, or ``eager``, kernel by kernel).

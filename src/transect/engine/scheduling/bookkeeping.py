@@ -14,7 +14,6 @@ from . import limits
 from .arrivals import Arrivals
 from .batch import Clock, ScheduledBatch, ScheduledRow, StepResult
 from .drafters.registry import SpeculativeConfig
-from .failures import failures
 from .jump_ahead import JumpAhead
 from .kv_cache import KVCache
 from .outputs import EngineOutput, SchedulerStats
@@ -66,15 +65,15 @@ class Bookkeeping:
         """Number of the ``max_num_seqs`` places in use."""
         self._in_flight: deque[tuple[ScheduledBatch, list[Sequence]]] = deque()
         self.committing: list[EngineOutput] | None = None
-        """The outputs made so far of the result that is being taken in; None between two of them."""
+        """Outputs made so far from the result being committed; None between two commits."""
         self._advancing: Sequence | None = None
-        """The choice whose token is being taken in."""
+        """Choice whose token is being committed."""
         self._step = 0
         self.jumps = JumpAhead(config.jump_ahead)
         self._last: deque[list[Sequence]] = deque(maxlen=config.pipeline_depth)
-        """The sequences of the last steps' rows, the oldest first: in a pipeline the same decode in turns."""
+        """Sequences of the last steps' rows, oldest step first: in a pipeline the same sequences decode in turns."""
         self.drafting = False
-        """The newest step has drafts: lengths are not known until it is done."""
+        """True if the newest step has drafts: lengths are not known until it is done."""
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
         self._preemptions = 0
@@ -90,8 +89,8 @@ class Bookkeeping:
         return bool(self.requests)
 
     def add(self, request: Request) -> None:
-        """Queue a request. One that is continued (``Request.output_token_ids``) has been admitted before, elsewhere:
-        its sequences wait as preempted ones do, and ``max_queue`` does not count it.
+        """Queue a request. A continued request (``Request.output_token_ids``) was admitted elsewhere: its sequences
+        wait like preempted ones, and ``max_queue`` does not count it.
 
         Raises:
             ValueError: it can never fit, or its id is in use; the message has the numbers.
@@ -110,7 +109,7 @@ class Bookkeeping:
             self.waiting.push(seq)
 
     def check_room(self, request: Request, max_length: int) -> None:
-        """Raises QueueFull where the queue takes no such request now.
+        """Raise QueueFull if the queue cannot take the request now.
 
         Args:
             max_length: see ``limits.max_length``.
@@ -119,7 +118,7 @@ class Bookkeeping:
 
     def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
         """End a request, or one choice of it, at any moment. Returns the last output of each choice that this ends;
-        nothing for choices or requests that have ended before. KV blocks come back now, or when the step in flight is
+        nothing for choices or requests that have already ended. KV blocks are freed now, or when the step in flight is
         done."""
         state = self.requests.get(request_id)
         if state is None:
@@ -133,7 +132,7 @@ class Bookkeeping:
     # What a step's tokens change
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> list[EngineOutput]:
-        """Take in the result of the oldest batch in flight. Returns what is new for each choice that it concerns."""
+        """Commit the result of the oldest batch in flight. Returns the new outputs of its choices."""
         oldest, sequences = self._in_flight.popleft()
         assert oldest is batch, f"step {batch.step} was committed out of order, step {oldest.step} is older"
         outputs: list[EngineOutput] = []
@@ -182,7 +181,7 @@ class Bookkeeping:
         return outputs
 
     def take_back(self, reason: str) -> list[EngineOutput]:
-        """Forget all steps in flight and all KV, because the executor or ``commit`` has raised. Unfinished sequences
+        """Discard all steps in flight and all KV, because the executor or ``commit`` has raised. Unfinished sequences
         wait with their known tokens, and recompute them; draws depend on positions, so the next tokens are the same. A
         ``commit`` that raised may have left one choice half changed: it ends with the error ``reason``.
 
@@ -210,11 +209,11 @@ class Bookkeeping:
         return outputs
 
     def _is_void(self, batch: ScheduledBatch, result: StepResult) -> Callable[[int], bool]:
-        """Tells seq_ids whose errors mean nothing: of a draw whose token is known already."""
+        """Return a test for seq_ids whose errors are to be ignored, because the token of the draw is known already."""
         return lambda seq_id: seq_id in result.sound and self.jumps.is_void(seq_id, batch.step)
 
     def _take_drafts(self, row: ScheduledRow, seq: Sequence, result: StepResult, now: float) -> list[EngineOutput]:
-        """The accepted drafts of a row, and the draw after them."""
+        """Append the accepted drafts of a row, and the draw after them."""
         assert self.speculation is not None
         accepted = len(result.accepted.get(seq.seq_id, ()))
         self.speculation.verified(seq.seq_id, len(row.drafts), accepted)
@@ -240,7 +239,7 @@ class Bookkeeping:
         return outputs
 
     def _advance(self, choice: Sequence, result: StepResult, now: float) -> list[EngineOutput]:
-        """Append the tokens that a step drew for ``choice``, one unless drafts were accepted, and see whether one is
+        """Append the tokens that a step drew for ``choice`` (one unless drafts were accepted), and check whether one is
         the last."""
         state, wants_logprobs = choice.request, choice.request.spec.params.logprobs is not None
         drawn = list(result.accepted.get(choice.seq_id, ()))
@@ -279,7 +278,8 @@ class Bookkeeping:
         return outputs if problem is None else [*outputs, self._end(choice, "error", problem)]
 
     def _reason_to_end(self, choice: Sequence, output: EngineOutput) -> str | None:
-        """Return "stop" or "length" if the newest token of ``choice`` is its last, and say in ``output`` which stop."""
+        """Return "stop" or "length" if the newest token of ``choice`` is its last, and record the stop in
+        ``output``."""
         state, token = choice.request, choice.output_token_ids[-1]
         length = choice.prompt_len + len(choice.output_token_ids)
         if token in state.stop_ids and length > choice.draws[0].min_position:
@@ -291,7 +291,7 @@ class Bookkeeping:
         return "length" if length == choice.max_length else None
 
     def _end(self, choice: Sequence, reason: str, error: str | None = None) -> EngineOutput:
-        """End a choice without another token; its last output."""
+        """End a choice without another token; returns its last output."""
         self._finish(choice, reason)
         state = choice.request
         return EngineOutput(
@@ -324,7 +324,7 @@ class Bookkeeping:
                 self._leave(state.leader)
 
     def _leave(self, seq: Sequence) -> None:
-        """Take a sequence out of the lists, and give its blocks back."""
+        """Remove a sequence from the lists, and free its blocks."""
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
             self._places -= self._places_of(seq)
@@ -334,13 +334,13 @@ class Bookkeeping:
         seq.status = Status.GONE
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV of finished prompts; requests that run keep theirs."""
+        """Empty the prefix cache; running requests keep their KV."""
         self.cache.clear()
         if self.speculation is not None:
             self.speculation.clear_cache()
 
     def stats(self) -> SchedulerStats:
-        """Gauges of this moment and counters since the start."""
+        """Return gauges of this moment and counters since the start."""
         return SchedulerStats(
             waiting=self.waiting.num_new,
             preempted=self.waiting.num_preempted,
@@ -361,3 +361,25 @@ class Bookkeeping:
             finished=dict(self._finished),
             **({} if self.speculation is None else self.speculation.counts()),
         )
+
+
+def failures(
+    row: ScheduledRow, seq: Sequence, errors: dict[int, str], ignored: Callable[[int], bool] = lambda seq_id: False
+) -> list[tuple[Sequence, str]]:
+    """Return the running choices that the errors of a step end, each with its message, as far as they concern ``row``.
+
+    Args:
+        ignored: seq_ids whose errors mean nothing.
+    """
+    choices = seq.request.choices
+    if not row.draws:
+        error = errors.get(row.seq_id)
+        # The choices may have been forked, by the next step in flight, from the prompt that failed.
+        concerned = [seq] if any(choice.output_token_ids for choice in choices) else choices
+        return [] if error is None else [(choice, error) for choice in concerned if choice.finish_reason is None]
+    failed = [(choices[draw.choice], errors.get(draw.seq_id)) for draw in row.draws]
+    return [
+        (choice, error)
+        for choice, error in failed
+        if error is not None and choice.finish_reason is None and not ignored(choice.seq_id)
+    ]

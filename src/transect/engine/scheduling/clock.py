@@ -1,4 +1,4 @@
-"""Define two clocks: the real one, and a virtual one that moves only when its owner advances it."""
+"""Define two clocks: the real one, and a virtual one that only its owner advances."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class WallClock:
 
 
 class VirtualClock:
-    """A clock for tests and simulations. ``time`` (seconds) starts at 0 and moves by ``advance`` alone."""
+    """A clock for tests and simulations. ``time`` (seconds) starts at 0 and moves only by ``advance``."""
 
     def __init__(self) -> None:
         self.time = 0.0

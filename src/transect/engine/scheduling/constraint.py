@@ -15,33 +15,34 @@ class Constraint(Protocol):
     """The state of one choice under its grammar (``text.grammar.constraint.GrammarConstraint``)."""
 
     def fork(self) -> Constraint:
-        """Another choice in the same state."""
+        """Return a copy for another choice, in the same state."""
         ...
 
     def accept(self, token: int) -> str | None:
-        """The choice's next token. Returns why it cannot be, or None."""
+        """Advance by the choice's next token. Returns the reason if the token is not allowed, else None."""
         ...
 
     @property
     def terminated(self) -> bool:
-        """Nothing but an end of sequence may follow: the choice is complete without one. False after a failure, which
+        """True if only an end of sequence may follow: the choice is complete without one. False after a failure, which
         ``fill`` and ``accept`` report from then on."""
         ...
 
     def forced(self) -> list[int]:
-        """Tokens that must come next, one after another, because the masks of each of them have one bit."""
+        """Return the tokens that must come next, in order, because each of their masks has one bit."""
         ...
 
     def fill(self, words: Any) -> str | None:
-        """Write the mask of the next token to an int32 array ``[ceil(V / 32)]``: bit i of word w says whether token
-        32 w + i may come. Returns why there is none, or None."""
+        """Write the mask of the next token to an int32 array ``[ceil(V / 32)]``: bit i of word w is 1 if token 32 w + i
+        is allowed. Returns an error if there is no mask, else None."""
         ...
 
 
 MaskFiller = Callable[[Sequence[Any], Any], "list[str | None]"]
-"""``(constraints, words)``: ``Constraint.fill`` for each, into the rows of int32 ``[rows, W]``; the answers of all."""
+"""Function ``(constraints, words)`` that calls ``Constraint.fill`` for each row of int32 ``[rows, W]``, and returns the
+errors of all."""
 
 
 def fill_each(constraints: Sequence[Constraint], words: Any) -> list[str | None]:
-    """The plain ``MaskFiller``: one after another."""
+    """Fill the masks sequentially: the plain ``MaskFiller``."""
     return [constraint.fill(words[row]) for row, constraint in enumerate(constraints)]

@@ -28,16 +28,17 @@ from .request import Request
 from .scheduler import Scheduler
 
 SHORTEST_LEAD = 3e-4
-"""Seconds by which a step is handed over before the device is done with the one before, over what planning takes."""
+"""Seconds by which a step is submitted before the device finishes the previous one, in addition to the planning
+time."""
 LOOK = 1e-3
-"""Seconds after which one who waits to plan looks again: predictions may be too long, and the step over."""
+"""Seconds after which a waiting loop checks again: predictions may be too long, and the step over."""
 LATE = 5e-5
-"""Seconds: a step whose result was there this soon was over before the next was handed over."""
+"""Seconds of waiting for a result below which the step counts as over before the next was submitted."""
 
 MASKED = 1e-5
-"""Seconds: where letting a step draw takes longer, it may have made masks of grammars."""
+"""Seconds of ``Handle.draw`` above which it may have made masks of grammars."""
 EARLIER = 0.9
-"""Share of the predicted time that is assumed for a step that ended before it could be timed."""
+"""Assumed share of the predicted time for a step that ended before it could be timed."""
 
 
 class Lesson(NamedTuple):
@@ -78,29 +79,29 @@ class EngineCore:
         self.lag = lag
         self.decisions = decisions
         self.idle: Callable[[], object] | None = None
-        """Takes part in a step without a batch, where other ranks may have one (``sharing.py``)."""
+        """Function that takes part in a step without a batch while other ranks may have one (``sharing.py``)."""
         self._in_flight: deque[StepInFlight] = deque()
         self._ready: list[EngineOutput] = []
         self._timed = scheduler.config.itl_target is not None
         self._learns = self._timed or scheduler.speculation is not None
         self._work = 0, StepLoad(0)
-        """The last step whose work was counted, and that work."""
+        """Number of the last step whose work was counted, and that work."""
         self._ended = 0.0
-        """When the result of the last step came, in seconds of the scheduler's clock."""
+        """Time of the last step's result, in seconds of the scheduler's clock."""
         self._planning = {False: 0.0, True: 0.0}
-        """Seconds that planning and handing over a step takes, smoothed; True: one that no graph is for."""
+        """Smoothed seconds of planning and submitting a step; True: a step without a graph."""
         self._graph = scheduler.config.graph_tokens or math.inf
         self._launched_large = False
-        """The newest step is one that no graph is for."""
+        """True if the newest step has no graph."""
         self._waited = False
-        """``time_to_plan`` had somebody wait for the step that is planned next."""
+        """True if ``time_to_plan`` delayed the step that is planned next."""
         self.on_device = False
-        """The executor is at work or waits for its device: the only place where a step may take long."""
+        """True while the executor works or waits for its device: the only place where a step may take long."""
         self._failure = ""
-        """Why steps have to be taken back, while that has not been done."""
+        """Reason for taking back steps, until that is done."""
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises what ``Scheduler.add`` raises; nothing else is disturbed by that."""
+        """Queue a request. Raises the errors of ``Scheduler.add``, which leave other requests undisturbed."""
         self._finish_taking_back()
         self.scheduler.add(request)
         if self.decisions is not None:
@@ -108,7 +109,7 @@ class EngineCore:
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one choice of it, now. Its last outputs come with the next ``step``; unknown ids (a request
-        that has just ended) are no error. KV blocks are free again at once, or when the step in flight is done."""
+        that has just ended) are not error. KV blocks are free again at once, or when the step in flight is done."""
         self._finish_taking_back()
         ended = self.scheduler.abort(request_id, choice)
         if ended and self.decisions is not None:
@@ -117,17 +118,17 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """True while ``step`` has something to compute, to wait for or to hand out."""
+        """True while ``step`` has something to compute, to wait for or to return."""
         return bool(self._ready or self._in_flight or self.scheduler.has_unfinished)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV of finished prompts; requests that run keep theirs."""
+        """Empty the prefix cache; running requests keep their KV."""
         self.scheduler.reset_prefix_cache()
         if self.decisions is not None:
             self.decisions.cache_reset()
 
     def stats(self) -> SchedulerStats:
-        """Gauges and counters of the scheduler, and of the executor where it keeps some."""
+        """Return gauges and counters of the scheduler, and of the executor if it keeps some."""
         stats = self.scheduler.stats()
         late = getattr(self.executor, "late_work", None)
         if late is not None:
@@ -135,8 +136,8 @@ class EngineCore:
         return stats
 
     def time_to_plan(self, look: float = LOOK) -> float:
-        """Seconds until this should be asked again, at most ``look``; 0: plan the next step now. What is added until
-        then is part of that step.
+        """Return the seconds until the next call, at most ``look``; 0 to plan the next step now. Requests added until
+        then are part of that step.
 
         The device wants its next step when the one in flight ends. When that will be is predicted, and the next step is
         handed over earlier by ``SHORTEST_LEAD`` and by what the prediction may be off. A step that was handed over too
@@ -176,12 +177,11 @@ class EngineCore:
             raise
 
     def keep(self, outputs: list[EngineOutput]) -> None:
-        """Hand out outputs of ``step`` again with the next one, because the caller was interrupted."""
+        """Return outputs of ``step`` once more with the next call, because the caller was interrupted."""
         self._ready[:0] = outputs
 
     def _finish_taking_back(self, cause: BaseException | None = None) -> None:
-        """Take steps back after a failure, unless that has been done. A second interruption leaves it to the next
-        call."""
+        """Take steps back after a failure, unless that is done. A second interruption leaves it to the next call."""
         if not self._failure:
             return
         abandon = getattr(self.executor, "abandon", None)
@@ -221,7 +221,7 @@ class EngineCore:
         return outputs
 
     def _submit(self) -> ScheduledBatch | None:
-        """Plan a step and hand it over, if there is something to compute."""
+        """Plan a step and submit it, if there is something to compute."""
         now = self.scheduler.clock.now
         began = now()
         batch = self._plan()
@@ -252,7 +252,7 @@ class EngineCore:
         return batch
 
     def _draw(self, step: StepInFlight) -> None:
-        """Let a step draw: all tokens before its own are known."""
+        """Launch the draws of a step: all tokens before it are known."""
         now = self.scheduler.clock.now
         began = now()
         self.on_device = True
@@ -309,7 +309,7 @@ class EngineCore:
                 speculation.timed(lesson.load, lesson.cycle, lesson.drafted)
 
     def _work_of(self, batch: ScheduledBatch) -> StepLoad:
-        """Counted once a step, and hardly that while the same sequences decode."""
+        """Count the work of a step; cached while the same sequences decode."""
         step, work = self._work
         if batch.step != step:
             next_one = batch.step == step + 1 and self.scheduler.config.pipeline_depth == 1
@@ -329,10 +329,10 @@ class StepInFlight:
     batch: ScheduledBatch
     handle: Handle
     submitted: float
-    """When it was planned, in seconds of the scheduler's clock."""
+    """Time of planning, in seconds of the scheduler's clock."""
     launched: str = ""
     """See ``Executor.launched``."""
     drawn: float = 0.0
-    """When its draws were handed over, where they waited for masks of grammars."""
+    """Time at which the draws were launched, if they waited for masks of grammars."""
     drafting: float = 0.0
     """Seconds that a draft model took, before the step was submitted."""

@@ -28,10 +28,10 @@ from .scheduler import Scheduler
 
 FORMAT = 2
 RING_BYTES = 16 * 2**20
-"""Records that are kept in memory: some ten thousand steps of a busy engine, far more of one that only decodes."""
+"""Most bytes of records in memory: some ten thousand steps of a busy engine, far more of one that only decodes."""
 FLUSH_S = 1.0
 DIGEST_BYTES = 8
-"""So much of a KV block's hash is kept."""
+"""Leading bytes of a KV block's hash that are kept."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -44,7 +44,7 @@ class Header(msgspec.Struct, tag="h"):
     """The fields of ``SchedulerConfig``."""
     lag: int
     began: float
-    """On the engine's clock, in seconds."""
+    """Start of the log on the engine's clock, in seconds."""
     model: dict[str, Any] = {}
     storage: dict[str, Any] = {}
     device: dict[str, Any] = {}
@@ -63,22 +63,22 @@ class Added(msgspec.Struct, tag="a", array_like=True):
     arrival: float
     grammar: bool
     prompt_logprobs: bool
-    """Or something else for which every token of the prompt must be computed."""
+    """True if every token of the prompt must be computed, for log-probabilities or for another reason."""
     client: str = ""
     weight: float = 1.0
     pooling: str | None = None
     known: list[int] | None = None
-    """Tokens that each choice has already, -1 if it has ended; None for a request that did not begin elsewhere."""
+    """Known tokens of each choice, -1 if it has ended; None for a request that did not begin elsewhere."""
 
 
 class Aborted(msgspec.Struct, tag="x", array_like=True):
-    """Somebody ended a request, or one choice of it: a client that left, a stop string."""
+    """A request, or one choice of it, was ended from outside: the client left, or a stop string was found."""
 
     at: float
     request_id: str
     choice: int | None
     ended: list[tuple[int, str, int, bytes]] = []
-    """See ``Done``."""
+    """Choices that ended, see ``Done``."""
 
 
 class Planned(msgspec.Struct, tag="s", array_like=True):
@@ -104,18 +104,18 @@ class Planned(msgspec.Struct, tag="s", array_like=True):
 
 
 class Done(msgspec.Struct, tag="c", array_like=True):
-    """The result of a step was known at ``at``; the engine had begun to wait for it at ``waited``."""
+    """The result of a step was known at ``at``; the engine had started waiting for it at ``waited``."""
 
     step: int
     waited: float
     at: float
     committed: float
-    """When its tokens were taken in."""
+    """Time at which its tokens were committed."""
     ended: list[tuple[int, str, int, bytes]] = []
     """(sequence number, reason, output tokens, hashes of its full blocks) of each choice that ended since the last
     record of this kind."""
     errors: list[tuple[int, bool]] = []
-    """(sequence number, whether its KV is sound) of each failure."""
+    """(sequence number, True if its KV is sound) of each failure."""
     learned: float = 0.0
     """Seconds of the step as learned by the scheduler; 0 if its steps are not sized by time."""
     jumps: list[tuple[int, int]] = []
@@ -124,9 +124,9 @@ class Done(msgspec.Struct, tag="c", array_like=True):
     """Way in which the step was launched: ``graph``, ``captured`` (a graph that had to be made) or ``eager`` (kernel by
     kernel); empty if there is only one way."""
     drawn: float = 0.0
-    """When its draws were handed over, where these waited for masks of grammars; else 0."""
+    """Time at which the draws were launched, if they waited for masks of grammars; else 0."""
     ranks: float = 0.0
-    """Seconds that the host spent on moving numbers between ranks since the record before, most of it in waiting."""
+    """Seconds that the host spent on exchanging data between ranks since the last record, mostly waiting."""
     accepted: list[tuple[int, int]] = []
     """(sequence number, accepted drafts) of each row with drafts, which ``Planned.rows`` counts among its tokens."""
 
@@ -147,9 +147,9 @@ class TakenBack(msgspec.Struct, tag="t", array_like=True):
     at: float
     reason: str
     partly: bool
-    """The tokens of a step were being taken in; some choices have theirs."""
+    """True if the tokens of a step were being committed, and some choices have theirs."""
     ended: list[tuple[int, str, int, bytes]] = []
-    """Choices that this ended, and those that had ended since the record before; see ``Done``."""
+    """Choices that this ended, and those that had ended since the last record; see ``Done``."""
 
 
 Record = Header | Added | Aborted | Planned | Done | Filled | CacheReset | TakenBack
@@ -161,7 +161,7 @@ _decoders: dict[str, Any] = {
 
 
 class DecisionRing:
-    """The newest records of an engine, up to a number of bytes; the header is kept always."""
+    """The newest records of an engine, up to a number of bytes; the header is always kept."""
 
     def __init__(self, limit: int = RING_BYTES) -> None:
         self.limit = limit
@@ -169,12 +169,12 @@ class DecisionRing:
         self.lost = False
         """True if old records have been dropped."""
         self.touched = time.monotonic()
-        """When the newest record came, in seconds on the clock of this process."""
+        """Time of the newest record, in seconds on the clock of this process."""
         self._chunks: deque[bytes] = deque()
         self._size = 0
 
     def put(self, chunk: bytes) -> None:
-        """Take one or several records, each behind its length. The first of all is the header."""
+        """Add one or several records, each preceded by its length. The first record of all is the header."""
         self.touched = time.monotonic()
         if not self.header:
             end = _LENGTH.size + _LENGTH.unpack_from(chunk)[0]
@@ -186,7 +186,7 @@ class DecisionRing:
             self.lost = True
 
     def records(self) -> list[Record]:
-        """All that is kept, oldest first."""
+        """Return all kept records, oldest first."""
         return list(read_records(b"".join((self.header, *self._chunks))))
 
     def __bytes__(self) -> bytes:
@@ -238,7 +238,7 @@ class DecisionLog:
         self._write(self.header)
 
     def added(self, request: Request) -> None:
-        """A request was queued."""
+        """Record that a request was queued."""
         state = self.scheduler.requests[request.request_id]
         params, given = request.params, request.output_token_ids
         self._put(
@@ -261,26 +261,26 @@ class DecisionLog:
         )
 
     def aborted(self, request_id: str, choice: int | None) -> None:
-        """Somebody ended a request; unknown ones are not recorded by the caller."""
+        """Record that a request was aborted; the caller filters unknown ids."""
         self._put(Aborted(self.now(), request_id, choice, self._ended()))
 
     def cache_reset(self) -> None:
-        """The prefix cache was emptied."""
+        """Record that the prefix cache was emptied."""
         self._put(CacheReset())
 
     def taken_back(self, reason: str, partly: bool) -> None:
-        """All steps in flight are void; arguments as in ``TakenBack``."""
+        """Record that all steps in flight are void; arguments as in ``TakenBack``."""
         self.scheduler.jumps.last.clear()
         self._put(TakenBack(self.now(), reason, partly, self._ended()))
 
     def check_fill(self) -> None:
-        """Before a step is planned: note whether ``fill_tokens`` is another than before."""
+        """Record a change of ``fill_tokens`` before a step is planned."""
         if self.scheduler.budget.fill_tokens != self._fill:
             self._fill = self.scheduler.budget.fill_tokens
             self._put(Filled(self._fill))
 
     def planned(self, batch: ScheduledBatch | None, began: float) -> None:
-        """A step was planned, or could not be."""
+        """Record that a step was planned, or could not be."""
         scheduler = self.scheduler
         rows: bytes | None = b""
         step = copies = 0
@@ -313,7 +313,7 @@ class DecisionLog:
         launched: str = "",
         drawn: float = 0.0,
     ) -> None:
-        """A step's result was taken in; the other arguments as in ``Done``."""
+        """Record that a step's result was committed; other arguments as in ``Done``."""
         errors = [(seq_id, seq_id in result.sound) for seq_id in result.errors] if result.errors else []
         jumps = self.scheduler.jumps.last
         ranks = 0.0
@@ -331,7 +331,7 @@ class DecisionLog:
             speculation.last.clear()
 
     def close(self) -> None:
-        """Write down what has not ended yet, and close the file."""
+        """Record the choices that have not ended, and close the file."""
         if self._file is not None and not self._file.closed:
             live = [s for state in self.scheduler.requests.values() for s in state.choices if s.finish_reason is None]
             ended = [*self._ended(), *(_ending(seq, "") for seq in live)]
@@ -371,10 +371,10 @@ def _framed(record: Record) -> bytes:
 
 
 def read_records(data: bytes) -> Iterator[Record]:
-    """The records in ``data``, up to the last whole one.
+    """Yield the records in ``data``, up to the last complete one.
 
     Raises:
-        ValueError: this is no decision log, or one of another version.
+        ValueError: this is not a decision log, or one of another version.
     """
     at = 0
     first = True
@@ -386,7 +386,7 @@ def read_records(data: bytes) -> Iterator[Record]:
         try:
             record = _decoders["h" if first else ""].decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            what = "this is no decision log" if first else "the decision log is damaged"
+            what = "this is not a decision log" if first else "the decision log is damaged"
             raise ValueError(f"{what} (byte {at}: {error}): give a file that --decision-log wrote") from None
         if first and record.format != FORMAT:
             raise ValueError(
@@ -396,4 +396,4 @@ def read_records(data: bytes) -> Iterator[Record]:
         yield record
         at += _LENGTH.size + length
     if first:
-        raise ValueError("this is no decision log (it has no header): give a file that --decision-log wrote")
+        raise ValueError("this is not a decision log (it has no header): give a file that --decision-log wrote")

@@ -1,4 +1,4 @@
-"""Tokens that a grammar forces are not drawn one by one: they are taken as given, and computed together in one step.
+"""Jump-ahead: tokens that a grammar forces are not drawn one by one, but computed together in one step.
 
 Where only one token may come, its mask has one bit, and whatever is drawn is that token. So once a step's token is
 known, those that must follow are, too. They join the output at once, and the next step computes them as a chunk and
@@ -21,7 +21,7 @@ MOST_KEPT = 4096
 
 
 class JumpAhead:
-    """Finds forced tokens, and knows which draws are void.
+    """Finds forced tokens, and records which draws are void.
 
     Args:
         enabled: False finds none.
@@ -30,26 +30,26 @@ class JumpAhead:
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self._void: dict[int, int] = {}
-        """By seq_id the step whose draw is void."""
+        """Step whose draw is void, by seq_id."""
         self.taken = 0
-        """Tokens that were not drawn."""
+        """Number of tokens that were not drawn."""
         self.last: deque[tuple[int, int]] = deque(maxlen=MOST_KEPT)
         """(seq_id, number of tokens) of the jumps since the decision log last emptied this list."""
 
     def reset(self) -> None:
-        """Forget the void draws, when no step is in flight any more."""
+        """Forget the void draws, when no step is in flight."""
         self._void.clear()
 
     def is_void(self, seq_id: int, step: int) -> bool:
-        """True if the token that this step draws for a sequence is known already."""
+        """Return True if the token that this step draws for a sequence is known already."""
         return self._void.get(seq_id) == step
 
     def drop(self, seq_id: int) -> None:
-        """The void draw has come."""
+        """Record that the void draw has arrived."""
         self._void.pop(seq_id, None)
 
     def forced(self, seq: Sequence, token: int, least: int, most: int) -> list[int]:
-        """Tokens that must follow ``token``, the last one known; the constraint has accepted them.
+        """Return the tokens that must follow ``token``, the last one known; the constraint accepts them.
 
         Args:
             least: fewer are not worth it, and none are taken.
@@ -70,7 +70,7 @@ class JumpAhead:
         return found[:end]
 
     def jump(self, seq: Sequence, token: int) -> list[int]:
-        """Append what must follow ``token``, which is the last of the output, and plan on from there."""
+        """Append the tokens that must follow ``token``, the last of the output, and continue planning after them."""
         if not self._enabled:
             return []
         known = seq.prompt_len + len(seq.output_token_ids)

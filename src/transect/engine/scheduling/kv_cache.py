@@ -1,4 +1,4 @@
-"""Manage the pool of KV blocks: their references, and the contents that can be found again (the prefix cache).
+"""Manage the pool of KV blocks: their references, and the contents that can be reused (the prefix cache).
 
 The memory of keys and values is cut into blocks of ``block_size`` tokens (PagedAttention, Kwon et al. 2023). A block
 has a reference count. When the count falls to zero the block is free, but until it is reused its contents can be found
@@ -43,9 +43,9 @@ class KVCache:
         """Free all blocks and forget their contents."""
         self._refs = [0] * self.num_blocks
         self._blank = list(range(self.num_blocks - 1, -1, -1))
-        """Free blocks without contents worth finding; the last is taken first."""
+        """Free blocks without reusable contents; the last is taken first."""
         self._unused: OrderedDict[int, None] = OrderedDict()
-        """Free blocks with registered contents, unused for the longest time first."""
+        """Free blocks with registered contents, least recently used first."""
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
@@ -64,7 +64,7 @@ class KVCache:
         return self._refs[block_id]
 
     def allocate(self) -> int | None:
-        """Take a free block (reference count 1), forgetting its cached contents; None when there is none."""
+        """Take a free block (reference count 1), dropping its cached contents; None if there is none."""
         if self._blank:
             block_id = self._blank.pop()
         elif self._unused:
@@ -76,7 +76,7 @@ class KVCache:
         return block_id
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """One more reference to each block: in use already, or free and found by ``match``."""
+        """Add a reference to each block, which is in use already, or free and found by ``match``."""
         refs = self._refs
         for block_id in block_ids:
             if refs[block_id] == 0:
@@ -84,8 +84,8 @@ class KVCache:
             refs[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One reference less to each block. Later blocks of a sequence become the older ones for the LRU order: without
-        its beginning a prefix is worth nothing, without its end something."""
+        """Remove a reference from each block. Later blocks of a sequence count as older in the LRU order: a prefix is
+        worthless without its beginning, but not without its end."""
         refs = self._refs
         for block_id in reversed(block_ids):
             assert refs[block_id] > 0, f"block {block_id} was released more often than taken"
@@ -97,7 +97,7 @@ class KVCache:
                     self._blank.append(block_id)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks that hold the longest cached prefix of a chain of hashes. They are not yet referred to."""
+        """Return the blocks that hold the longest cached prefix of a chain of hashes, without adding references."""
         found: list[int] = []
         for key in hashes:
             block_id = self._block_of.get(key)
@@ -111,13 +111,14 @@ class KVCache:
         return sum(self._refs[block_id] == 0 for block_id in block_ids)
 
     def register(self, block_id: int, key: bytes) -> None:
-        """Make the contents of a full, computed block findable. The first block with some contents keeps the name."""
+        """Make the contents of a full, computed block reusable. If another block has the same contents, that one stays
+        registered."""
         if self.enable_prefix_caching and key not in self._block_of and block_id not in self._hash_of:
             self._block_of[key] = block_id
             self._hash_of[block_id] = key
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Make the contents of blocks unfindable, because they cannot be trusted."""
+        """Unregister the contents of blocks, because they may be wrong."""
         for block_id in block_ids:
             self._unregister(block_id)
             if block_id in self._unused:
@@ -125,7 +126,7 @@ class KVCache:
                 self._blank.append(block_id)
 
     def clear(self) -> None:
-        """Forget all cached contents. Blocks in use stay with who uses them."""
+        """Unregister all cached contents. Blocks in use keep their references."""
         self._hash_of.clear()
         self._block_of.clear()
         self._blank.extend(reversed(self._unused))

@@ -25,15 +25,15 @@ DecodeSeconds = Callable[[StepLoad], float]
 """Seconds of a step that only decodes."""
 
 FEWEST = 3
-"""Steps from which on a leap is quicker than they are."""
+"""Fewest steps at which a leap is faster than single steps."""
 MOST = 4096
 LEARN_EVERY = 64
-"""Steps of a leap of which the engine learns from one: on a virtual device all follow one law."""
+"""Interval at which the engine learns from a leap's steps: on a virtual device all follow one law."""
 _PLANNED, _COMMITTED = 0, 1
 
 
 def leap(core: EngineCore, device: VirtualDevice, until: float, seconds: DecodeSeconds) -> list[float]:
-    """Advance ``core`` by the steps that are sure to be alike and to end by ``until``.
+    """Advance ``core`` by the steps that are certainly alike and end by ``until``.
 
     Returns the moments at which the tokens of these steps were known, for every running sequence; empty if there is
     nothing to leap over.
@@ -69,7 +69,7 @@ def _load(running: list[Sequence]) -> StepLoad:
 
 
 def _room(scheduler: Scheduler, running: list[Sequence], most: int) -> int:
-    """Steps for which there are surely blocks, up to ``most``."""
+    """Count the steps that are certain to find blocks, up to ``most``."""
     size, free = scheduler.config.block_size, scheduler.cache.num_free
     needed = sum(-(-(seq.length + most - 1) // size) - len(seq.block_ids) for seq in running)
     return most if needed <= free else free // len(running) * size
@@ -83,8 +83,8 @@ def _moments(
     until: float,
     seconds: DecodeSeconds,
 ) -> list[float]:
-    """Let the device take up to ``most`` steps, and the engine learn from some. Returns their ends, or with a lag those
-    of the steps before each."""
+    """Let the device take up to ``most`` steps, and the engine learn from some. Returns the ends of the steps, or with
+    a lag those of the steps before each."""
     host, lag, rows = device.host, core.lag, load.rows
     found: list[float] = []
     end = device.free_at if lag else device.clock.time
@@ -107,7 +107,7 @@ def _moments(
 
 
 def _advance(core: EngineCore, device: VirtualDevice, steps: int) -> None:
-    """Bring sequences, blocks and counters to where ``steps`` steps leave them."""
+    """Update sequences, blocks and counters by ``steps`` steps."""
     scheduler, lag = core.scheduler, core.lag
     running = scheduler.running
     for seq in running:
@@ -130,7 +130,8 @@ def _advance(core: EngineCore, device: VirtualDevice, steps: int) -> None:
 
 
 def _take_blocks(scheduler: Scheduler, running: list[Sequence], steps: int, lag: int) -> None:
-    """Take the blocks of the next ``steps`` steps, and register those that they fill, in the order of the steps."""
+    """Take the blocks of the next ``steps`` steps, and register the blocks that they fill, in the order of the
+    steps."""
     size, blocks = scheduler.config.block_size, scheduler.blocks
     events: list[tuple[int, int, int]] = []
     for place, seq in enumerate(running):
@@ -148,7 +149,7 @@ def _take_blocks(scheduler: Scheduler, running: list[Sequence], steps: int, lag:
 
 
 def _replace_flight(core: EngineCore, device: VirtualDevice) -> None:
-    """Put the last step that was leapt over in the place of the one that was under way."""
+    """Replace the step in flight by the last step of the leap."""
     scheduler, step = core.scheduler, core._in_flight[0]
     running = scheduler.running
     rows = tuple(

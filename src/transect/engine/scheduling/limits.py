@@ -1,4 +1,4 @@
-"""Check that a request can run at all, and bound the room it may take."""
+"""Check that a request can run at all, and bound the memory it may take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .scheduler_config import SchedulerConfig
 
 
 def max_length(request: Request, config: SchedulerConfig) -> int:
-    """Prompt + output tokens of one choice at the most: ``max_tokens`` or the context length, whichever ends it first.
+    """Return the most prompt + output tokens of one choice: limited by ``max_tokens`` or the context length.
 
     Raises:
         ValueError: there is no room for output in the context, for the choices among the running sequences, or for one
@@ -54,11 +54,11 @@ def check_choices(n: int, max_num_seqs: int) -> None:
 
 
 def most_blocks(request: Request, config: SchedulerConfig) -> int:
-    """KV blocks that a request takes at the most, when all its choices run to their ends together."""
+    """Return the most KV blocks of a request, when all its choices run to their ends together."""
     shared = len(request.prompt_token_ids) // config.block_size
     return shared + request.params.n * (_blocks(max_length(request, config), config) - shared)
 
 
 def _blocks(length: int, config: SchedulerConfig) -> int:
-    """Blocks for a sequence of ``length`` tokens. The last of them is drawn, but never computed."""
+    """Count the blocks of a sequence of ``length`` tokens. The last token is drawn, but never computed."""
     return -(-(length - 1) // config.block_size)

@@ -1,4 +1,5 @@
-"""Define the engine's outputs: one ``EngineOutput`` per choice and step with news, and the counters for metrics."""
+"""Define the engine's outputs: one ``EngineOutput`` per choice and step with new tokens, and the counters for
+metrics."""
 
 from __future__ import annotations
 
@@ -11,18 +12,18 @@ from .batch import TokenLogprobs
 
 
 class RequestTimes(msgspec.Struct, frozen=True):
-    """Moments in the life of one choice, in seconds of the engine's clock; None where it did not come to that."""
+    """Times in the life of one choice, in seconds of the engine's clock; None for stages that it did not reach."""
 
     arrival: float
     first_scheduled: float | None
-    """When the request's first tokens were put into a batch; the wait before it is the time in the queue."""
+    """Time at which the request's first tokens were scheduled; the time since ``arrival`` is the time in the queue."""
     first_token: float | None
-    """When this choice's first token was known; less ``arrival`` it is the TTFT as the engine sees it."""
+    """Time at which this choice's first token was known; minus ``arrival`` it is the TTFT within the engine."""
     finished: float | None = None
 
 
 class EngineOutput(msgspec.Struct, omit_defaults=True, gc=False):
-    """News of one choice of one request. For every choice exactly one output has a ``finish_reason``, its last.
+    """New tokens of one choice of one request. For every choice exactly one output has a ``finish_reason``, its last.
 
     The choice's text is the concatenation of ``new_token_ids``. A stop token or EOS that ended the choice is its last
     token. When a choice is aborted or fails the list is empty.
@@ -32,23 +33,23 @@ class EngineOutput(msgspec.Struct, omit_defaults=True, gc=False):
     index: int
     new_token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    """One entry for each of ``new_token_ids``, where the request asked for logprobs."""
+    """Log-probabilities, one entry for each of ``new_token_ids``, if requested."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Once for each request that asked, on the first output of any of its choices that carries a token: one entry per
-    prompt token, None for the first of them."""
+    """Log-probabilities of the prompt, if requested: one entry per prompt token, None for the first. Set once per
+    request, on the first output of any of its choices that carries a token."""
     pooled: bytes | None = None
-    """With the first token of a request with ``pooling``: the vector, float64 ``[D]``."""
+    """Pooled vector, float64 ``[D]``, set with the first token of a request with ``pooling``."""
     finish_reason: str | None = None
     """"stop", "length", "abort" or "error"; None while the choice is unfinished."""
     complete: bool = False
-    """With "stop": the answer is complete under its grammar, and its last token is part of it."""
+    """True, with "stop", if the answer is complete under its grammar, and its last token is part of it."""
     stop_reason: int | str | None = None
-    """With "stop": the id out of ``stop_token_ids`` that ended it; None for EOS."""
+    """Id out of ``stop_token_ids`` that ended the choice, with "stop"; None for EOS."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache when the request was first admitted."""
     error: str | None = None
     times: RequestTimes | None = None
-    """On the first output of a choice that carries a token, and on its last."""
+    """Times of the choice, set on its first output that carries a token, and on its last."""
 
 
 class SchedulerStats(msgspec.Struct):
@@ -57,14 +58,14 @@ class SchedulerStats(msgspec.Struct):
     waiting: int
     """Requests in the queue that never ran."""
     preempted: int
-    """Sequences that wait to be recomputed."""
+    """Sequences that wait to be recomputed after a preemption."""
     running: int
     """Sequences that hold KV blocks (a request whose prompt is not complete counts as one)."""
     kv_blocks_total: int
     kv_blocks_used: int
     """Blocks that a sequence or a step in flight refers to."""
     kv_blocks_cached: int
-    """Unused blocks whose contents can still be found by the prefix cache; they are free to take."""
+    """Unused blocks whose contents the prefix cache can still find; they are free to take."""
     prefix_query_tokens: int
     prefix_hit_tokens: int
     preemptions: int
@@ -72,7 +73,7 @@ class SchedulerStats(msgspec.Struct):
     """Prompt tokens of admitted requests, cached ones included."""
     generation_tokens: int
     jumped_tokens: int
-    """Those among ``generation_tokens`` that a grammar forced, and that no step drew."""
+    """Tokens among ``generation_tokens`` that a grammar forced, without a draw."""
     steps: int
     timed_steps: int
     """Steps whose time was measured: with ``itl_target`` all of them."""
@@ -85,15 +86,17 @@ class SchedulerStats(msgspec.Struct):
     drafted_tokens: int = 0
     """Tokens that were drafted for verification."""
     accepted_at: dict[str, int] = {}
-    """Drafted tokens that equalled their draws, by their place among the drafts of a row, from "0" on."""
+    """Accepted drafted tokens, by their index among the drafts of a row, from "0" on."""
     late_captures: int = 0
     """CUDA graphs that were captured after the start, while requests waited."""
     late_compilations: int = 0
     """Kernels that were compiled, or read from the compiler's cache, after the start."""
+    grammar_cache_bytes: int = 0
+    """Memory of compiled grammars that are kept."""
 
     @classmethod
     def sum(cls, stats: Sequence[SchedulerStats]) -> SchedulerStats:
-        """The gauges and counters of several schedulers together."""
+        """Add up the gauges and counters of several schedulers."""
         total: dict[str, Any] = {}
         for field in msgspec.structs.fields(cls):
             values = [getattr(each, field.name) for each in stats]
@@ -105,8 +108,9 @@ class SchedulerStats(msgspec.Struct):
         return cls(**total)
 
     def of_the_past(self) -> SchedulerStats:
-        """The counters of a scheduler that is gone: nothing runs or waits, and it has no blocks."""
-        gauges = ("waiting", "preempted", "running", "kv_blocks_total", "kv_blocks_used", "kv_blocks_cached")
+        """Return the counters of a scheduler that has ended: its gauges are 0."""
+        blocks = ("kv_blocks_total", "kv_blocks_used", "kv_blocks_cached")
+        gauges = ("waiting", "preempted", "running", *blocks, "grammar_cache_bytes")
         return msgspec.structs.replace(self, **dict.fromkeys(gauges, 0))
 
     @property
@@ -116,7 +120,7 @@ class SchedulerStats(msgspec.Struct):
 
 
 def first_tokens_first(outputs: list[EngineOutput]) -> list[EngineOutput]:
-    """The outputs of a step, those that begin an answer before all others: each costs a stream some time, and a first
+    """Sort the outputs of a step: those that begin an answer come first, because each output costs time and a first
     token has waited longest."""
 
     def goes_on(output: EngineOutput) -> bool:

@@ -1,4 +1,4 @@
-"""A request as it arrives (``Request``), and what the scheduler remembers about it (``RequestState``, ``Sequence``)."""
+"""A request as it arrives (``Request``), and its state in the scheduler (``RequestState``, ``Sequence``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .sampling_params import SamplingParams
 
 _MASK64 = 2**64 - 1
 
-Rank = tuple[float, int, int, int, int]
+Rank = tuple[float, float, int, int, int]
 """``policies.order.Key``, then the order of arrival, then the choice."""
 
 
@@ -65,12 +65,12 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def in_one_piece(self) -> bool:
-        """Its result is for a program that waits for all of it: a vector, log-probabilities of the prompt."""
+        """True if only the complete result is of use to the client: a vector, or log-probabilities of the prompt."""
         return self.pooling is not None or self.params.prompt_logprobs is not None
 
     @property
     def nbytes(self) -> int:
-        """Estimate of the memory that it holds while it waits."""
+        """Estimate of the memory that the request holds while it waits."""
         params = self.params
         numbers = len(self.prompt_token_ids) + len(params.allowed_token_ids or ()) + 4 * len(params.logit_bias or ())
         form = 0 if params.structured_outputs is None else params.structured_outputs.nbytes
@@ -78,11 +78,11 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def whole_prompt(self) -> bool:
-        """Every token of the prompt must be computed for it: nothing may come from the prefix cache."""
+        """True if every token of the prompt must be computed, so that the prefix cache cannot be used."""
         return self.params.prompt_logprobs is not None or self.pooling == "mean"
 
     def new_constraint(self) -> Constraint | None:
-        """The constraint of one more choice, before its first token; None if any token may come."""
+        """Build the constraint of one more choice, before its first token; None if any token may come."""
         constraint = None if self.constraint is None else self.constraint.fork()
         if not self.params.bad_words_token_ids:
             return constraint
@@ -119,10 +119,10 @@ ELSEWHERE = "elsewhere"
 
 
 class Status(Enum):
-    """Where a sequence is."""
+    """State of a sequence."""
 
     UNBORN = "unborn"
-    """A further choice of a request whose prompt is not complete: it owns nothing yet."""
+    """A further choice of a request whose prompt is not complete: it holds nothing yet."""
     WAITING = "waiting"
     """In the queue, without KV blocks: new, or preempted."""
     RUNNING = "running"
@@ -174,7 +174,7 @@ class Sequence:
         self.seq_id = seq_id
         self.index = index
         self.rank = rank
-        """The smallest is served first and preempted last."""
+        """Rank; the smallest is served first and preempted last."""
         self.status = Status.UNBORN
         self.finish_reason: str | None = None
         self.output_token_ids: list[int] = []
@@ -188,20 +188,20 @@ class Sequence:
         self.last_step = 0
         """Number of the last step that computes something of this sequence or draws for it."""
         self.cached = 0
-        """Tokens that the prefix cache held of it when it came; 0 once it has been preempted."""
+        """Tokens of the sequence that the prefix cache held on arrival; 0 once it has been preempted."""
         self.block_ids: list[int] = []
         self.shared_block: int | None = None
-        """Index of the partly filled block that was shared at the fork and must not be written while it still is."""
+        """Index of the partly filled block that was shared at the fork and must not be written while shared."""
         self.block_hashes: list[bytes] = []
         self.num_registered = 0
         """Leading blocks that have been offered to the prefix cache."""
         self.first_token_time: float | None = None
         self.plain = False
-        """Its first token is out, and no logprobs are wanted: a token is all there is to report of a step."""
+        """True if the first token is out and no logprobs are requested: a step's output is then a token alone."""
         self.num_cached = 0
         """``RequestState.num_cached_tokens``, once ``plain``."""
         self.constraint: Constraint | None = spec.new_constraint()
-        """Has accepted ``output_token_ids``."""
+        """Constraint that has accepted ``output_token_ids``."""
         self.draws = (
             Draw(
                 seq_id=seq_id,
@@ -217,7 +217,7 @@ class Sequence:
         )
 
     def begin_anew(self) -> None:
-        """Forget KV blocks and draws in flight; what is left are the known tokens, and what follows from them."""
+        """Discard KV blocks and draws in flight; the known tokens, and the state derived from them, are kept."""
         self.length = self.prompt_len + len(self.output_token_ids)
         self.scheduled = self.last_step = self.cached = self.num_registered = 0
         self.block_ids, self.shared_block, self.block_hashes = [], None, []
@@ -230,17 +230,17 @@ class Sequence:
 
     @property
     def to_compute(self) -> int:
-        """While it waits: tokens that will be computed of it, as far as is known."""
+        """Tokens that are expected to be computed once the waiting sequence runs."""
         return self.length - self.cached
 
     def token(self, position: int) -> int:
-        """The known token at ``position`` of prompt + output."""
+        """Return the known token at ``position`` of prompt + output."""
         if position < self.prompt_len:
             return self.request.spec.prompt_token_ids[position]
         return self.output_token_ids[position - self.prompt_len]
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
-        """The known tokens at positions ``start .. end - 1``."""
+        """Return the known tokens at positions ``start .. end - 1``."""
         prompt = self.request.spec.prompt_token_ids
         if end <= self.prompt_len:
             return prompt[start:end]
@@ -278,23 +278,23 @@ class RequestState:
         self.spec = spec
         self.arrival = arrival
         self.max_length = max_length
-        """Prompt + output tokens at the most: the context length or max_tokens, whichever comes first."""
+        """Most prompt + output tokens: the context length or max_tokens, whichever comes first."""
         self.eos = frozenset(() if params.ignore_eos else spec.eos_token_ids)
         self.stop_ids: tuple[int, ...] = tuple(sorted(self.eos.union(params.stop_token_ids or ())))
         self.choices: list[Sequence] = []
         self.num_live = params.n
         self.prompt_done = False
-        """The last chunk of the prompt is scheduled (or done), and the choices go their own ways."""
+        """True if the last chunk of the prompt is scheduled (or done), and the choices have forked."""
         self.first_scheduled: float | None = None
         self.num_cached_tokens = 0
         self.turn: Turn
-        """Its place in the order of service, set on arrival."""
+        """Key in the order of service, set on arrival."""
         self.claim: Claim
-        """Its part of what waits, set on arrival."""
+        """Share of the queue's memory and work, set on arrival."""
         self.pooled: Any = None
-        """The sum so far of what steps brought for ``Request.pooling``."""
+        """Partial result for ``Request.pooling``."""
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        """Collected by position, None in front; None altogether when not asked for or already sent."""
+        """Log-probabilities of the prompt by position, beginning with None; None if not requested or already sent."""
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(spec.prompt_token_ids)
 
@@ -307,8 +307,8 @@ class RequestState:
         return prompt + sum(len(choice.output_token_ids) for choice in self.choices)
 
     def begin(self, now: float) -> list[Sequence]:
-        """Take over the tokens that the choices have drawn elsewhere. Returns the sequences that have tokens to
-        compute: the leader alone, unless the prompt was complete there."""
+        """Adopt the tokens that the choices have drawn elsewhere. Returns the sequences that have tokens to compute:
+        only the leader, unless the prompt was complete there."""
         given = self.spec.output_token_ids
         if given is None:
             return [self.leader]
@@ -324,7 +324,7 @@ class RequestState:
         return going
 
     def begin_anew(self) -> list[Sequence]:
-        """Forget KV blocks and draws in flight of all choices. Returns the sequences that have tokens to compute."""
+        """Discard KV blocks and draws in flight of all choices. Returns the sequences that have tokens to compute."""
         self.prompt_done = any(c.output_token_ids or c.finish_reason == ELSEWHERE for c in self.choices)
         going = []
         for choice in self.choices:
@@ -336,7 +336,7 @@ class RequestState:
         return going
 
     def take_prompt(self, row: ScheduledRow, result: StepResult) -> None:
-        """Keep what a step has brought about the prompt: logprobs of its tokens, a part of its vector."""
+        """Keep a step's results for the prompt: logprobs of its tokens, a part of its vector."""
         if row.prompt_logprobs is not None and self.prompt_logprobs is not None and row.next_prompt_token_ids:
             entries = result.prompt_logprobs.get(row.seq_id, ())
             self.prompt_logprobs[row.start + 1 : row.start + 1 + len(entries)] = entries
@@ -346,7 +346,7 @@ class RequestState:
             self.pooled = part if begins else self.pooled + part
 
     def give_prompt(self, output: EngineOutput) -> None:
-        """Put what was kept about the prompt into the first output of the request; it is given once."""
+        """Move the kept results for the prompt to the first output of the request."""
         output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         if self.pooled is not None:
             mean = self.spec.pooling == "mean"
@@ -359,5 +359,5 @@ class RequestState:
         return self.choices[0]
 
     def times(self, choice: Sequence, finished: float | None) -> RequestTimes:
-        """The moments to report with an output of ``choice``."""
+        """Return the times to report with an output of ``choice``."""
         return RequestTimes(self.arrival, self.first_scheduled, choice.first_token_time, finished)

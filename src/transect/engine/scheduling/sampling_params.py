@@ -17,14 +17,14 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOPS = 128
 MAX_STOP_CHARACTERS = 4096
-"""The limit of all stop strings together: each character is a node of the automaton that looks for them."""
+"""Most characters of all stop strings together: each character is a node of the automaton that searches for them."""
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 2**18
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 4096
 LEAST_REPETITION_PENALTY = 0.01
-"""Below it logits are soon more than a float32 can hold, and nothing is left to draw."""
+"""Lowest repetition penalty; below it logits soon exceed float32, and no token can be drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True where the likeliest token is always taken."""
+        """True if the likeliest token is always taken."""
         return self.temperature == 0.0
 
     def with_(self, **changes: Any) -> SamplingParams:

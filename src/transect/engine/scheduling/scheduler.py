@@ -32,17 +32,54 @@ from operator import attrgetter
 from . import limits
 from .batch import Draw, ScheduledBatch, ScheduledRow
 from .bookkeeping import Bookkeeping
-from .plan import Plan
-from .policies.budget import Coming
+from .policies.budget import Budget, Coming
 from .policies.places import LOOKED_AT, exchange
 from .request import Sequence, Status
 
 _by_rank = attrgetter("rank")
 
 BEHIND = 2**32
-"""Added to the choice in a rank: behind all choices of that request. Taken from it: before them."""
+"""Offset of the choice in a rank: added, the sequence ranks after all choices of its request; subtracted, before
+them."""
 BARRED = ("kv", "places")
-"""Reasons that hold back the queue's head however large the step is."""
+"""Reasons that hold back the queue's head at any step size."""
+
+
+class Plan:
+    """A step in the making."""
+
+    __slots__ = ("chunk", "copies", "forks", "rows", "sequences", "shares", "step")
+
+    def __init__(self, step: int, budget: Budget) -> None:
+        self.step = step
+        self.chunk = budget.chunk
+        self.shares = [list(share) for share in budget.shares]
+        """Remaining tokens of each share, see ``Share``."""
+        self.rows: list[ScheduledRow] = []
+        self.sequences: list[Sequence] = []
+        """The sequence of each row."""
+        self.copies: list[tuple[int, int]] = []
+        self.forks: list[Sequence] = []
+        """Choices that begin with this step and are not yet among the running."""
+
+    def sizes(self) -> tuple[int, int]:
+        """Count the rows of several tokens, which are prompts, and the tokens of all rows."""
+        counts = [row.num_tokens for row in self.rows]
+        return sum(count > 1 for count in counts), sum(counts)
+
+    def allows(self, count: int) -> int:
+        """Return the tokens that a prompt with ``count`` tokens to compute may take of the step."""
+        left = next((tokens for over, tokens in self.shares if count > over), count)
+        return min(count, left, self.chunk)
+
+    def take(self, count: int, most: int) -> int:
+        """Give a prompt with ``count`` tokens to compute what it may take, one token to ``most``. Returns how many."""
+        taken = max(1, min(self.allows(count), most))
+        for share in self.shares:
+            if count > share[0]:
+                share[1] = max(0, share[1] - taken)
+                break
+        return taken
 
 
 class Scheduler(Bookkeeping):
@@ -58,8 +95,8 @@ class Scheduler(Bookkeeping):
         return self.budget.coming(self.running, self.waiting, self._cut, self.held_back in BARRED)
 
     def schedule(self) -> ScheduledBatch | None:
-        """Plan the next step; None when nothing can run now (no work, or all wait for the step in flight). Each batch
-        must come back through ``commit``, in order."""
+        """Plan the next step; None if nothing can run now (no work, or all sequences wait for the step in flight). Each
+        batch must be returned through ``commit``, in order."""
         block_size = self.config.block_size
         running, depth = self.running, self.config.pipeline_depth
         if self.held_back == "places" and self.arrivals.order.shared:
@@ -105,6 +142,9 @@ class Scheduler(Bookkeeping):
                 seq.length = length + 1
                 seq.last_step = step
                 continue
+            if budget.pause and take > 1:
+                spare += 1
+                continue
             again = False
             if take > 1:
                 take = plan.take(take, 1 + spare)
@@ -137,7 +177,7 @@ class Scheduler(Bookkeeping):
         self._step = step
         again = again and len(rows) == decoding and len(self._last) == depth and sequences == self._last[0]
         batch = ScheduledBatch(step, tuple(rows), tuple(plan.copies), again)
-        self._cut = not batch.again and not all(row.draws for row in rows)
+        self._cut = budget.pause or (not batch.again and not all(row.draws for row in rows))
         drafting = not batch.again and any(row.drafts for row in rows)
         self.drafting = drafting and depth == 1  # in a pipeline the next steps have other sequences
         if drafting:
@@ -150,16 +190,18 @@ class Scheduler(Bookkeeping):
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Drafts are in flight or would pay: the next step is planned when all tokens before it are known."""
+        """True if drafts are in flight or would pay: the next step is then planned after all earlier tokens are
+        known."""
         if self.config.pipeline_depth > 1:
             return False
         return self.drafting or (self.speculation is not None and self.speculation.worthwhile)
 
     def _draft(self, spare: int, most: int) -> dict[int, tuple[int, ...]]:
-        """Drafts by seq_id for the next step, at most ``spare`` tokens in all; none while tokens are in flight.
-        ``most``: rows of a step in a pipeline."""
+        """Return drafts by seq_id for the next step, at most ``spare`` tokens in total; none while tokens are in
+        flight. ``most``: rows of a step in a pipeline."""
         assert self.speculation is not None
-        decoding, others, all_known, staged = [], 0, True, self.config.pipeline_depth > 1
+        decoding: list[Sequence] = []
+        others, all_known, staged = 0, True, self.config.pipeline_depth > 1
         for seq in self.running:
             if staged and (len(decoding) >= most or seq.length > seq.prompt_len + len(seq.output_token_ids)):
                 continue
@@ -178,14 +220,14 @@ class Scheduler(Bookkeeping):
         return found if all_known else {}
 
     def _fit(self, seq: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
-        """The leading ``drafts`` for which ``seq`` has KV blocks, or gets some without preemption."""
+        """Return the leading ``drafts`` for which ``seq`` has KV blocks, or gets some without preemption."""
         size = self.config.block_size
         while seq.length + len(drafts) > len(seq.block_ids) * size and self.blocks.grow(seq):
             pass
         return drafts[: len(seq.block_ids) * size - seq.length]
 
     def _plan_row(self, seq: Sequence, end: int, plan: Plan) -> None:
-        """Let the step compute ``seq`` up to position ``end``, and draw when that completes it."""
+        """Add ``seq`` to the step up to position ``end``, with a draw if that completes it."""
         state = seq.request
         spec = state.spec
         start = seq.scheduled
@@ -205,7 +247,7 @@ class Scheduler(Bookkeeping):
         plan.sequences.append(seq)
 
     def _complete_prompt(self, leader: Sequence, plan: Plan) -> tuple[Draw, ...]:
-        """The leader's last prompt chunk is planned: fork. Returns the draws of the choices that are alive."""
+        """Fork the choices when the leader's last prompt chunk is planned. Returns the draws of the living choices."""
         state = leader.request
         self._places -= self._places_of(leader)
         state.prompt_done = True
@@ -224,8 +266,8 @@ class Scheduler(Bookkeeping):
         return tuple(choice.draws[0] for choice in alive)
 
     def _make_room(self, seq: Sequence, end: int, plan: Plan) -> bool:
-        """See to it that ``seq`` has its own blocks for writing up to position ``end``, by preemption if need be. False
-        when it cannot run in this step: it was preempted itself, or the blocks come with the step in flight."""
+        """Ensure that ``seq`` has its own blocks for writing up to position ``end``, by preemption if necessary. False
+        if it cannot run in this step: it was preempted itself, or blocks are freed only after the step in flight."""
         while True:
             if seq.shared_block is not None:
                 if self.blocks.owns_shared_block(seq):
@@ -247,8 +289,8 @@ class Scheduler(Bookkeeping):
                 return False
 
     def _yield_places(self) -> None:
-        """Let clients below their share of places have some of clients above (``policies/places``). The next sequence
-        that gets one comes to the head of the queue, and the one that loses its place waits right behind."""
+        """Give places of clients above their share to clients below (``policies/places``). The next sequence that gets
+        one moves to the head of the queue, and the one that loses its place waits right behind it."""
         most, front = self.config.max_num_seqs, self.waiting.in_order()[:LOOKED_AT]
         found = exchange(self.running, front, self._places_of, most)
         if found is None:
@@ -265,7 +307,7 @@ class Scheduler(Bookkeeping):
             loser = found[1]
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take the blocks of a running sequence; it waits to be recomputed."""
+        """Free the blocks of a running sequence, which then waits to be recomputed."""
         self.running.remove(seq)
         self._places -= self._places_of(seq)
         self.blocks.release(seq)
@@ -275,7 +317,8 @@ class Scheduler(Bookkeeping):
         self._preemptions += 1
 
     def _admit(self, spare: int, plan: Plan) -> None:
-        """Admit from the head of the queue what ``spare`` tokens, the places and the KV blocks allow."""
+        """Admit as many sequences from the head of the queue as ``spare`` tokens, the places and the KV blocks
+        allow."""
         if self._static:
             self._admit_static(spare, plan)
             return
@@ -294,7 +337,7 @@ class Scheduler(Bookkeeping):
             spare, prompts, tokens = spare - used, prompts + (used > 1), tokens + used
 
     def _admit_static(self, spare: int, plan: Plan) -> None:
-        """Admit preempted members of the present batch; when all have ended, the next batch."""
+        """Admit preempted members of the current batch; when all have ended, the next batch."""
         fresh = not (self.running or self.waiting.num_preempted or self.blocks.returns_pending)
         reserved = 0
         while (seq := self.waiting.head()) is not None:
@@ -309,8 +352,8 @@ class Scheduler(Bookkeeping):
             spare -= used
 
     def _try_admit(self, seq: Sequence, spare: int, plan: Plan, passed: Sequence | None = None) -> int | None:
-        """Admit ``seq``, if it can be, and plan its first tokens, at most ``spare``. Returns their number. ``passed``:
-        the queue's head, where ``seq`` goes before it."""
+        """Admit ``seq``, if possible, and plan its first tokens, at most ``spare``. Returns their number. ``passed``:
+        the queue's head, if ``seq`` overtakes it."""
         blocks, state = self.blocks, seq.request
         if seq.last_step > blocks.committed_step:  # preempted while a step of it is in flight
             self.held_back = "flight"

@@ -1,4 +1,4 @@
-"""The numbers that steer the scheduler."""
+"""Settings of the scheduler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .drafters.registry import SpeculativeConfig
-from .policies.order import SCHEDULING_POLICIES, SchedulingPolicy
+from .policies.orders.registry import order_policy
 
 Batching = Literal["continuous", "static"]
 
@@ -41,8 +41,9 @@ class SchedulerConfig:
             that came first. Work that is all there at the start ends sooner so (the rule of the longest processing
             time, Graham 1969); where requests keep coming, short ones would wait for all longer ones. Not looked at
             where batches are static.
-        scheduling_policy: "fcfs" serves a client's requests in the order of arrival, and takes no priorities;
-            "priority" the more urgent ones first. Between clients tokens are shared in both (``policies/order.py``).
+        scheduling_policy: a file of ``policies/orders/``: "fcfs" serves a client's requests in the order of arrival,
+            and takes no priorities; "priority" the more urgent ones first. Between clients tokens are shared in all of
+            them (``policies/order.py``).
         max_queue: requests that may wait for their first step; one more is refused with ``QueueFull``. None for no
             bound.
         max_queue_bytes: bytes that these may hold together, one client half of them; max_queue_wait: seconds that a new
@@ -75,7 +76,7 @@ class SchedulerConfig:
     max_model_len: int = 2048
     enable_prefix_caching: bool = True
     batching: Batching = "continuous"
-    scheduling_policy: SchedulingPolicy = "fcfs"
+    scheduling_policy: str = "fcfs"
     longest_first: bool = False
     max_queue: int | None = None
     max_queue_bytes: int | None = None
@@ -127,5 +128,4 @@ class SchedulerConfig:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
         if self.batching not in ("continuous", "static"):
             raise ValueError(f'batching must be "continuous" or "static", got {self.batching!r}')
-        if self.scheduling_policy not in SCHEDULING_POLICIES:
-            raise ValueError(f'scheduling_policy must be "fcfs" or "priority", got {self.scheduling_policy!r}')
+        order_policy(self.scheduling_policy)

@@ -1,4 +1,4 @@
-"""The KV blocks of sequences over their lives: admission, growth, forks, copy-on-write, and giving back.
+"""The KV blocks of sequences over their lives: admission, growth, forks, copy-on-write, and release.
 
 What makes it more than a list of blocks is that steps may be in flight. Blocks that such a step uses are given back
 only when its result is known, and a block becomes findable by the prefix cache only when its tokens are known and
@@ -27,20 +27,20 @@ class SequenceBlocks:
         self.reset(0)
 
     def reset(self, step: int) -> None:
-        """Free all blocks and forget their contents; steps up to number ``step`` are done or void. Sequences must have
-        forgotten their blocks."""
+        """Free all blocks and drop their contents; steps up to number ``step`` are done or void. Sequences must have
+        dropped their blocks."""
         self.cache.reset()
         self.committed_step = step
-        """All steps up to this one are done."""
+        """Number of the last step up to which all are done."""
         self._after_step: dict[int, list[list[int]]] = {}
-        """Blocks to give back when a step is done."""
+        """Blocks to release when a step is done."""
         self._copy_sources: Counter[int] = Counter()
-        """References that are kept only until a copy out of the block is done."""
+        """References that are held only until a copy out of the block is done."""
         self._copies_of_step: dict[int, list[int]] = {}
 
     @property
     def returns_pending(self) -> bool:
-        """True when a step in flight holds blocks that come back with its result."""
+        """True if a step in flight holds blocks that are released with its result."""
         return bool(self._after_step)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -48,7 +48,7 @@ class SequenceBlocks:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, seq: Sequence) -> list[int]:
-        """Cached blocks that begin ``seq``; at least its last token is left to compute. Nothing is taken yet."""
+        """Find cached blocks that begin ``seq``, without taking them; at least its last token is left to compute."""
         if not self.cache.enable_prefix_caching or (seq.request.spec.whole_prompt and not seq.request.prompt_done):
             return []
         full = (seq.length - 1) // self.block_size
@@ -56,8 +56,8 @@ class SequenceBlocks:
         return self.cache.match(seq.block_hashes[:full])
 
     def place(self, seq: Sequence, cached: list[int]) -> None:
-        """Give a waiting sequence room for all its tokens: the blocks found by ``find_prefix``, and fresh ones in
-        ascending order (kernels read neighbours at once). The caller has seen to it that there are enough."""
+        """Give a waiting sequence blocks for all its tokens: those found by ``find_prefix``, and fresh ones in
+        ascending order (kernels read neighbours at once). The caller has checked that there are enough."""
         self.cache.share(cached)
         fresh: list[int] = []
         for _ in range(self.blocks_for(seq.length) - len(cached)):
@@ -69,7 +69,7 @@ class SequenceBlocks:
         seq.scheduled = len(cached) * self.block_size
 
     def fork(self, leader: Sequence, choice: Sequence) -> None:
-        """Let ``choice`` begin where the prompt computed by ``leader`` ends, on the same blocks."""
+        """Start ``choice`` at the end of the prompt computed by ``leader``, on the same blocks."""
         choice.block_ids = list(leader.block_ids)
         self.cache.share(choice.block_ids)
         choice.block_hashes = list(leader.block_hashes)
@@ -86,8 +86,8 @@ class SequenceBlocks:
         return self.cache.ref_count(block_id) - self._copy_sources[block_id] == 1
 
     def copy_shared_block(self, seq: Sequence, step: int) -> tuple[int, int] | None:
-        """Copy-on-write: give ``seq`` its own block in place of the shared one, in step number ``step``. Returns
-        (source, destination), or None when no block is free. The source is held until that step is done."""
+        """Give ``seq`` its own copy of the shared block (copy-on-write), in step number ``step``. Returns (source,
+        destination), or None if no block is free. The source is held until that step is done."""
         assert seq.shared_block is not None
         target = self.cache.allocate()
         if target is None:
@@ -103,7 +103,7 @@ class SequenceBlocks:
         return source, target
 
     def grow(self, seq: Sequence) -> bool:
-        """One more block for ``seq``; False when none is free."""
+        """Add a block to ``seq``; False if none is free."""
         block_id = self.cache.allocate()
         if block_id is None:
             return False
@@ -111,8 +111,8 @@ class SequenceBlocks:
         return True
 
     def register(self, seq: Sequence, computed: int) -> None:
-        """Make the full blocks among the first ``computed`` tokens findable. Their KV must be written, their tokens
-        known."""
+        """Register the full blocks among the first ``computed`` tokens with the prefix cache. Their KV must be written,
+        their tokens known."""
         full = computed // self.block_size
         if self.cache.enable_prefix_caching:
             self._extend_hashes(seq, full)
@@ -121,11 +121,11 @@ class SequenceBlocks:
         seq.num_registered = full
 
     def distrust(self, block_ids: list[int]) -> None:
-        """Take blocks out of the prefix cache: logits computed from their contents were not finite."""
+        """Remove blocks from the prefix cache, because logits computed from their contents were not finite."""
         self.cache.forget(block_ids)
 
     def release(self, seq: Sequence) -> None:
-        """Give all blocks of ``seq`` back: now, or when the last step that uses them is done."""
+        """Release all blocks of ``seq``: now, or when the last step that uses them is done."""
         block_ids, seq.block_ids = seq.block_ids, []
         seq.scheduled = seq.num_registered = 0
         seq.shared_block = None
@@ -137,7 +137,7 @@ class SequenceBlocks:
             self.cache.release(block_ids)
 
     def step_done(self, step: int) -> None:
-        """The result of ``step`` is known: give back what waited for it."""
+        """Release the blocks that waited for the end of ``step``, whose result is known."""
         self.committed_step = step
         for source in self._copies_of_step.pop(step, ()):
             self._copy_sources[source] -= 1

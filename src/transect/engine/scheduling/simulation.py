@@ -1,4 +1,4 @@
-"""One engine on a virtual clock: the shipping ``EngineCore`` and ``Scheduler``; steps take given times.
+"""One engine on a virtual clock: the shipping ``EngineCore`` and ``Scheduler``, with given step times.
 
 ``explain/engine/simulate.py`` runs the requests of a decision log here, and ``plan/`` those of a workload. ``run`` is
 the loop of the engine process (``frontends/process.py``): it plans as late as that one, and takes requests until then.
@@ -40,7 +40,7 @@ class Timeline:
 
 
 class SimulatedEngine:
-    """An engine on a clock of its own.
+    """An engine on a virtual clock.
 
     Args:
         config: of the scheduler.
@@ -96,7 +96,7 @@ class SimulatedEngine:
             self.lines[name, choice] = Timeline(name, choice)
 
     def step(self) -> list[EngineOutput]:
-        """Take one step of the engine loop, and note when its tokens came."""
+        """Run one step of the engine loop, and record the times of its tokens."""
         outputs = self.core.step()
         now, lines = self.clock.time, self.lines
         for output in outputs:
@@ -111,8 +111,8 @@ class SimulatedEngine:
         return outputs
 
     def run(self, until: float = math.inf) -> None:
-        """Run until the clock reaches ``until``, when somebody comes, or until nothing is left to do. A step that has
-        begun by then is finished."""
+        """Run until the clock reaches ``until``, the time of the next arrival, or until there is no work. A step that
+        has begun by then is finished."""
         core, clock = self.core, self.clock
         while core.has_work:
             wait = self._wait_to_plan()
@@ -126,7 +126,8 @@ class SimulatedEngine:
             clock.advance(max(0.0, until - clock.time))
 
     def _wait_to_plan(self) -> float:
-        """Seconds until the engine plans its next step: as predicted, or when it sees that the step is over."""
+        """Return the seconds until the engine plans its next step: as predicted, or when it notices that the step is
+        over."""
         wait = self.core.time_to_plan(math.inf)
         if wait > LOOK:
             wait = min(wait, max(LOOK, self.device.known_at - self.clock.time + LOOK / 2))

@@ -13,7 +13,7 @@ StepSeconds = Callable[[ScheduledBatch], float]
 
 
 class VirtualDevice:
-    """An executor whose steps take predicted times, one after the other.
+    """An executor whose steps take predicted times, in sequence.
 
     Args:
         clock: moved to a step's end when its result is asked for.
@@ -36,10 +36,11 @@ class VirtualDevice:
         self.free_at = self.known_at = self.busy = 0.0
         self.steps = 0
         self.is_void: Callable[[int, int], bool] = lambda seq_id, step: False
-        """Tells of a sequence and a step that the token is known already: a grammar forced it."""
+        """Function of a sequence and a step that is True if a grammar has forced the token, so that it is known
+        already."""
 
     def submit(self, batch: ScheduledBatch) -> Handle:
-        """Begin the step when the one before is done."""
+        """Start the step when the previous one is done."""
         self.clock.advance(self.host)
         seconds, began = self.seconds(batch), max(self.free_at, self.clock.now())
         self.free_at = began + seconds
@@ -49,14 +50,14 @@ class VirtualDevice:
         return Pending(self, batch, self.known_at)
 
     def newest(self, batch: ScheduledBatch) -> Handle:
-        """Return the handle of ``batch`` as the last step that the device has to do."""
+        """Return the handle of ``batch`` as the last step of the device."""
         self.known_at = self.free_at
         return Pending(self, batch, self.free_at)
 
 
 @dataclass(slots=True)
 class Pending:
-    """A step on its way; done at ``until``."""
+    """A step in flight; done at ``until``."""
 
     device: VirtualDevice
     batch: ScheduledBatch
@@ -64,11 +65,11 @@ class Pending:
     known: StepResult | None = None
 
     def draw(self) -> None:
-        """Nothing waits for it."""
+        """Do nothing: no draw waits."""
 
     @property
     def over(self) -> bool:
-        """True once the device is done with the step."""
+        """True once the device has finished the step."""
         return self.device.clock.time >= self.until
 
     def result(self) -> StepResult:

@@ -1,4 +1,4 @@
-"""The queue of sequences that wait for KV blocks and a place: its order, and its bound."""
+"""The queue of sequences that wait for KV blocks and a place: its order and its bound."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class WaitingQueue:
     def __init__(self, admission: Admission | None = None) -> None:
         self.admission = admission or Admission()
         self.elsewhere = Ledger()
-        """Requests that have been let in, and wait for something else before they come here."""
+        """Admitted requests that wait for something else, such as a grammar, before they join this queue."""
         self.let_in: set[str] = set()
-        """Ids of those of them that come now."""
+        """Ids of requests of ``elsewhere`` that join the queue now."""
         self._last_admission: float | None = None
         self._interval: float | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Forget all that wait."""
+        """Remove all waiting sequences."""
         self.num_preempted = 0
         self.num_tokens = 0
-        """To be computed of all that wait."""
+        """Tokens to be computed of all waiting sequences."""
         self.num_felt = 0
-        """The same without requests that are answered in one piece."""
+        """Tokens to be computed, without requests that are answered in one piece."""
         self.new = Ledger()
         """Requests that wait for their first step."""
         self._sequences: list[Sequence] = []
-        """In the order of their ranks, each of which is one sequence's alone."""
+        """Waiting sequences in the order of their ranks, which are unique."""
 
     @property
     def num_new(self) -> int:
@@ -48,7 +48,7 @@ class WaitingQueue:
         return self.new.requests
 
     def check_room(self, claim: Claim, key: Key) -> None:
-        """Raises QueueFull where another new request would be one too many.
+        """Raise QueueFull if the queue cannot take another new request.
 
         Args:
             key: its place in the order.
@@ -65,8 +65,8 @@ class WaitingQueue:
         self.admission.check(claim, both, ahead, self.retry_after())
 
     def retry_after(self) -> float:
-        """Seconds, 1 to 60: an estimate of the time in which half of the queue gets its turn, from the smoothed time
-        between admissions while others waited."""
+        """Estimate the seconds, 1 to 60, in which half of the queue gets its turn, from the smoothed time between
+        admissions while others waited."""
         if self._interval is None:
             return LEAST_RETRY_S
         return min(max(self._interval * self.num_new / 2, LEAST_RETRY_S), MOST_RETRY_S)
@@ -81,15 +81,15 @@ class WaitingQueue:
         return len(self._sequences)
 
     def in_order(self) -> list[Sequence]:
-        """All that wait, in the order of their turns."""
+        """Return all waiting sequences, in the order of their turns."""
         return list(self._sequences)
 
     def head(self) -> Sequence | None:
-        """The sequence whose turn is next."""
+        """Return the sequence whose turn is next."""
         return self._sequences[0] if self._sequences else None
 
     def admit(self, seq: Sequence, now: float) -> None:
-        """Take a sequence out, the head as a rule, because it is admitted at time ``now`` (seconds)."""
+        """Remove a sequence, usually the head, because it is admitted at time ``now`` (seconds)."""
         self._take_out(seq)
         if seq.request.first_scheduled is None:
             if self._last_admission is not None:
@@ -100,25 +100,25 @@ class WaitingQueue:
             self.admission.pace.left(seq.request.claim.work, now, self.num_new > 0)
 
     def remove(self, seq: Sequence) -> None:
-        """Take a sequence out for good; nothing of it stays here."""
+        """Remove a sequence, and all that is counted for it."""
         self._take_out(seq)
         seq.status = Status.GONE
 
     def move(self, seq: Sequence, rank: Rank) -> None:
-        """Give a sequence that waits another place."""
+        """Change the rank of a waiting sequence."""
         self._take_out(seq)
         seq.rank = rank
         self.push(seq)
 
     def grew(self, seq: Sequence, tokens: int) -> None:
-        """Count more tokens of a sequence, which may wait if it was preempted while its step was in flight."""
+        """Count additional tokens of a sequence, which may wait if it was preempted while its step was in flight."""
         if seq.status is Status.WAITING:
             self.num_tokens += tokens
             self.num_felt += 0 if seq.request.spec.in_one_piece else tokens
 
     def _take_out(self, seq: Sequence) -> None:
         index = bisect_left(self._sequences, seq.rank, key=_by_rank)
-        assert self._sequences[index] is seq, f"{seq} does not wait"
+        assert self._sequences[index] is seq, f"{seq} is not waiting"
         del self._sequences[index]
         self._count(seq, -1)
 

@@ -34,9 +34,9 @@ class Saved:
     bytes: int
     kind: Literal["weight", "activation"]
     counted: bool
-    """False where a node that runs earlier holds the same storage."""
+    """True if the storage is counted here; False if a node that runs earlier holds it."""
     weight: str = ""
-    """The name of a weight, as far as a module has one for it."""
+    """Name of the weight, if a module has a name for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class Node:
     held: int
     feeds: tuple[int, ...]
     weight: str = ""
-    """The weight whose gradient it adds to: by name, or the shape of a leaf that no module has."""
+    """Weight whose gradient it adds to: by name, or the shape of a leaf without a module."""
     hidden: int = 0
 
     def bytes(self, kind: str) -> int:
-        """Storage that is counted here."""
+        """Return the bytes of storage of a kind that are counted at this node."""
         return sum(saved.bytes for saved in self.saved if saved.counted and saved.kind == kind)
 
 
@@ -72,12 +72,12 @@ class Total:
     nodes: int
     seconds: float
     bytes: int
-    """Activations that are counted at these nodes."""
+    """Bytes of activations counted at these nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """A backward pass. ``seconds``: from the call to its end, with what measuring adds."""
+    """A backward pass. ``seconds``: from the call to its end, including the overhead of measuring."""
 
     nodes: tuple[Node, ...]
     seconds: float
@@ -92,11 +92,11 @@ class Backward:
 
     @property
     def peak(self) -> int:
-        """The largest amount of activations that the graph held while it ran, in bytes."""
+        """Most bytes of activations that the graph held at a time."""
         return max((node.held for node in self.nodes), default=0)
 
     def totals(self, key: Callable[[Node], str] = lambda node: node.name) -> list[Total]:
-        """Nodes by kind, or by another key; the longest time first."""
+        """Sum nodes by kind, or by another key; the longest time first."""
         groups: dict[str, list[Node]] = {}
         for node in self.nodes:
             groups.setdefault(key(node), []).append(node)
@@ -163,7 +163,7 @@ def explain(loss: Tensor, record: ForwardRecord | None = None) -> Backward:
         record: made during the forward pass; gives the names of modules and weights.
 
     Raises:
-        ValueError: no scalar, or one that depends on nothing that wants a gradient.
+        ValueError: not a scalar, or one that depends on no tensor that requires a gradient.
     """
     check(loss)
     record = record or ForwardRecord()
@@ -186,15 +186,15 @@ def explain(loss: Tensor, record: ForwardRecord | None = None) -> Backward:
 
 
 def check(loss: Any) -> None:
-    """ValueError unless ``loss.backward()`` could run."""
+    """Check that ``loss.backward()`` can run. Raises ValueError."""
     if not isinstance(loss, Tensor):
         raise ValueError(f"the loss must be a tensor, not {type(loss).__name__}")
     if loss.numel() != 1:
         raise ValueError(f"the loss must be a single number, not of shape {list(loss.shape)}: take its mean or sum")
     if loss.grad_fn is None:
         raise ValueError(
-            "the loss depends on nothing that wants a gradient: use parameters, or tensors with requires_grad=True, "
-            "and neither no_grad nor detach on the way"
+            "the loss depends on no tensor that requires a gradient: use parameters, or tensors with "
+            "requires_grad=True, and neither no_grad nor detach on the way"
         )
 
 
@@ -214,7 +214,7 @@ def _next_number() -> int:
 
 
 def _reachable(root: Any) -> list[Any]:
-    """Every node of the graph, each once."""
+    """Return every node of the graph, each once."""
     found: dict[Any, None] = {}
     waiting = [root]
     while waiting:
@@ -228,7 +228,7 @@ def _reachable(root: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Raw:
-    """A saved tensor as found at a node: ``storage`` None where hooks keep something else in its place."""
+    """A saved tensor as found at a node; ``storage`` is None if hooks replaced the tensor."""
 
     name: str
     shape: tuple[int, ...] = ()
@@ -272,7 +272,7 @@ def _describe(name: str, saved: Any) -> _Raw | None:
 
 
 class _Timer:
-    """Notes when nodes run, and in which order."""
+    """Records when nodes run, and in which order."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -280,7 +280,7 @@ class _Timer:
         self._marks: dict[Any, list[Any]] = {}
 
     def watch(self, node: Any) -> tuple[Any, Any]:
-        """Hooks around a node."""
+        """Return hooks to call before and after a node."""
 
         def begin(gradients: Any) -> None:
             self.order.append(node)
@@ -292,7 +292,7 @@ class _Timer:
         return node.register_prehook(begin), node.register_hook(end)
 
     def run(self, loss: Tensor) -> float:
-        """The backward pass; its seconds."""
+        """Run the backward pass; returns its seconds."""
         first = self._now()
         loss.backward()  # type: ignore[no-untyped-call]
         last = self._now()
@@ -301,7 +301,7 @@ class _Timer:
         return self._between(first, last)
 
     def seconds(self, node: Any) -> float:
-        """Time of a node that has run, in seconds."""
+        """Return the time of a node that has run, in seconds."""
         first, last = self._marks[node]
         return self._between(first, last)
 
@@ -375,7 +375,8 @@ def _leaf_name(leaf: Tensor) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """``AccumulateGrad`` for torch's own; ``transect_gelu`` for an operator that torch.library gave a gradient."""
+    """Shorten a node's name: ``AccumulateGrad`` for torch's own; ``transect_gelu`` for an operator with a gradient from
+    torch.library."""
     name = name.removeprefix("torch::autograd::")
     if name.startswith("GeneratedBackwardFor_"):
         name = name.removeprefix("GeneratedBackwardFor_").removesuffix("Backward").removesuffix("_default")

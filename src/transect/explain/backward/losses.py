@@ -21,7 +21,7 @@ from ...train.objectives.loss import batch_loss, token_loss
 from .graph import Backward, ForwardRecord, check, explain, leaves_of
 
 RUN_NAME = "__explain__"
-"""``__name__`` in a file that is explained, so that what stands under ``if __name__ == "__main__"`` does not run."""
+"""``__name__`` in an explained file, so that its code under ``if __name__ == "__main__"`` does not run."""
 
 
 def explain_model(config: TrainConfig, tokens: int) -> Backward:
@@ -78,7 +78,7 @@ def explain_script(path: Path) -> Backward:
             values = _run(path, lambda: runpy.run_path(str(path), run_name=RUN_NAME))
         if "loss" not in values:
             raise ValueError(
-                f"{path} leaves no loss: assign a scalar to `loss`, or define a function `loss()` that returns one, "
+                f"{path} defines no loss: assign a scalar to `loss`, or define a function `loss()` that returns one, "
                 'outside of `if __name__ == "__main__"`'
             )
         loss = values["loss"]
@@ -101,7 +101,7 @@ def _run(path: Path, call: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _as_script(path: Path) -> Iterator[None]:
-    """The arguments and the import path that ``python PATH`` would have; imports that it made stay possible."""
+    """Set the arguments and the import path of ``python PATH``; its imports remain possible afterwards."""
     arguments = sys.argv
     sys.argv = [str(path)]
     folder = str(path.resolve().parent)

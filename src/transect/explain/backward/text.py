@@ -12,7 +12,7 @@ LAYER = re.compile(r"(.*?\b\d+)(\.|$)")
 
 
 def lines(backward: Backward, *, every: bool = False) -> Iterator[str]:
-    """Nodes in order, totals by kind and by module, and memory.
+    """Yield lines for nodes in order, totals by kind and by module, and memory.
 
     Layers that look like the one before them are one line each, unless ``every`` node is wanted.
     """
@@ -43,7 +43,7 @@ def lines(backward: Backward, *, every: bool = False) -> Iterator[str]:
 
 
 def size(count: int) -> str:
-    """Bytes, in decimal units."""
+    """Format a number of bytes, in decimal units."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
@@ -51,7 +51,7 @@ def size(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time, in seconds, milliseconds or microseconds."""
+    """Format a time in seconds, milliseconds or microseconds."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -82,7 +82,7 @@ def _numbers(nodes: Sequence[Node]) -> tuple[str, str, str]:
 
 
 def _layer(node: Node) -> str:
-    """``layers.3`` of ``layers.3.mlp.up``; "" outside of numbered modules."""
+    """Return ``layers.3`` for ``layers.3.mlp.up``; "" outside of numbered modules."""
     found = LAYER.match(node.module)
     return found[1] if found else ""
 
@@ -104,7 +104,7 @@ def _total_cells(total: Total, backward: Backward) -> tuple[str, ...]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> Iterator[str]:
-    """Columns side by side; those in ``right`` end flush."""
+    """Align columns; those in ``right`` are right-aligned."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     for row in (head, *rows):
         cells = zip(row, widths, strict=True)

@@ -3,19 +3,24 @@
 The time is cut at the moments that the decision log holds, and each piece gets one name. So the parts add up to the
 whole by construction; nothing is estimated but the division of a step between a request and the others in it
 (``StepWork.share``: what the step would have been without them, by their floors).
+
+A request that was continued in another engine has one bill for all engines that had it, if their logs are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .log import Life, LoggedStep, RunLog, StepRow
+from .log import DecisionRunLog, Life, LoggedStep, StepRow
 from .work import StepWork
 
 PARTS: Mapping[str, str] = {
     "intake": "on its way into the engine",
+    "earlier": "in an earlier engine, whose log is not there, and on its way from it",
+    "hand-over": "its engine ended: until another one had taken it",
     "grammar": "its grammar was being compiled",
     "queue: places": "queue: max_num_seqs sequences ran",
     "queue: kv": "queue: too few free KV blocks",
@@ -23,14 +28,14 @@ PARTS: Mapping[str, str] = {
     "queue: batch": "queue: the static batch ran",
     "queue: flight": "queue: the step under way had to end first",
     "starved": "admitted, but a step had no room for it",
-    "preempted": "its KV blocks were taken; waited to begin anew",
-    "recompute": "computed anew what it had lost",
+    "preempted": "preempted; waited to start again",
+    "recompute": "recomputed tokens after preemption",
     "ranks": "moving numbers between ranks in its steps, and waiting for the last of them",
     "others": "tokens of others in its steps",
     "compute": "its own tokens",
     "host": "between steps",
 }
-"""Name of a part, and what it means. They are always given in this order."""
+"""Names of parts with their meanings, in their fixed order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class Span:
     seconds: float
     parts: Mapping[str, float]
     floor: float
-    """The least time for its own tokens alone; 0 where device or model is not known."""
+    """Least time for the span's own tokens alone; 0 if device or model is unknown."""
     tokens: int
 
 
@@ -54,16 +59,18 @@ class Bill:
     cached_tokens: int
     output_tokens: int
     finish_reason: str
-    """Empty while the choice is unfinished."""
+    """Finish reason; empty while the choice is unfinished."""
     ttft: Span | None
     """Time up to the first token; None before it."""
     decode: Span | None
+    engines: int = 1
+    """Engines that had the request one after another, of those whose logs are there."""
     drafted_tokens: int = 0
     """Tokens that were drafted for it (speculative decoding), and of these the accepted ones."""
     accepted_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; times in milliseconds."""
+        """Return the bill for JSON; times in milliseconds."""
         found: dict[str, Any] = asdict(self)
         for name in ("ttft", "decode"):
             span = getattr(self, name)
@@ -80,7 +87,8 @@ class Bill:
         """Return the bill in lines of text."""
         cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
         head = f"request {self.request_id}, choice {self.choice}: {self.prompt_tokens} prompt tokens{cached}"
-        found = [f"{head}, {self.output_tokens} output tokens, {self.finish_reason or 'still running'}"]
+        head = f"{head}, {self.output_tokens} output tokens, {self.finish_reason or 'still running'}"
+        found = [head if self.engines == 1 else f"{head}, in {self.engines} engines one after another"]
         if self.ttft is None:
             found.append("no first token yet")
         else:
@@ -93,50 +101,114 @@ class Bill:
         return found
 
 
-def bill(log: RunLog, name: str, work: StepWork, choice: int = 0) -> Bill:
+@dataclass(frozen=True, slots=True)
+class _Stay:
+    """One choice of a request in one engine."""
+
+    log: DecisionRunLog
+    life: Life
+    work: StepWork
+    known: int
+    """Tokens of the choice that were known before."""
+    own: list[tuple[int, StepRow]]
+    """Its rows in steps that were done, with the indices of the steps."""
+
+    @classmethod
+    def of(cls, log: DecisionRunLog, life: Life, work: StepWork, choice: int) -> _Stay:
+        """Collect the rows of a choice. The leader computes the prompt for all choices; after that each has rows of its
+        own."""
+        added = life.added
+        first, last, prompt = added.first_seq, added.first_seq + choice, added.prompt_tokens
+        own = [(index, row) for index, row in life.steps if row[0] == last or (row[0] == first and row[1] < prompt)]
+        own = [(index, row) for index, row in own if log.steps[index].at is not None]
+        return cls(log, life, work, added.known[choice] if added.known is not None else 0, own)
+
+    def tokens(self, until: float) -> list[float]:
+        """List the times of its tokens after ``known``, up to the answer's token ``until``."""
+        first, found = self.life.added.prompt_tokens, []
+        for index, row in self.own:
+            step = self.log.steps[index]
+            if step.at is not None and self.known <= step.end(row) - first < until:
+                found += [step.at] * (1 + step.accepted.get(row[0], 0))
+        return found
+
+    def drafts(self) -> tuple[int, int]:
+        """Count its drafted and accepted tokens."""
+        steps = [(self.log.steps[index], row) for index, row in self.own]
+        return sum(step.drafted(row) for step, row in steps), sum(step.accepted.get(row[0], 0) for step, row in steps)
+
+
+def bill(
+    log: DecisionRunLog,
+    name: str,
+    work: StepWork,
+    choice: int = 0,
+    earlier: Sequence[tuple[DecisionRunLog, StepWork]] = (),
+) -> Bill:
     """Return the bill of a request.
+
+    Args:
+        log: of the last engine that had it.
+        earlier: the logs of other engines; what they have of the request before ``log`` is on the bill too.
 
     Raises:
         ValueError: the log has no such request, or the request no such choice.
     """
-    life = log.life(name)
-    if not 0 <= choice < life.added.n:
-        raise ValueError(f"request {name!r} has choices 0 to {life.added.n - 1}, not {choice}")
-    prompt = life.added.prompt_tokens
-    first, last = life.added.first_seq, life.added.first_seq + choice
-    # The leader computes the prompt for all choices; from there on each has rows of its own.
-    own = [(index, row) for index, row in life.steps if row[0] == last or (row[0] == first and row[1] < prompt)]
-    own = [(index, row) for index, row in own if log.steps[index].at is not None]
+    added = log.life(name).added
+    if not 0 <= choice < added.n:
+        raise ValueError(f"request {name!r} has choices 0 to {added.n - 1}, not {choice}")
+    stays = _stays(log, name, work, choice, earlier)
+    life = stays[-1].life
+    knowns = [*(stay.known for stay in stays[1:]), math.inf]
+    moments = [stay.tokens(until) for stay, until in zip(stays, knowns, strict=True)]
+    tokens = [at for each in moments for at in each]
     reason, count, _ = life.ends.get(choice, ("", 0, b""))
-    tokens = [index for index, row in own if row[1] + row[2] >= prompt]
     if not reason:
-        count = len(tokens)
-    cached = own[0][1][1] if own else 0
+        count = max(0, stays[-1].known) + len(moments[-1])
+    own = stays[0].own
+    found = Bill(
+        added.request_id, choice, added.prompt_tokens, own[0][1][1] if own else 0, count, reason, None, None, len(stays)
+    )
     if not tokens:
-        return Bill(life.added.request_id, choice, prompt, cached, count, reason, None, None)
-    split = tokens[0]
-    meter = _Meter(log, life, own, work)
-    until = log.steps[split].at
-    assert until is not None
-    ttft = meter.span(life.added.arrival, until)
-    final = log.steps[tokens[-1]].at
-    assert final is not None
-    decode = meter.span(until, final) if len(tokens) > 1 else None
-    drafted = sum(log.steps[index].drafted(row) for index, row in own)
-    accepted = sum(log.steps[index].accepted.get(row[0], 0) for index, row in own)
-    return Bill(life.added.request_id, choice, prompt, cached, count, reason, ttft, decode, drafted, accepted)
+        return found
+    meter = _Meter(stays)
+    ttft = meter.span(stays[0].life.added.arrival, tokens[0])
+    decode = meter.span(tokens[0], tokens[-1]) if len(tokens) > 1 else None
+    drafted, accepted = (sum(counts) for counts in zip(*(stay.drafts() for stay in stays), strict=True))
+    return replace(found, ttft=ttft, decode=decode, drafted_tokens=drafted, accepted_tokens=accepted)
+
+
+def _stays(
+    log: DecisionRunLog, name: str, work: StepWork, choice: int, earlier: Sequence[tuple[DecisionRunLog, StepWork]]
+) -> list[_Stay]:
+    """List the engines that had a choice, oldest first."""
+    life = log.life(name)
+    exact = life.added.request_id
+    before = [(each, each.requests[exact], its_work) for each, its_work in earlier if exact in each.requests]
+    before.sort(key=lambda each: each[1].added.at)
+    lives = [(log, life, work)]
+    while lives[0][1].added.known is not None:
+        older = [each for each in before if each[1].added.at < lives[0][1].added.at]
+        if not older:
+            break
+        lives.insert(0, older[-1])
+    while len(lives) > 1 and (lives[-1][1].added.known or [0])[choice] < 0:
+        lives.pop()  # the choice had ended before
+    return [_Stay.of(*each, choice) for each in lives]
 
 
 class _Meter:
-    """Names the pieces of a life, one after the other."""
+    """Cuts a life into named pieces, in order."""
 
-    def __init__(self, log: RunLog, life: Life, own: list[tuple[int, StepRow]], work: StepWork) -> None:
-        self.log, self.life, self.work = log, life, work
+    def __init__(self, stays: Sequence[_Stay]) -> None:
         self.pieces: list[tuple[float, float, str]] = []
         """(begin, end, part), without holes."""
         self.floors: list[tuple[float, float, int]] = []
         """(end of the step, floor of the own row, its tokens)."""
-        self._cover(own)
+        self._reached = 0
+        """Positions that have been computed."""
+        for number, stay in enumerate(stays):
+            self._cover(stay, first=number == 0)
 
     def span(self, begin: float, end: float) -> Span:
         """Return the pieces between two moments."""
@@ -147,40 +219,42 @@ class _Meter:
         tokens = sum(count for at, _, count in self.floors if begin < at <= end)
         return Span(end - begin, {name: value for name, value in parts.items() if value}, floor, tokens)
 
-    def _cover(self, own: list[tuple[int, StepRow]]) -> None:
-        added = self.life.added
-        self._piece(added.arrival, added.at, "grammar" if added.grammar else "intake")
+    def _cover(self, stay: _Stay, first: bool) -> None:
+        added, steps = stay.life.added, stay.log.steps
+        way = "grammar" if added.grammar else "intake"
+        if added.known is not None:
+            way = "earlier" if first else "hand-over"
+        self._piece(added.arrival, added.at, way)
         at = added.at
         expected = -1
-        reached = 0
         previous = -1
-        for index, row in own:
-            step = self.log.steps[index]
+        for index, row in stay.own:
+            step = steps[index]
             assert step.at is not None
             if expected < 0:
-                self._queued(at, step)
+                self._queued(steps, at, step)
             else:
                 lost = row[1] != expected
-                between = [self.log.steps[i] for i in range(previous + 1, index)]
+                between = [steps[i] for i in range(previous + 1, index)]
                 self._between(at, step.begins, between, "preempted" if lost else "starved")
             begins = step.begins + min(step.ranks, step.seconds)
             self._piece(step.begins, begins, "ranks")
-            mine = self.work.share([row], step.rows) * (step.at - begins)
+            mine = stay.work.share([row], step.rows) * (step.at - begins)
             end = step.end(row)
-            anew = max(0, min(reached, end) - row[1]) / row[2]
+            anew = max(0, min(self._reached, end) - row[1]) / row[2]
             middle = step.at - mine
             self._piece(begins, middle, "others")
             self._piece(middle, middle + mine * anew, "recompute")
             self._piece(middle + mine * anew, step.at, "compute")
-            self.floors.append((step.at, self.work.floor([row]).seconds, row[2]))
+            self.floors.append((step.at, stay.work.floor([row]).seconds, row[2]))
             at, previous = step.at, index
             expected = end
-            reached = max(reached, end)
+            self._reached = max(self._reached, expected)
 
-    def _queued(self, at: float, first: LoggedStep) -> None:
-        """From joining the queue to the first step: named by what each decision in between held against the head."""
+    def _queued(self, steps: Sequence[LoggedStep], at: float, first: LoggedStep) -> None:
+        """Name the time from joining the queue to the first step, by the reason that each decision in between gave."""
         name = "queue: flight"
-        for step in self.log.steps:
+        for step in steps:
             moment = step.planned.at
             if moment <= at:
                 continue
@@ -191,7 +265,7 @@ class _Meter:
         self._piece(at, first.begins, name)
 
     def _between(self, at: float, until: float, steps: list[LoggedStep], name: str) -> None:
-        """Between two own steps: other steps ran, or none."""
+        """Name the time between two of the request's steps, in which other steps ran, or none."""
         for step in steps:
             if step.at is None:
                 continue

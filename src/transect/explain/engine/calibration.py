@@ -13,7 +13,7 @@ import numpy as np
 
 from ...costs.fitting import FEWEST, Errors, FittedSteps, errors
 from ...costs.steps import StepLoad
-from .log import LoggedStep, RunLog
+from .log import DecisionRunLog, LoggedStep
 from .work import StepWork
 
 DRIFT = 0.25
@@ -22,7 +22,9 @@ RECENT = 5
 """Newest steps, which show the present speed of the machine."""
 
 
-def calibrated(log: RunLog, work: StepWork, share: float = 0.5) -> tuple[FittedSteps, tuple[Errors, Errors] | None]:
+def calibrated(
+    log: DecisionRunLog, work: StepWork, share: float = 0.5
+) -> tuple[FittedSteps, tuple[Errors, Errors] | None]:
     """Fit the model of a whole log, and check how well a model of its first ``share`` predicts the rest.
 
     Raises:
@@ -45,7 +47,7 @@ def followed(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
     return np.array([predicted[i] * np.median(ratio[max(0, i - RECENT) : i] if i else 1.0) for i in range(len(ratio))])
 
 
-def checked_steps(log: RunLog, work: StepWork, share: float = 0.5) -> tuple[Errors, Errors] | None:
+def checked_steps(log: DecisionRunLog, work: StepWork, share: float = 0.5) -> tuple[Errors, Errors] | None:
     """Check how well the model of a log's first ``share`` predicts the rest, alone and with ``followed``; None if there
     are too few steps."""
     loads, seconds = measured_steps(log, work)
@@ -57,13 +59,13 @@ def checked_steps(log: RunLog, work: StepWork, share: float = 0.5) -> tuple[Erro
     return errors(predicted, measured), errors(followed(predicted, measured), measured)
 
 
-def measured_steps(log: RunLog, work: StepWork) -> tuple[list[StepLoad], list[float]]:
+def measured_steps(log: DecisionRunLog, work: StepWork) -> tuple[list[StepLoad], list[float]]:
     """List the work and the time of every step whose time is known, without the first one, which sets things up."""
     known = known_steps(log)
     return [work.load(step.rows) for step in known], [step.seconds for step in known]
 
 
-def known_steps(log: RunLog) -> list[LoggedStep]:
+def known_steps(log: DecisionRunLog) -> list[LoggedStep]:
     """List the steps whose beginning and end the log has."""
     return [
         after
@@ -72,7 +74,7 @@ def known_steps(log: RunLog) -> list[LoggedStep]:
     ]
 
 
-def spread(log: RunLog) -> Errors | None:
+def spread(log: DecisionRunLog) -> Errors | None:
     """Compare decode steps with the mean of the steps before and after them, if the same sequences ran in all three.
 
     Their work differs by one position, so the rest is the machine, which no model can know. None if there are fewer
@@ -91,13 +93,13 @@ def spread(log: RunLog) -> Errors | None:
 
 
 def _decodes(step: LoggedStep, rows: set[int]) -> bool:
-    """True if a step has one token for each of these sequences, and nothing else."""
+    """Return True if a step has one token for each of these sequences, and no other rows."""
     return len(step.rows) == len(rows) and all(seq in rows and count == 1 for seq, _, count in step.rows)
 
 
-def host_seconds(log: RunLog) -> float:
-    """Return the median time of the host before each step, while there is work: from one result until the next step
-    begins, or, where steps are planned ahead, from planning a step until it is handed over."""
+def host_seconds(log: DecisionRunLog) -> float:
+    """Return the median time of the host before each step, while there is work: from one result to the next step's
+    begin, or, if steps are planned ahead, from planning a step to submitting it."""
     taken = []
     for before, after in pairwise(log.steps):
         if before.at is None or after.at is None or not before.planned.running:

@@ -13,7 +13,7 @@ from ...costs.fitting import FEWEST, FittedSteps
 from ...engine.scheduling.decisions import Aborted, Done, Planned, TakenBack
 from .bill import PARTS
 from .calibration import drift, host_seconds, measured_steps
-from .log import LoggedStep, RunLog
+from .log import DecisionRunLog, LoggedStep
 from .work import StepWork
 
 WINDOW_S = 10.0
@@ -22,7 +22,7 @@ LATE = {
     "grammar": "the device waited for masks of grammars",
     "ranks": "other ranks had to be waited for",
 }
-"""In words: ``Step.late``."""
+"""Descriptions of ``Step.late``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Waiter:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The last ``seconds`` of an engine. Shares are of that time; None where no floor is known."""
+    """The last ``seconds`` of an engine. Shares are of that time; None if no floor is known."""
 
     seconds: float
     steps: int
@@ -53,22 +53,22 @@ class View:
     kv_used: float
     step_ms: dict[str, float]
     predicted_ms: float | None
-    """Median step of the same rows by a model of the older steps."""
+    """Median predicted time of steps with the same rows, by a model of the older steps."""
     reasons: dict[str, float]
     """Share of the steps after which the queue waited, by reason."""
     launched: dict[str, float] = field(default_factory=dict)
     """Share of the steps: replayed as a ``graph``, ``captured`` first, or ``eager``; empty on a CPU."""
     late: dict[str, float] = field(default_factory=dict)
-    """Share of the steps that kept the device waiting, by who did: ``Step.late``."""
+    """Share of the steps that kept the device waiting, by cause: ``Step.late``."""
     waiters: list[Waiter] = field(default_factory=list)
     warning: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return the same on a few lines."""
+        """Return the same as a few lines of text."""
         rows = [
             f"last {self.seconds:.1f} s: {self.steps} steps, {self.tokens_per_second:.0f} tokens/s computed, "
             f"{self.output_tokens_per_second:.0f} tokens/s out",
@@ -91,7 +91,7 @@ class View:
         return [*rows, self.warning] if self.warning else rows
 
 
-def view(log: RunLog, work: StepWork, now: float | None = None, window: float = WINDOW_S) -> View:
+def view(log: DecisionRunLog, work: StepWork, now: float | None = None, window: float = WINDOW_S) -> View:
     """Summarize the newest ``window`` seconds of a log.
 
     Args:
@@ -140,8 +140,8 @@ def view(log: RunLog, work: StepWork, now: float | None = None, window: float = 
     )
 
 
-def _under_way(log: RunLog, now: float) -> float:
-    """Seconds since the step that has not ended began; 0: there is none."""
+def _under_way(log: DecisionRunLog, now: float) -> float:
+    """Return the seconds since the step in flight began; 0 if there is none."""
     steps = [step for step in log.steps[-2:] if step.at is None]
     before = max((step.at for step in log.steps[-3:] if step.at is not None), default=0.0)
     return now - max(steps[0].planned.at, before) if steps and steps[0].planned.running else 0.0
@@ -152,26 +152,26 @@ def _shares(names: list[str], count: int) -> dict[str, float]:
 
 
 def _host(steps: list[LoggedStep]) -> float:
-    """Time between steps in which sequences ran."""
+    """Sum the time between steps in which sequences ran."""
     pairs = itertools.pairwise(steps)
     return sum(max(0.0, after.begins - (before.at or 0.0)) for before, after in pairs if before.planned.running)
 
 
-def _outputs(log: RunLog, recent: list[LoggedStep]) -> int:
-    """Rows that drew a token."""
+def _outputs(log: DecisionRunLog, recent: list[LoggedStep]) -> int:
+    """Count the rows that drew a token."""
     prompts = {
         life.added.first_seq + choice: life.added.prompt_tokens for life in log.lives for choice in range(life.added.n)
     }
     return sum(start + count >= prompts.get(seq, 0) for step in recent for seq, start, count in step.rows)
 
 
-def _ended(log: RunLog) -> int:
-    """Sequences that ended after the newest step was planned."""
+def _ended(log: DecisionRunLog) -> int:
+    """Count the sequences that ended after the newest step was planned."""
     late = itertools.takewhile(lambda event: not isinstance(event, Planned), reversed(log.events))
     return sum(len(event.ended) for event in late if isinstance(event, (Done, Aborted, TakenBack)))
 
 
-def _waiters(log: RunLog, now: float, reason: str) -> list[Waiter]:
+def _waiters(log: DecisionRunLog, now: float, reason: str) -> list[Waiter]:
     found = []
     for life in log.lives:
         if not life.steps and not life.ends:
@@ -181,8 +181,8 @@ def _waiters(log: RunLog, now: float, reason: str) -> list[Waiter]:
     return found
 
 
-def _predicted(log: RunLog, work: StepWork, recent: list[LoggedStep]) -> tuple[float | None, str]:
-    """Median step time that older steps predict for the recent ones, in ms, and the warning where they are off."""
+def _predicted(log: DecisionRunLog, work: StepWork, recent: list[LoggedStep]) -> tuple[float | None, str]:
+    """Return the median step time that older steps predict for the recent ones, in ms, and a warning if it is off."""
     loads, seconds = measured_steps(log, work)
     count = min(len(recent), len(loads))
     older = len(loads) - count

@@ -1,4 +1,4 @@
-"""A decision log as it is read: steps with their rows and times, requests with their lives (no torch).
+"""A decision log after reading: steps with their rows and times, requests with their lives (no torch).
 
 The engine writes events (``engine/scheduling/decisions.py``). Here they become ``LoggedStep`` and ``Life`` objects, and
 the events stay beside them in their order, for who wants to run them again.
@@ -20,28 +20,29 @@ LATE_S = 5e-5
 SLOW = 10
 """A step had also ended before, if launching the next step took this many times as long as the wait for its result."""
 DRAWS_S = 5e-4
-"""Seconds: what is left of a step once its draws are handed over, where the device had nothing else left to do."""
+"""Longest remaining time of a step, in seconds, when only its draws were left."""
 
 
 @dataclass(slots=True)
 class LoggedStep:
-    """One engine step. Times are seconds on the engine's clock; ``at`` is None where the log ends before it."""
+    """One engine step. Times are seconds on the engine's clock; ``at`` is None if the log ends before the step's
+    result."""
 
     number: int
     rows: list[StepRow]
     planned: Planned
     at: float | None = None
     begins: float = 0.0
-    """When it was submitted and the step before was done."""
+    """Start of the step: it was submitted and the previous step was done."""
     waited: float = 0.0
     committed: float = 0.0
     launched: str = ""
     drawn: float = 0.0
     ranks: float = 0.0
     ahead: bool = False
-    """Steps are planned while the one before runs."""
+    """True if steps are planned while the previous one runs."""
     handed: float = 0.0
-    """Seconds that handing over the next step took, where that was planned while this one ran."""
+    """Seconds of submitting the next step, if that was planned while this one ran."""
     accepted: dict[int, int] = field(default_factory=dict)
     """Accepted drafts of each row with drafts, by sequence number; such a row has one token that is no draft."""
 
@@ -55,7 +56,7 @@ class LoggedStep:
 
     @property
     def seconds(self) -> float:
-        """From ``begins`` to ``at``."""
+        """Seconds from ``begins`` to ``at``."""
         return (self.at or self.begins) - self.begins
 
     @property
@@ -82,17 +83,17 @@ class LoggedStep:
 
 @dataclass(slots=True)
 class Life:
-    """One request, as the log saw it."""
+    """One request in the log."""
 
     added: Added
     ends: dict[int, tuple[str, int, bytes]] = field(default_factory=dict)
-    """By choice: why it ended, its output tokens, the hashes of its full blocks."""
+    """Finish reason, output tokens and hashes of the full blocks, by choice."""
     steps: list[tuple[int, StepRow]] = field(default_factory=list)
-    """(index into ``RunLog.steps``, row) of every row of its choices."""
+    """(index into ``DecisionRunLog.steps``, row) of every row of its choices."""
 
 
 @dataclass(slots=True)
-class RunLog:
+class DecisionRunLog:
     """A whole log, or as much of it as there is.
 
     Attributes:
@@ -113,7 +114,7 @@ class RunLog:
 
     @property
     def newest(self) -> float:
-        """When the newest record was made, on the engine's clock."""
+        """Time of the newest record, on the engine's clock."""
         last = self.events[-1] if self.events else None
         return last.committed if isinstance(last, Done) else getattr(last, "at", 0.0) or self._last_step()
 
@@ -128,13 +129,12 @@ class RunLog:
             return False
 
     def life(self, name: str) -> Life:
-        """Return the request called ``name``: the engine's id, or what a server's answer calls it (``chatcmpl-...``).
+        """Return the request called ``name``: the engine's id, or the id in a server's answer (``chatcmpl-...``).
 
         Raises:
             ValueError: there is none, or more than one.
         """
-        bare = name.rpartition("-")[2] if name.startswith(("cmpl-", "chatcmpl-", "resp", "msg")) else name
-        bare = bare.removeprefix("resp_").removeprefix("msg_")
+        bare = bare_id(name)
         found = [key for key in self.requests if key in (name, bare) or key.startswith(f"{bare}-")]
         if not found:
             raise ValueError(f"the log has no request {name!r}: it ended too long ago, or never came")
@@ -143,11 +143,18 @@ class RunLog:
         return self.requests[name if name in found else found[0]]
 
 
-def load(path: str | Path) -> RunLog:
+def bare_id(name: str) -> str:
+    """Return the engine's id of a request that a server's answer calls ``chatcmpl-...``, ``resp_...`` and so on; the
+    beginning of its ids if one answer is several requests."""
+    bare = name.rpartition("-")[2] if name.startswith(("cmpl-", "chatcmpl-", "resp", "msg")) else name
+    return bare.removeprefix("resp_").removeprefix("msg_")
+
+
+def load(path: str | Path) -> DecisionRunLog:
     """Read the log in a file.
 
     Raises:
-        ValueError: there is no such file, or it is no decision log.
+        ValueError: there is no such file, or it is not a decision log.
     """
     try:
         data = Path(path).read_bytes()
@@ -156,7 +163,7 @@ def load(path: str | Path) -> RunLog:
     return build(read_records(data))
 
 
-def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0) -> RunLog:
+def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0) -> DecisionRunLog:
     """Build a log from its records, the header first.
 
     ``complete``: nothing is missing between the header and the first record. Else steps whose rows follow from steps
@@ -165,7 +172,7 @@ def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0
     events = list(records)
     header = events.pop(0)
     assert isinstance(header, Header)
-    log = RunLog(header, events, [], {}, [], complete, idle)
+    log = DecisionRunLog(header, events, [], {}, [], complete, idle)
     by_number: dict[int, LoggedStep] = {}
     of_seq: dict[int, tuple[Life, int]] = {}
     last: list[StepRow] | None = [] if complete else None

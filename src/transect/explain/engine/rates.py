@@ -1,4 +1,4 @@
-"""The rates that floors of a log are computed with: a preset's, or those that were measured on this machine."""
+"""Rates for the floors of a log: a preset's, or those measured on this machine."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Runs a decision log through the shipping scheduler again, event by event, and compares every decision.
 
-A log holds no tokens. ``Script`` makes up tokens that mean the same to the scheduler: the last token of each full KV
-block stands for the block's hash, so the prefix cache finds exactly what it found; an answer that ended at a stop token
-ends with one. With nothing changed every step must come out as it was: the same rows, copies, reasons and free blocks.
-``simulate.py`` runs the same requests on a virtual clock with something changed.
+A log holds no tokens. ``ReplayScript`` makes up tokens that mean the same to the scheduler: the last token of each full
+KV block stands for the block's hash, so the prefix cache finds exactly what it found; an answer that ended at a stop
+token ends with one. With nothing changed every step must come out as it was: the same rows, copies, reasons and free
+blocks. ``simulate.py`` runs the same requests on a virtual clock with something changed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ...engine.scheduling.request import Request, Sequence
 from ...engine.scheduling.sampling_params import SamplingParams
 from ...engine.scheduling.scheduler import Scheduler
 from ...engine.scheduling.scheduler_config import SchedulerConfig
-from .log import Life, RunLog, StepRow, last_rows_on, rows_of
+from .log import DecisionRunLog, Life, StepRow, last_rows_on, rows_of
 
 DAMAGED = "records of this log are missing or damaged, so it cannot be run again"
 STOP = 2**31 - 1
-"""The token that ends an answer of a script. No block's number reaches it."""
+"""Token that ends an answer of a script; block numbers are smaller."""
 
 
 class _AnyAnswer:
-    """Stands where a request had a grammar: the script has its tokens, and the log says how far it forced them."""
+    """A grammar for requests that had one: the script has the tokens, and the log the number of forced ones."""
 
     terminated = False
 
@@ -48,19 +48,19 @@ class _AnyAnswer:
         return None
 
 
-class Script:
-    """The tokens of a log's requests, as far as the scheduler can tell them apart."""
+class ReplayScript:
+    """Tokens of a log's requests, equal to the real ones as far as the scheduler can tell."""
 
-    def __init__(self, log: RunLog) -> None:
+    def __init__(self, log: DecisionRunLog) -> None:
         self.log = log
         self.block_size: int = log.header.scheduler["block_size"]
         self._numbers: dict[bytes, int] = {}
-        """A number for each block hash, from 1 on."""
+        """Number of each block hash, from 1."""
         self._private = 2**30
-        """The next number for a block whose hash is not known."""
+        """Next number for a block with an unknown hash."""
 
     def request(self, life: Life, name: str | None = None, arrival: float | None = None) -> Request:
-        """Return a request that asks for the same."""
+        """Build a request with the same settings."""
         added = life.added
         # All choices share the prompt; one that ended early may know the hashes of its beginning only.
         hashes = max((each[2] for each in life.ends.values()), key=len, default=b"")
@@ -96,7 +96,8 @@ class Script:
         )
 
     def output(self, life: Life, choice: int) -> Iterator[int]:
-        """Yield the tokens that a choice draws; those after its end are what a step under way would have drawn."""
+        """Yield the tokens that a choice draws; tokens after its end are those that a step in flight would have
+        drawn."""
         start = life.added.prompt_tokens
         known = 0 if life.added.known is None else max(0, life.added.known[choice])
         yield from self._answer(life, choice, start + known, start + life.ends.get(choice, ("", 0, b""))[1])
@@ -104,7 +105,7 @@ class Script:
             yield 0
 
     def _answer(self, life: Life, choice: int, start: int, end: int) -> Iterator[int]:
-        """The tokens of an answer at positions ``start .. end - 1``."""
+        """Yield the tokens of an answer at positions ``start .. end - 1``."""
         reason, count, hashes = life.ends.get(choice, ("", 0, b""))
         last = life.added.prompt_tokens + count - 1 if reason == "stop" else -1
         for position in range(start, end):
@@ -125,13 +126,14 @@ class Script:
 
 
 class RecordedDrafts(Speculation):
-    """Drafts as many tokens for each row as a log says."""
+    """Drafts the recorded number of tokens for each row."""
 
     rows: Mapping[int, int] = {}
-    """Tokens of the rows of the step that is planned next, by seq_id."""
+    """Tokens of the next step's rows, by seq_id."""
 
     def drafts(self, sequences: Listed[Sequence], room: int, *, known: bool = True) -> dict[int, tuple[int, ...]]:
-        """See ``Speculation``; which tokens they are means nothing to the scheduler."""
+        """Return the recorded number of draft tokens; see ``Speculation``. Their values do not matter to the
+        scheduler."""
         counts = {seq.seq_id: self.rows.get(seq.seq_id, 1) - 1 for seq in sequences}
         found = {seq_id: (0,) * count for seq_id, count in counts.items() if count > 0}
         self.worthwhile = bool(found)
@@ -159,7 +161,7 @@ class Replayed:
     difference: Difference | None
 
 
-def replay(log: RunLog) -> Replayed:
+def replay(log: DecisionRunLog) -> Replayed:
     """Run the log again with nothing changed.
 
     Raises:
@@ -174,9 +176,9 @@ def replay(log: RunLog) -> Replayed:
 
 
 class _Replay:
-    def __init__(self, log: RunLog) -> None:
+    def __init__(self, log: DecisionRunLog) -> None:
         self.log = log
-        self.script = Script(log)
+        self.script = ReplayScript(log)
         self.scheduler = Scheduler(SchedulerConfig(**log.header.scheduler), VirtualClock())
         if self.scheduler.speculation is not None:
             self.scheduler.speculation = RecordedDrafts(self.scheduler.speculation.config, self.scheduler.times)
@@ -184,7 +186,7 @@ class _Replay:
         self.batches: dict[int, ScheduledBatch] = {}
         self.last: list[StepRow] | None = []
         self.ruled: list[Sequence] = []
-        """Choices that had a grammar: they take the way on which forced tokens are looked for."""
+        """Choices that had a grammar: the replay searches them for forced tokens."""
 
     def run(self) -> Replayed:
         decisions = rows = 0
@@ -258,7 +260,7 @@ class _Replay:
 
     def _commit(self, event: Done) -> None:
         if event.step not in self.batches:
-            raise ValueError(f"{DAMAGED}: step {event.step} ended and was not planned")
+            raise ValueError(f"{DAMAGED}: step {event.step} ended without having been planned")
         batch = self.batches.pop(event.step)
         if event.learned:
             self.scheduler.times.learn(StepLoad.of(batch.spans(), batch.scored), event.learned)

@@ -24,32 +24,32 @@ from ...engine.scheduling.policies.admission import QueueFull
 from ...engine.scheduling.scheduler_config import SchedulerConfig
 from ...engine.scheduling.simulation import SimulatedEngine
 from ...spec.numbers.registry import roundings
-from .log import Life, RunLog
-from .replay import Script
+from .log import DecisionRunLog, Life
+from .replay import ReplayScript
 from .work import StepWork
 
 MACHINE = ("preset", "quantization")
-"""Settings of a what-if that are not the scheduler's."""
+"""Settings of a what-if that are not settings of the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """All requests that had a first token: seconds, by percentile."""
+    """Percentiles over all requests that had a first token, in seconds."""
 
     requests: int
     output_tokens: int
     seconds: float
-    """From the first arrival to the last token."""
+    """Seconds from the first arrival to the last token."""
     ttft: Mapping[str, float]
     itl: Mapping[str, float]
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens."""
+        """Output tokens per second."""
         return self.output_tokens / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; seconds."""
+        """Return the fields for JSON; seconds."""
         return {**dataclasses.asdict(self), "tokens_per_second": self.tokens_per_second}
 
 
@@ -68,7 +68,7 @@ class _Seconds:
         return seconds
 
 
-def changed(log: RunLog, work: StepWork, changes: Mapping[str, Any]) -> tuple[SchedulerConfig, StepWork | None]:
+def changed(log: DecisionRunLog, work: StepWork, changes: Mapping[str, Any]) -> tuple[SchedulerConfig, StepWork | None]:
     """Return the changed scheduler settings, and the work on another device or in another format (None if the same).
 
     Raises:
@@ -102,7 +102,7 @@ def changed(log: RunLog, work: StepWork, changes: Mapping[str, Any]) -> tuple[Sc
     return config, StepWork(work.config, storage, rates)
 
 
-def acceptance_of(log: RunLog) -> float | None:
+def acceptance_of(log: DecisionRunLog) -> float | None:
     """Return the share of drafts that were right where those before them were; None if nothing was drafted, or by a
     model, whose times a log does not have."""
     speculation = log.header.scheduler.get("speculation")
@@ -118,9 +118,9 @@ def acceptance_of(log: RunLog) -> float | None:
 
 
 def simulate(
-    log: RunLog, model: FittedSteps, work: StepWork, config: SchedulerConfig, other: StepWork | None = None
+    log: DecisionRunLog, model: FittedSteps, work: StepWork, config: SchedulerConfig, other: StepWork | None = None
 ) -> Latencies:
-    """Run the requests of ``log`` under ``config``, on a device whose steps take what ``model`` says.
+    """Run the requests of ``log`` under ``config``, with step times predicted by ``model``.
 
     Raises:
         ValueError: a request does not fit under ``config``.
@@ -129,7 +129,7 @@ def simulate(
     seconds = _Seconds(model, work, other)
     acceptance = acceptance_of(log)
     engine = SimulatedEngine(limits, seconds, lag=log.header.lag, host=model.host, acceptance=acceptance)
-    script = Script(log)
+    script = ReplayScript(log)
     lives = sorted((life for life in log.lives if life.ends), key=lambda life: life.added.at)
     if not lives:
         raise ValueError("no request of this log has ended: log a longer run")
@@ -146,18 +146,19 @@ def simulate(
 
 
 def _intake(lives: Sequence[Life]) -> float:
-    """Seconds from an arrival until the engine can see the request: those of the quickest twentieth, which came when
-    the engine was about to look."""
+    """Estimate the seconds from an arrival until the engine can see the request: those of the fastest 5%, which came
+    just before the engine looked."""
     return float(np.percentile([max(0.0, life.added.at - life.added.arrival) for life in lives], 5))
 
 
 def _there(life: Life, intake: float) -> float:
-    """When the engine could see a request: with other steps it would not have looked when it did."""
+    """Return the earliest time at which the engine could see a request: with other steps it would have looked at
+    another time."""
     added = life.added
     return added.at if added.grammar else min(added.at, added.arrival + intake)
 
 
-def _add(engine: SimulatedEngine, script: Script, life: Life, name: str) -> None:
+def _add(engine: SimulatedEngine, script: ReplayScript, life: Life, name: str) -> None:
     longest = max(count for _, count, _ in life.ends.values())
     request = script.request(life, name, life.added.arrival)
     cut = any(reason in ("abort", "error") for reason, _, _ in life.ends.values())
@@ -169,7 +170,7 @@ def _add(engine: SimulatedEngine, script: Script, life: Life, name: str) -> None
         raise ValueError(f"request {life.added.request_id} would be refused: {error}") from None
 
 
-def recorded(log: RunLog) -> Latencies:
+def recorded(log: DecisionRunLog) -> Latencies:
     """Return the recorded latencies, by the same definitions."""
     arrival: dict[str, float] = {}
     tokens: dict[tuple[str, int], list[float]] = {}

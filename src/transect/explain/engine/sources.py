@@ -1,4 +1,4 @@
-"""Where a decision log comes from: a file, or a server that runs."""
+"""Sources of decision logs: a file, or a running server."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import httpx
 
 from ...engine.scheduling.decisions import read_records
-from .log import RunLog, build, load
+from .log import DecisionRunLog, build, load
 
 PATIENCE_S = 30.0
 
 
 class NoLogYet(ValueError):
-    """A server has run no step so far, or has no log."""
+    """A server has run no step, or keeps no log."""
 
 
 class NoServer(NoLogYet):
@@ -23,13 +23,13 @@ class NoServer(NoLogYet):
 
 
 def server_url(source: str) -> str | None:
-    """Return the URL that ``source`` is, ``http://`` added to a HOST:PORT; None if it is a file."""
+    """Return the URL of ``source``, with ``http://`` added to a HOST:PORT; None if it is a file."""
     if source.startswith(("http://", "https://")):
         return source
     return f"http://{source}" if re.fullmatch(r"[\w.-]+:\d{1,5}/?", source) and not Path(source).exists() else None
 
 
-def open_log(source: str, api_key: str | None = None, engine: int = 0) -> RunLog:
+def open_log(source: str, api_key: str | None = None, engine: int = 0) -> DecisionRunLog:
     """Return the log in a file, or the newest records of one engine of the server at a URL.
 
     Raises:
@@ -39,7 +39,7 @@ def open_log(source: str, api_key: str | None = None, engine: int = 0) -> RunLog
     return load(source) if url is None else _fetched(url, api_key, engine)[0]
 
 
-def open_logs(source: str, api_key: str | None = None) -> list[RunLog]:
+def open_logs(source: str, api_key: str | None = None) -> list[DecisionRunLog]:
     """Open the logs of all engines of a server, or the one log in a file.
 
     Raises:
@@ -52,8 +52,8 @@ def open_logs(source: str, api_key: str | None = None) -> list[RunLog]:
     return [first, *(_fetched(url, api_key, engine)[0] for engine in range(1, count))]
 
 
-def _fetched(source: str, api_key: str | None, engine: int) -> tuple[RunLog, int]:
-    """Return the log of an engine, and how many engines the server has."""
+def _fetched(source: str, api_key: str | None, engine: int) -> tuple[DecisionRunLog, int]:
+    """Return the log of an engine, and the number of engines of the server."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     url = f"{source.rstrip('/').removesuffix('/v1')}/v1/decisions"
     try:

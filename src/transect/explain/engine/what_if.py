@@ -9,12 +9,12 @@ from typing import Any
 
 from ...costs.fitting import Errors, FittedSteps
 from .calibration import calibrated, drift, measured_steps, spread
-from .log import RunLog
+from .log import DecisionRunLog
 from .simulate import Latencies, changed, recorded, simulate
 from .work import StepWork
 
 NEWEST = 200
-"""Steps at the end of a log that are looked at for drift."""
+"""Steps at the end of a log that are checked for drift."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class WhatIf:
     warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; seconds."""
+        """Return the fields for JSON; seconds."""
         return {
             "changes": dict(self.changes),
             "measured": self.measured.to_dict(),
@@ -49,7 +49,7 @@ class WhatIf:
         }
 
     def lines(self) -> list[str]:
-        """Return a table and remarks on it."""
+        """Return a table with remarks."""
         rows: list[tuple[str, ...]] = [("", "measured", "model, unchanged", "model, changed", "change")]
         for title, kind in (("TTFT", "ttft"), ("ITL", "itl")):
             for name in ("p50", "p99"):
@@ -73,7 +73,7 @@ class WhatIf:
         return [*found, *self.warnings]
 
 
-def what_if(log: RunLog, work: StepWork, settings: Sequence[str]) -> WhatIf:
+def what_if(log: DecisionRunLog, work: StepWork, settings: Sequence[str]) -> WhatIf:
     """Predict the run with ``settings`` (``name=value``) changed.
 
     Raises:
@@ -100,7 +100,7 @@ def what_if(log: RunLog, work: StepWork, settings: Sequence[str]) -> WhatIf:
 
 
 def parse(settings: Sequence[str]) -> dict[str, Any]:
-    """``["max_num_seqs=8", "batching=static"]`` as names and values; values are JSON where they can be, else text.
+    """Parse ``["max_num_seqs=8", "batching=static"]`` to names and values; values are JSON if possible, else text.
 
     Raises:
         ValueError: one has no ``=``.

@@ -3,7 +3,7 @@
 * ``explain``: ``Explain``, the context manager, and scripts; ``script`` runs one as ``python`` would, ``timing``
   without profiling.
 * ``steady``: the windows of a run, from ``steps``: the step that repeats. ``recording``: profiler and ``sampler``
-  (Python stacks) during one. ``plain``: fits parts to the time without profiling.
+  (Python stacks) during one.
 * ``job``: several processes, as ``torchrun`` starts them; ``child``: each explains itself.
 * ``trace_file``: reads traces piece by piece; ``nsight``: exports of Nsight Systems. ``trace``: their events as columns
   of numbers.

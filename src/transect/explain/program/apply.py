@@ -1,4 +1,5 @@
-"""Does what findings say, where that can be done from outside of a script (``changes.py``), and measures again.
+"""Makes the changes that findings recommend, if that is possible from outside of a script (``changes.py``), and
+measures again.
 
 Each change is measured alone, without the profiler, against the script as it is. What a change needs once (compiling,
 capturing, pinning) is measured beside, because a script that runs longer needs it no more often. A script that fails
@@ -19,31 +20,31 @@ from .timing import timed
 
 RUNS = 3
 LONG_S = 3.0
-"""A script that takes longer is measured once with each change."""
+"""Seconds above which a script is measured only once with each change."""
 Change = Callable[[], contextlib.AbstractContextManager[Running]]
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """One change: seconds that were predicted and obtained, of ``before``; ``failed`` where the script did not run."""
+    """One change: seconds predicted and obtained, of ``before``; ``failed`` if the script did not run."""
 
     finding: Finding
     name: str
     before: float
     after: float
     setup: float = 0.0
-    """Seconds of ``after`` that are needed once, however long the script runs."""
+    """Seconds of ``after`` that are spent once, however long the script runs."""
     failed: str = ""
 
     @property
     def predicted(self) -> float:
-        """Seconds that this change was predicted to save: no more than there are without the profiler, which makes a
-        program of many small operators longer."""
+        """Seconds that this change was predicted to save, at most the time without the profiler, which slows programs
+        of many small operators."""
         return min(self.finding.gains.get(self.name, self.finding.gain), self.before)
 
     @property
     def obtained(self) -> float:
-        """Seconds saved, without what is needed once."""
+        """Seconds saved, without those spent once."""
         return self.before - (self.after - self.setup)
 
     def __str__(self) -> str:
@@ -65,9 +66,9 @@ def apply(script: Script, explanation: Explanation) -> list[Applied]:
 def applied(
     script: Script, explanation: Explanation, say: Callable[[str], object] = lambda line: None
 ) -> Iterator[Applied]:
-    """Run the script with each change that its findings name, and as it is, in turns; what it prints is left out. A
-    change that several findings name is made once, for the one that promises most. Each is given when it is measured:
-    one that compiles may take a minute."""
+    """Run the script as it is and with each change that its findings name, in turns, discarding its output. A change of
+    several findings is made once, for the one with the largest prediction. Each result is yielded when measured: a
+    change that compiles may take a minute."""
     done = set()
     for finding in explanation.findings:
         for name in filter(None, finding.apply.split(", ")):
@@ -98,8 +99,8 @@ def _measured(script: Script, finding: Finding, name: str) -> Applied:
 
 
 def _batching(script: Script) -> Change:
-    """Check what the script's modules are called with, that batches give the same, and in which order they could be
-    computed: no module may be called with what depends on its own earlier results, by way of others or not."""
+    """Check the inputs of the script's modules, that batches give equal results, and the order in which they could be
+    computed: no module's input may depend on its own earlier results, even indirectly."""
     batched = Batched()
     with batched.record():
         timed(script)

@@ -43,19 +43,19 @@ class ExplainCallback:
             self._report(self.result)
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer: training begins."""
+        """Start explaining; called by Trainer."""
         self._begin()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer and Lightning: training ends."""
+        """Finish explaining; called by Trainer and Lightning."""
         self._end()
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Lightning: training begins."""
+        """Start explaining; called by Lightning."""
         self._begin()
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """Lightning: training fails; nothing is reported."""
+        """End without a report after an exception; called by Lightning."""
         if self._run is not None:
             self._run.__exit__(type(exception), exception, None)
             self._run = None
@@ -67,13 +67,13 @@ class ExplainCallback:
         raise AttributeError(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Lightning saves nothing of it."""
+        """Return nothing for Lightning to save."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Lightning restores nothing of it."""
+        """Ignore the state that Lightning restores."""
 
     @property
     def state_key(self) -> str:
-        """Lightning's name for it."""
+        """Name of the callback in Lightning."""
         return type(self).__qualname__

@@ -21,7 +21,7 @@ from ...hardware.cores import usable_cores
 
 Call = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
-"""Tolerances of results, relative to those of the script as it is."""
+"""Tolerances for the results of a changed script, relative and absolute."""
 LEAST_BYTES = 1 << 16
 MOST_MODULES = 8
 """Number of modules whose calls are inspected."""
@@ -30,7 +30,7 @@ MOST_PINNED = 1 << 30
 
 
 class NotPossible(RuntimeError):
-    """The script does something that a change cannot have; the message says what."""
+    """A change is impossible for this script; the message gives the reason."""
 
 
 @dataclass(slots=True)
@@ -38,13 +38,12 @@ class Running:
     """Progress of a change."""
 
     setup_s: float = 0.0
-    """Seconds that are spent once, however long the script runs."""
+    """Seconds spent once, however long the script runs."""
 
 
 @contextmanager
 def calls_by(way: Call) -> Iterator[None]:
-    """Inside, ``way(module, args, kwargs)`` is what calling an outermost module does; it calls the module itself as
-    ever."""
+    """Replace calls of an outermost module by ``way(module, args, kwargs)``, which calls the module itself as usual."""
     plain, inside = nn.Module.__call__, False
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -66,14 +65,14 @@ def calls_by(way: Call) -> Iterator[None]:
 
 @contextmanager
 def inference() -> Iterator[Running]:
-    """No gradients are recorded."""
+    """Disable the recording of gradients."""
     with torch.inference_mode():
         yield Running()
 
 
 @contextmanager
 def all_threads() -> Iterator[Running]:
-    """torch uses all cores."""
+    """Let torch use all cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(usable_cores())
     try:
@@ -84,7 +83,7 @@ def all_threads() -> Iterator[Running]:
 
 @contextmanager
 def one_thread() -> Iterator[Running]:
-    """Have torch use one thread."""
+    """Let torch use one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -95,7 +94,7 @@ def one_thread() -> Iterator[Running]:
 
 @contextmanager
 def tf32() -> Iterator[Running]:
-    """Float32 products on tensor cores, with 10 bits of each factor."""
+    """Compute float32 products on tensor cores, with 10 bits of each factor."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -106,7 +105,7 @@ def tf32() -> Iterator[Running]:
 
 @contextmanager
 def bfloat16() -> Iterator[Running]:
-    """Products in bfloat16, by autocast; weights stay as they are."""
+    """Compute products in bfloat16 by autocast; weights stay as they are."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.autocast(kind, torch.bfloat16):
         yield Running()
@@ -114,7 +113,7 @@ def bfloat16() -> Iterator[Running]:
 
 @contextmanager
 def compiled() -> Iterator[Running]:
-    """``torch.compile`` of each outermost module."""
+    """Compile each outermost module with ``torch.compile``."""
     running = Running()
     ways: dict[int, tuple[nn.Module, Any]] = {}
 
@@ -144,7 +143,7 @@ def _graphs() -> int:
 @dataclass(slots=True)
 class _Graph:
     module: nn.Module
-    """Held, so that no other module gets its number or its memory."""
+    """Module, kept alive so that no other module gets its id or its memory."""
     inputs: list[Tensor]
     graph: torch.cuda.CUDAGraph
     output: Any
@@ -195,15 +194,15 @@ def _captured(module: nn.Module, args: tuple[Any, ...]) -> _Graph:
 
 @dataclass(slots=True)
 class Batched:
-    """The calls of each outermost module in one batch. The script runs once to see what its modules are called with;
-    the batch is computed; then the script runs again, and calls get their parts of it. That is what batching the loop
-    by hand gives, and possible where no call depends on the result of another."""
+    """Computes the calls of each outermost module in one batch. The script runs once to record the inputs of its
+    modules; the batch is computed; then the script runs again, and calls return their parts of it. This equals batching
+    the loop by hand, and is possible if no call depends on the result of another."""
 
     calls: dict[int, list[tuple[tuple[Any, ...], Any]]] = field(default_factory=dict)
-    """By the order in which modules are first called: arguments and result of each call."""
+    """Arguments and result of each call, by the order in which modules are first called."""
 
     def record(self) -> contextlib.AbstractContextManager[None]:
-        """While the script runs for the first time."""
+        """Record the calls during the first run of the script."""
         order: dict[int, int] = {}
         held: list[nn.Module] = []
 
@@ -224,8 +223,8 @@ class Batched:
 
     @contextmanager
     def check(self, module: int, changed: set[int]) -> Iterator[None]:
-        """While the script runs once more: see that batches give the same numbers, and which modules are called with
-        something else (``changed``) where those of number ``module`` give zeros."""
+        """Check, during another run, that batches give the same numbers, and which modules get other inputs
+        (``changed``) if module number ``module`` returns zeros."""
 
         def look(number: int, index: int, args: tuple[Any, ...], result: Tensor) -> Tensor:
             taken, wanted = self.calls[number][index]
@@ -240,7 +239,7 @@ class Batched:
 
     @contextmanager
     def apply(self) -> Iterator[Running]:
-        """While the script runs again: its calls get their parts of the batch."""
+        """Return parts of the batch from the script's calls, during the next run."""
         with torch.no_grad(), calls_by(self._way(lambda number, index, args, result: result)):
             yield Running()
 
@@ -266,7 +265,7 @@ class Batched:
         return way
 
     def _together(self, module: nn.Module, calls: list[tuple[tuple[Any, ...], Any]]) -> Iterator[tuple[int, Tensor]]:
-        """(number, result) of each call, computed at once for those of the same shapes."""
+        """Yield (number, result) of each call; calls of equal shapes are computed at once."""
         groups: dict[Any, list[int]] = {}
         for index, (args, _) in enumerate(calls):
             groups.setdefault(tuple((each.shape, each.dtype) for each in args), []).append(index)
@@ -349,7 +348,7 @@ def loader_workers() -> Iterator[Running]:
 
 @contextmanager
 def fused_optimizers() -> Iterator[Running]:
-    """Adam, AdamW and SGD update all parameters in one kernel for each type."""
+    """Update all parameters in one kernel per type in Adam, AdamW and SGD."""
     kinds = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
     plain: dict[type, Any] = {kind: kind.__init__ for kind in kinds}
 
@@ -379,7 +378,7 @@ def _on_gpu(target: Any) -> bool:
 
 
 def _beside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of a copy that does not wait, unless the call says by position whether it does."""
+    """Return keywords that make a copy asynchronous, unless the call sets that by position."""
     return kwargs if any(isinstance(each, bool) for each in args) else kwargs | {"non_blocking": True}
 
 
@@ -413,4 +412,4 @@ CHANGES: dict[str, Callable[[], contextlib.AbstractContextManager[Running]]] = {
     "loader workers": loader_workers,
     "fused optimizer": fused_optimizers,
 }
-"""By the names in ``Finding.apply``. ``batching`` is beside them: it needs a run before."""
+"""Changes by the names in ``Finding.apply``, except ``batching``, which needs a run before."""

@@ -1,5 +1,5 @@
-"""Explains a process that a launcher started, from inside: begins when torch has been imported, and leaves a file when
-the process ends. ``job.py`` has Python call ``install`` when it starts."""
+"""Explains a process that a launcher started, from inside: starts when torch has been imported, and writes a file when
+the process ends. ``job.py`` makes Python call ``install`` at start-up."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from types import ModuleType
 from typing import Any
 
 FOLDER = "TRANSECT_EXPLAIN_FOLDER"
-"""Environment variable: files of all processes go there."""
+"""Environment variable with the folder for the files of all processes."""
 SETTINGS = "TRANSECT_EXPLAIN_SETTINGS"
-"""Environment variable: window, stacks and preset, as JSON."""
+"""Environment variable with window, stacks and preset, as JSON."""
 TAKEN = "TRANSECT_EXPLAIN_PROCESS"
-"""Environment variable of processes that explain themselves: theirs does not explain itself as well."""
+"""Environment variable that marks explained processes, whose children are not explained."""
 LAUNCHER = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
 
 
 def install() -> None:
-    """Have this process explain itself, if it is one to be explained, once it imports torch."""
+    """Explain this process once it imports torch, if it is one to be explained."""
     if FOLDER in os.environ and TAKEN not in os.environ and not _is_launcher():
         sys.meta_path.insert(0, _Torch())
 
@@ -40,7 +40,7 @@ def _is_launcher() -> bool:
 
 
 class _Torch(importlib.abc.MetaPathFinder):
-    """Finds torch as ever, and begins to explain when it has been loaded."""
+    """Import hook that starts the explanation when torch has been loaded."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

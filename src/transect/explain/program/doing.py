@@ -1,4 +1,4 @@
-"""Names the work that a Python stack shows: its kind, and the line of the user's that asked for it.
+"""Classifies the work that a Python stack shows: its kind, and the user's line that caused it.
 
 The innermost frames decide if they can: a library that waits, imports, logs, starts a process, tokenizes text. Else the
 text of the user's line decides, but only if that line itself is running: ``print(pool.map(f))`` waits for a pool, and
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from .sampler import Frame
 
 OURS = "/transect/explain/"
-"""Files of these run and watch the user's."""
+"""Path of the code that runs and observes the user's program."""
 RUNS = "/transect/explain/program/script.py"
-"""Runs a script: frames outwards of it are not the script's."""
+"""Path of the code that runs a script: frames outside of it are not the script's."""
 LIBRARY = (
     sysconfig.get_paths()["stdlib"],
     sysconfig.get_paths()["purelib"],
@@ -31,10 +31,10 @@ LIBRARY = (
     "/torchinductor_",
     OURS,
 )
-"""Files of these are not the user's."""
+"""Folders whose files are not the user's."""
 LEVELS = r"(?:debug|info|warn\w*|error|exception)\("
 LOG = r"(?<!math)(?<!torch)(?<!\bnp)(?<!numpy)\.log\((?!\))"
-"""Not the logarithm."""
+"""Pattern of logging calls, excluding logarithms."""
 LINES = (
     ("logging", re.compile(rf"\bprint\(|\.write\(|\.flush\(|fsync|\blogg(?:er|ing)\b|\blog\.{LEVELS}|{LOG}")),
     ("sleep", re.compile(r"\bsleep\(")),
@@ -43,18 +43,18 @@ LINES = (
     ("collection", re.compile(r"gc\.collect")),
     ("process", re.compile(r"\bos\.(?:system|popen)\(")),
 )
-"""Kinds of work by the text of the user's line, where that line is the innermost."""
+"""Kinds of work by the text of the user's line, if that line is the innermost."""
 READS = ("parse", "file")
-"""Kinds that the user's line determines whatever library it called."""
+"""Kinds that are determined by the user's line for any library."""
 WRITERS = re.compile(r"/(?:loguru|absl|structlog|rich|tqdm|wandb|tensorboard\w*|encodings)/|/codecs\.py$")
-"""Libraries that a line which logs may be in."""
+"""Libraries that may appear in a line that logs."""
 CALLERS = re.compile(
     r"/(?:torch|transformers|accelerate|peft|trl|diffusers|lightning\w*|pytorch_lightning|torch_geometric|timm"
     r"|sentence_transformers|torchvision/models|torchvision/ops)/"
 )
-"""Libraries that mostly call operators: their Python between operators is the cost of calling these."""
+"""Libraries that mostly call operators: their Python code between operators is the cost of calling these."""
 NATIVE = "/transect/ops/cpu/"
-"""Files of these call C++ kernels, which no profiler sees."""
+"""Path of code that calls C++ kernels, which no profiler sees."""
 COMPILER_FILES = (
     "_dynamo/convert_frame",
     "_dynamo/symbolic_convert",
@@ -64,9 +64,9 @@ COMPILER_FILES = (
     "_inductor/runtime/benchmarking",
     "triton/compiler/",
 )
-"""Files that only compile: others of dynamo's and inductor's run in every call of what they made."""
+"""Files that only compile; other files of dynamo and inductor run in every call of compiled code."""
 PYTHONS_OWN = f"{sysconfig.get_paths()['stdlib']}/tokenize.py"
-"""Cuts Python's own source into tokens, where a line of it is looked up."""
+"""Tokenizer of Python's own source, used when a source line is looked up."""
 IMPORTS = "<frozen importlib"
 LIBRARIES = (
     ("stacks", re.compile(r"/traceback\.py:format_stack$")),
@@ -75,15 +75,15 @@ LIBRARIES = (
     ("copying", re.compile(r"/copy\.py:deepcopy$")),
     ("optimizer", re.compile(r"/torch/optim/\w+\.py:_single_tensor_")),
 )
-"""Kinds of work by the function of a library, with all that it calls."""
+"""Kinds of work by the function of a library, including its callees."""
 RUN = ("run", "call", "check_call", "check_output", "getoutput", "getstatusoutput")
 """Functions of ``subprocess`` that start a process and wait for its end."""
 FORKS = ("_acquireLock", "_releaseLock", "_afterFork")
-"""Functions of ``logging`` that every fork calls."""
+"""Functions of ``logging`` that run at every fork."""
 STARTS = re.compile(r"multiprocessing/(?:popen_\w+|process|context|spawn|resource_tracker|util)\.py$")
 WAITS = re.compile(r"/(?:threading|queue|selectors|socket|ssl|subprocess|synchronize)\.py$|multiprocessing/connection")
 WAITING = ("wait", "poll", "join", "recv", "_try_wait", "_communicate")
-"""Functions in which the start and the end of a process wait for it."""
+"""Functions in which the parent waits for the start or end of a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Doing:
 
 
 def user_stack(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """Return a stack without the frames that run the script, and without those of the explanation itself."""
+    """Return a stack without the frames that run the script or the explanation."""
     return tuple(f for f in itertools.takewhile(lambda f: not f.file.endswith(RUNS), stack) if OURS not in f.file)
 
 

@@ -1,4 +1,4 @@
-"""Explains a PyTorch program while it runs: ``with Explain() as found: ...``, or a script with its arguments.
+"""Explains a running PyTorch program: ``with Explain() as found: ...``, or a script with its arguments.
 
 The torch profiler records operators with their shapes, a thread samples the stack, and hooks look at the token ids that
 embeddings get. What all of that costs is measured beforehand and shown as a part of its own.
@@ -25,20 +25,22 @@ from ...ops.cpu.ceilings import device_measurement
 from .changes import NotPossible
 from .finding import Material
 from .findings import find
-from .gaps import name_gaps
-from .plain import fit
+from .gaps import Named, name_gaps
 from .recording import autograd_seconds, marks, profiler_seconds
 from .report import Explanation
-from .sampler import Samples
+from .sampler import StackSamples
 from .script import Input, Script, ScriptFailed
-from .split import split_trace
+from .split import Split, split_trace
 from .steady import Steady, Steps
 from .timing import timed
 from .trace import KERNEL, OP, Trace
 
+SLOWED = {"launch": 0.8, "host": 0.35, "sync": 0.5, "loading": 0.35, "unrated": 0.2}
+"""Parts that profiling makes longer (calls of operators, and Python), and the share of each that it can be."""
+
 
 class Explain:
-    """Explains the code inside of ``with``; afterwards ``result`` is there.
+    """Explains the code inside of ``with``; afterwards ``result`` is set.
 
     Args:
         ceilings: rates for floors; None if those of this machine, measured (seconds) if they are not known.
@@ -123,7 +125,7 @@ class Explain:
 
     @property
     def done(self) -> bool:
-        """The window of steps is over, or no step has repeated yet."""
+        """True if the window of steps is over, or no step has repeated yet."""
         return self._steady.done
 
     def again(self, script: Script, found: Explanation) -> Explanation:
@@ -142,7 +144,7 @@ class Explain:
         return Material(found.split, self.ceilings, found.named, self._samples, found.facts)
 
     def _steps_floor(self) -> float:
-        """Return the floors of the engine steps that ended inside, together."""
+        """Sum the floors of the engine steps that ended inside."""
         if self._decisions is None:
             return 0.0
         from ..engine.log import build
@@ -158,7 +160,7 @@ class Explain:
 def explain_trace(
     trace: Trace,
     ceilings: Ceilings,
-    samples: Samples | None = None,
+    samples: StackSamples | None = None,
     *,
     profiler_s: float = 0.0,
     facts: dict[str, Any] | None = None,
@@ -166,7 +168,7 @@ def explain_trace(
     floor_s: float = 0.0,
     steps: Steps | None = None,
 ) -> Explanation:
-    """Split a trace and find what to change.
+    """Split a trace by cause and find changes.
 
     Args:
         samples: of the main thread, on the trace's clock.
@@ -200,7 +202,7 @@ def explain_trace(
 
 
 def explain_script(script: Script, run: Explain, *, again_s: float = 0.0) -> Explanation:
-    """Run a script as ``python`` would, and explain it: all of it, or what ran until Ctrl-C.
+    """Run a script as ``python`` would, and explain all of it, or the part up to Ctrl-C.
 
     Args:
         again_s: seconds; a program without steps that took no longer runs once more without profiling, to
@@ -226,5 +228,38 @@ def explain_script(script: Script, run: Explain, *, again_s: float = 0.0) -> Exp
 
 
 def machine_ceilings() -> Ceilings:
-    """Those of this machine's first device, measured if nothing is known of it."""
+    """Return the ceilings of this machine's first device, measured if unknown."""
     return device_measurement(detect()).ceilings
+
+
+def fit(split: Split, named: list[Named], plain: float) -> list[Named]:
+    """Change the parts so that all but "profiler" add up to ``plain``, the seconds of the same work without profiling.
+
+    Returns:
+        ``named`` with times that fit.
+    """
+    parts = split.parts
+    excess = split.own - plain
+    split.measured = True
+    before = dict(parts)
+    slowed = {part: most * parts[part] for part, most in SLOWED.items() if parts[part] > 0}
+    if excess > 0:
+        taken = min(1.0, excess / (sum(slowed.values()) or 1.0))
+        for part, seconds in slowed.items():
+            parts[part] -= taken * seconds
+        rest = sum(seconds for part, seconds in parts.items() if part != "profiler")
+        for part in parts:  # the machine was slower meanwhile
+            parts[part] *= 1.0 if part == "profiler" else plain / rest
+    else:
+        whole = sum(parts[part] for part in slowed)
+        for part in slowed:
+            parts[part] += -excess * parts[part] / whole
+        parts["unexplained"] += 0.0 if slowed else -excess
+    shrink = plain / split.own if split.own > 0 else 1.0
+    parts["profiler"] = split.wall - plain
+    if split.on_gpu:
+        split.profiling = max(split.profiling, parts["profiler"])
+    for op in split.ops:
+        op.seconds *= min(1.0, shrink)
+    ratio = {part: parts[part] / seconds for part, seconds in before.items() if seconds > 0}
+    return [replace(each, seconds=each.seconds * ratio.get(each.doing.part, 1.0)) for each in named]

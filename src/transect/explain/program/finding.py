@@ -1,4 +1,4 @@
-"""A finding, and the material that findings are made of. What looks for them: ``findings.py``."""
+"""A finding, and the material that detectors use. ``findings.py`` has the detectors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from ...costs.ceilings import Ceilings
 from .gaps import Named
-from .sampler import Samples
+from .sampler import StackSamples
 from .split import Split
 
 MANY = 16
-"""Calls of the same work that make a loop."""
+"""Calls of the same work that count as a loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """All that is known of a run."""
+    """All known facts of a run."""
 
     split: Split
     ceilings: Ceilings
     named: list[Named] = field(default_factory=list)
-    samples: Samples | None = None
+    samples: StackSamples | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """``threads`` of torch, ``cores``, ``backward`` (whether one ran), ``padding`` (share of tokens), ``autograd_s``
-    (seconds that recording adds to an operator)."""
+    """Facts of the run: ``threads`` of torch, ``cores``, ``backward`` (True if one ran), ``padding`` (share of tokens),
+    ``autograd_s`` (seconds that recording adds to an operator)."""

@@ -23,17 +23,17 @@ from .trace import COPY, KERNEL, OP, RUNTIME, Key
 CALLING = ("launch", "sync")
 """Kinds of findings about calls of operators."""
 LEAST = 0.02
-"""Findings that would gain a smaller share of the wall time are left out."""
+"""Least gain, as a share of the wall time, of a reported finding."""
 RECORDING_S = 1e-6
-"""Seconds that autograd adds to an operator, if nothing is measured."""
+"""Seconds that autograd adds to an operator, assumed if not measured."""
 REACHED = 0.5
-"""The part of a device's rate that a product of some hundred rows reaches about."""
+"""Share of a device's rate that a product of some hundred rows roughly reaches."""
 VALUE_BYTES = 64
-"""A copy to the host of no more bytes is one of single values, as ``.item()`` makes it."""
+"""Largest copy to the host, in bytes, that counts as single values, as ``.item()`` makes it."""
 
 
 def find(material: Material) -> list[Finding]:
-    """Return all findings worth a look, the best first."""
+    """Return all findings of interest, best first."""
     found = [each for detector in DETECTORS for each in detector(material)]
     left = 1.0 - sum(share for share, _ in whole_shares(material).values())  # operators that a library calls are its
     found = [replace(each, gain=each.gain * left) if each.kind in CALLING else each for each in found]
@@ -43,7 +43,7 @@ def find(material: Material) -> list[Finding]:
 
 
 def compiling(material: Material) -> Iterator[Finding]:
-    """torch.compile at work, more than once."""
+    """Find repeated compilation by torch.compile."""
     split = material.split
     again = [each for each in stretches(split.trace, split.lane) if each[2] == "recompilation"]
     needed = 2 if material.facts.get("backward", True) else 1  # a backward pass is compiled when it first runs
@@ -60,7 +60,7 @@ def compiling(material: Material) -> Iterator[Finding]:
 
 
 def synchronisation(material: Material) -> Iterator[Finding]:
-    """``.item()`` and its like: the time that they take, and the loop around them."""
+    """Find ``.item()`` and similar calls: their time, and the loop around them."""
     split = material.split
     if split.on_gpu:
         trace = split.trace
@@ -72,7 +72,7 @@ def synchronisation(material: Material) -> Iterator[Finding]:
         yield Finding(
             "sync",
             "the program waits for the GPU",
-            f"{len(waits)} times, after which the GPU has nothing to do until it is given work again",
+            f"{len(waits)} times, after each of which the GPU is idle until the host issues new work",
             max(0.0, min(waited, split.own - max(split.busy - read, split.issuing))),
             "keep values in tensors and read them once, after the loop (.item(), .cpu() and print() wait)",
         )
@@ -97,7 +97,7 @@ def _sync_launch(split: Split, calls: int) -> float:
 
 
 def launching(material: Material) -> Iterator[Finding]:
-    """Many small operators."""
+    """Find many small operators."""
     split = material.split
     calls = sum(op.calls for op in split.ops)
     most = max(split.ops, key=lambda op: op.launch, default=None)
@@ -121,7 +121,7 @@ def launching(material: Material) -> Iterator[Finding]:
 
 
 def _fusible(split: Split) -> float:
-    """Return the share of calls that a compiler takes away: it makes one of those that stand between two products."""
+    """Return the share of calls that a compiler removes: it fuses operators between two products."""
     trace = split.trace
     if split.on_gpu:
         launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
@@ -141,7 +141,7 @@ def _is_product(name: str) -> bool:
 
 
 def _fewer_calls(material: Material) -> str:
-    """Return the change that makes fewer calls of operators, if no backward pass runs."""
+    """Return the change that reduces calls of operators, if no backward pass runs."""
     if material.facts.get("backward", True):
         return "compile"
     return "batching, CUDA graph, compile" if material.split.on_gpu else "batching, compile"
@@ -193,7 +193,7 @@ def _with_rows(key: Key, rows: int) -> Key:
 
 
 def conversions(material: Material) -> Iterator[Finding]:
-    """Copies that change the type, the layout or the length of the same tensors."""
+    """Find copies that change the type, the layout or the length of the same tensors."""
     groups: dict[str, list[OpStat]] = {"convert": [], "layout": [], "grow": []}
     for op in material.split.named(*COPIES):
         if of_number(op.key) and not material.split.on_gpu:
@@ -224,7 +224,7 @@ def conversions(material: Material) -> Iterator[Finding]:
 
 
 def wide_numbers(material: Material) -> Iterator[Finding]:
-    """float64 where float32 would do; float32 products where a GPU has faster ones."""
+    """Find float64 work that float32 could do, and float32 products for which a GPU has faster ones."""
     double = [op for op in material.split.ops if _has_doubles(op.key) and op.name not in COPIES]
     seconds = sum(op.seconds - (0.0 if op.operator else op.launch) for op in double)  # a kernel was called beforehand
     if seconds:
@@ -262,7 +262,7 @@ def _has_doubles(key: Key) -> bool:
 
 
 def padding(material: Material) -> Iterator[Finding]:
-    """Tokens that are padding."""
+    """Find tokens that are padding."""
     seconds = material.split.parts["padding"]
     if seconds:
         share = float(material.facts.get("padding", 0.0))
@@ -322,7 +322,7 @@ def loading(material: Material) -> Iterator[Finding]:
 
 
 def transfers(material: Material) -> Iterator[Finding]:
-    """Copies between host and GPU: from pageable memory, or of as many bytes again and again."""
+    """Find copies between host and GPU that come from pageable memory, or repeat the same bytes."""
     split, link = material.split, material.ceilings.host_to_device_bytes_per_second
     ops = [op for op in split.ops if op.key.name.startswith("Memcpy")]
     pageable = [op for op in ops if "Pageable" in op.key.name]
@@ -351,7 +351,7 @@ def allocation(material: Material) -> Iterator[Finding]:
 
 
 def _runtime(split: Split, pattern: str) -> list[int]:
-    """Calls of the driver's interface, in the time that is explained, whose name has the pattern."""
+    """Return the driver calls in the explained time whose names match the pattern."""
     trace, end = split.trace, split.begin + split.wall
     calls = trace.where(RUNTIME)
     inside = calls[(trace.ts[calls] >= split.begin) & (trace.ts[calls] < end)]
@@ -359,7 +359,7 @@ def _runtime(split: Split, pattern: str) -> list[int]:
 
 
 def fallback(material: Material) -> Iterator[Finding]:
-    """Operators that compute on the host between kernels."""
+    """Find operators that compute on the host between kernels."""
     split = material.split
     if not split.on_gpu:
         return

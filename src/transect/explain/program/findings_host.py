@@ -40,11 +40,11 @@ HOST_ADVICE = {
     ),
 }
 WHOLE = ("stacks", "printing", "saving", "copying", "optimizer")
-"""Kinds to which the operators belong that are called for them, not only the gaps between these."""
+"""Kinds that include the operators called for them, not only the gaps between these."""
 CHECKS = ("isnan", "ne", "any", "is_nonzero", "item", "_local_scalar_dense")
-"""Operators by which anomaly detection looks at each gradient."""
+"""Operators by which anomaly detection checks each gradient."""
 UPDATES = ("addcdiv_", "addcmul_", "lerp_", "mul_", "add_", "sqrt", "div_")
-"""Operators of an update; fused they move half as much."""
+"""Operators of an optimizer update; fused, they move half the bytes."""
 IDLE = ("wait", "sleep")
 """Kinds in which the main thread has nothing to do."""
 
@@ -101,7 +101,7 @@ def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
 
 
 def other_threads(material: Material) -> Iterator[Finding]:
-    """Another thread runs Python, and the two take turns."""
+    """Find another thread that runs Python, and alternates with the main thread."""
     share = _thread_share(material)
     if not share:
         return
@@ -118,8 +118,8 @@ def other_threads(material: Material) -> Iterator[Finding]:
 
 
 def _thread_share(material: Material) -> float:
-    """Return the share of samples in which another thread ran Python while the main thread had work of its own; 0 where
-    it is too small to matter. A thread in an operator holds no lock."""
+    """Return the share of samples in which another thread ran Python while the main thread had work of its own; 0 if
+    negligible. A thread in an operator does not hold Python's lock."""
     samples = material.samples.samples if material.samples is not None else []
     mine = [sample for sample in samples if sample.busy and doing_of(sample.stack).kind not in IDLE]
     computing = _operators_elsewhere(material.split, [sample.at for sample in mine])
@@ -130,7 +130,7 @@ def _thread_share(material: Material) -> float:
 
 
 def _operators_elsewhere(split: Split, moments: Sequence[float]) -> list[int]:
-    """Count the other threads in which an operator was under way at each of these rising moments."""
+    """Count the other threads with an operator in progress at each of these rising times."""
     trace = split.trace
     ops = trace.where(OP)
     counts = np.zeros(len(moments), dtype=int)
@@ -160,7 +160,7 @@ def collector(material: Material) -> Iterator[Finding]:
 
 
 def threads(material: Material) -> Iterator[Finding]:
-    """torch uses fewer threads than there are cores."""
+    """Find fewer threads of torch than cores."""
     used, cores = material.facts.get("threads"), material.facts.get("cores")
     if material.split.on_gpu or not used or not cores:
         return
@@ -181,7 +181,7 @@ def threads(material: Material) -> Iterator[Finding]:
 
 
 def crowded(material: Material) -> Iterator[Finding]:
-    """Find operators with hardly any work that wait for threads of torch, where other work has the cores."""
+    """Find operators with little work that wait for threads of torch while other work uses the cores."""
     used = int(material.facts.get("threads") or 1)
     slow = [op for op in material.split.ops if op.tiny and op.seconds > op.calls * SLOW_CALL_S and op.calls > 1]
     if used > 1 and slow:

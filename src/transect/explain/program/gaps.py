@@ -1,4 +1,4 @@
-"""Names the gaps between operators, or between kernels: what the host was doing then.
+"""Names the gaps between operators, or between kernels, by the host's work in them.
 
 On a host without kernels the samples of the main thread's stack say it. Gaps are mostly shorter than the time between
 two samples, so samples are counted over all gaps together, and the time is divided by these counts. Gaps between
@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .doing import Doing, doing_of
-from .sampler import Frame, Samples
-from .split import COMMUNICATION, LONG_GAP_S, SHORT_GAP_S, Gap, Split, on_the_host, self_segments
+from .sampler import Frame, StackSamples
+from .split import COMMUNICATION, LONG_GAP_S, SHORT_GAP_S, IdleGap, Split, on_the_host, self_segments
 from .stretches import pieces, stretches
 from .trace import OP, PYTHON, RANGE, RUNTIME, Trace
 
@@ -25,27 +25,27 @@ WAITING = re.compile(
     r"Synchronize|cudaMemcpy$|cudaMalloc$|cudaFree$|cudaHostAlloc|hipMalloc$|hipFree$|hipMemcpy(?:WithStream)?$"
 )
 COMPUTED = " on the host"
-"""Ends the label of a gap in which an operator computed there."""
+"""End of the label of a gap in which an operator computed on the host."""
 READS = ("aten::item", "aten::_local_scalar_dense")
 LIBRARIES = ("logging", "file", "tokenize")
-"""Kinds of which the stack itself says that a library is at work, below the user's line."""
+"""Kinds that the stack itself attributes to a library, below the user's line."""
 RARE, INTERRUPTED_S = 0.05, 0.02
-"""Fewer gaps than this share, none of them longer: others interrupted a loop."""
+"""Largest share of gaps, and largest length in seconds, that count as interruptions of a loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Something the host did in gaps: seconds, and in how many samples it was seen."""
+    """Work of the host in gaps: seconds, and the number of samples that show it."""
 
     doing: Doing
     seconds: float
     samples: int
     episodes: int = 1
-    """Stretches of samples without anything else between them."""
+    """Contiguous stretches of samples."""
 
 
-def name_gaps(split: Split, samples: Samples | None = None) -> list[Named]:
-    """Move the time of gaps to the parts that they belong to; returns what the host did in them.
+def name_gaps(split: Split, samples: StackSamples | None = None) -> list[Named]:
+    """Move the time of gaps to their parts; returns the host's work in them.
 
     Args:
         samples: of the main thread, on the trace's clock.
@@ -54,7 +54,7 @@ def name_gaps(split: Split, samples: Samples | None = None) -> list[Named]:
     if split.on_gpu:
         alone = set(on_the_host(trace))
         owners = stretches(trace)
-        cut = [Gap(*each) for gap in split.gaps for each in pieces(owners, gap.begin, gap.end)]
+        cut = [IdleGap(*each) for gap in split.gaps for each in pieces(owners, gap.begin, gap.end)]
         split.gaps = [gap if gap.part else _between_kernels(trace, gap, alone) for gap in cut]
         for gap in split.gaps:
             split.parts[gap.part] += gap.seconds
@@ -82,8 +82,9 @@ def name_gaps(split: Split, samples: Samples | None = None) -> list[Named]:
     return _moved(split, named) + _inside_calls(split, samples)
 
 
-def _communicating(split: Split, samples: Samples | None) -> Iterator[Gap]:
-    """Gaps of the main thread, cut where it waits inside of torch while another thread talks to other ranks."""
+def _communicating(split: Split, samples: StackSamples | None) -> Iterator[IdleGap]:
+    """Yield gaps of the main thread, split where it waits inside of torch while another thread communicates with other
+    ranks."""
     trace, spans = split.trace, list[tuple[float, float, str]]()
     numbers = [number for number, key in enumerate(trace.keys) if COMMUNICATION.search(key.name)]
     chosen = np.isin(trace.kind, (OP, RANGE)) & np.isin(trace.key, numbers) & (trace.lane != split.lane)
@@ -99,10 +100,10 @@ def _communicating(split: Split, samples: Samples | None) -> Iterator[Gap]:
             inside = found[bisect_left(times, begin) : bisect_right(times, end)]
             waits = sum("/torch/" in sample.stack[0].file for sample in inside)
             communicates = part and 2 * waits >= len(inside)
-            yield Gap(begin, end, "communication" if communicates else gap.part, gap.label)
+            yield IdleGap(begin, end, "communication" if communicates else gap.part, gap.label)
 
 
-def _inside_calls(split: Split, samples: Samples | None) -> list[Named]:
+def _inside_calls(split: Split, samples: StackSamples | None) -> list[Named]:
     """Name the work of a Python library in the gaps of a loop that calls operators.
 
     An example is reading a file tensor by tensor, whose time is not that of calling operators.
@@ -130,7 +131,7 @@ def _inside_calls(split: Split, samples: Samples | None) -> list[Named]:
 
 
 def _moved(split: Split, named: list[Named]) -> list[Named]:
-    """Give the parts that are no Python their time."""
+    """Move the time of gaps that are not Python work to their parts."""
     for each in named:
         part = "startup" if each.doing.kind == "import" else each.doing.part
         if part != "host":
@@ -139,19 +140,19 @@ def _moved(split: Split, named: list[Named]) -> list[Named]:
     return [each for each in named if each.doing.kind != "import"]
 
 
-def _named(split: Split, samples: Samples | None) -> list[Named]:
+def _named(split: Split, samples: StackSamples | None) -> list[Named]:
     """Name the work of the host in its gaps, without the profiler's own time."""
     found = _sampled(split, samples) if samples is not None and samples.samples else _called(split)
     whole = sum(gap.seconds for gap in split.gaps if gap.part == "host")
     return [replace(each, seconds=each.seconds * split.parts["host"] / whole) for each in found]
 
 
-def _of_python(split: Split) -> list[Gap]:
+def _of_python(split: Split) -> list[IdleGap]:
     """Return the host's gaps but those in which operators computed there."""
     return [gap for gap in split.gaps if gap.part == "host" and not gap.label.endswith(COMPUTED)]
 
 
-def _sampled(split: Split, samples: Samples) -> list[Named]:
+def _sampled(split: Split, samples: StackSamples) -> list[Named]:
     host = _of_python(split)
     begins = [gap.begin for gap in host]
     counts: Counter[Doing] = Counter()
@@ -176,7 +177,7 @@ def _sampled(split: Split, samples: Samples) -> list[Named]:
 
 
 def _called(split: Split) -> list[Named]:
-    """Without samples: the Python functions that the trace itself has (``with_stack=True``)."""
+    """Name gaps without samples, by the Python functions in the trace (``with_stack=True``)."""
     trace = split.trace
     indices = [int(i) for i in trace.where(PYTHON) if trace.lane[i] == split.lane]
     if not indices:
@@ -202,15 +203,15 @@ def _python(name: str) -> Doing:
     return doing_of((frame,))
 
 
-def _between_kernels(trace: Trace, gap: Gap, alone: set[int]) -> Gap:
-    """Return a gap in which no kernel ran with its part, and what says so.
+def _between_kernels(trace: Trace, gap: IdleGap, alone: set[int]) -> IdleGap:
+    """Return a gap in which no kernel ran with its part, and the evidence.
 
     ``alone``: operators that compute on the host.
     """
-    return Gap(gap.begin, gap.end, *_cause(trace, gap, alone))
+    return IdleGap(gap.begin, gap.end, *_cause(trace, gap, alone))
 
 
-def _cause(trace: Trace, gap: Gap, alone: set[int]) -> tuple[str, str]:
+def _cause(trace: Trace, gap: IdleGap, alone: set[int]) -> tuple[str, str]:
     cache = _overlapping(trace, gap)
 
     def within(i: int) -> float:
@@ -235,8 +236,8 @@ def _cause(trace: Trace, gap: Gap, alone: set[int]) -> tuple[str, str]:
     return ("host", "") if cache else ("unexplained", "")
 
 
-def _covered(trace: Trace, calls: Sequence[int], gap: Gap) -> float:
-    """Seconds of a gap in which one of these events, in the order of their begins, was under way."""
+def _covered(trace: Trace, calls: Sequence[int], gap: IdleGap) -> float:
+    """Return the seconds of a gap that are covered by these events, sorted by start."""
     seconds, reached = 0.0, gap.begin
     for index in calls:
         last = min(float(trace.ts[index] + trace.dur[index]), gap.end)
@@ -245,8 +246,8 @@ def _covered(trace: Trace, calls: Sequence[int], gap: Gap) -> float:
     return seconds
 
 
-def _overlapping(trace: Trace, gap: Gap) -> list[int]:
-    """Events of the host that overlap a gap, or end just before it."""
+def _overlapping(trace: Trace, gap: IdleGap) -> list[int]:
+    """Return events of the host that overlap a gap, or end just before it."""
     before = 20e-6
     last = int(np.searchsorted(trace.ts, gap.end))
     ends = trace.latest_ends()

@@ -23,7 +23,7 @@ from .split import PARTS
 LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed")
 """Modules that start other processes."""
 STRAGGLES = 1.1
-"""Least work of a straggler, relative to the mean of the others."""
+"""Least work of a straggler, relative to the mean of the other ranks."""
 WORTH = 0.02
 CUSTOMIZE = "from transect.explain.program.child import install\n\ninstall()\n"
 
@@ -35,13 +35,13 @@ class Rank:
     name: str
     step: float
     waiting: float
-    """Communication that nothing hides."""
+    """Seconds of exposed communication."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """Its explanation."""
+    """Figures of its explanation."""
 
     @property
     def working(self) -> float:
-        """The step without waiting for others."""
+        """Seconds of the step without waiting for others."""
         return self.step - self.waiting
 
 
@@ -54,7 +54,7 @@ class Job:
 
     @property
     def straggler(self) -> Rank | None:
-        """The rank that others wait for; None if their work takes about as long."""
+        """Rank that the others wait for; None if all work equally long."""
         if len(self.ranks) < 2:
             return None
         slowest = max(self.ranks, key=lambda rank: rank.working)
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """Findings about ranks together and about each of them, the best first; ``gain`` is seconds of a step."""
+        """Findings about the ranks together and about each of them, best first; ``gain`` is seconds of a step."""
         found = list(self._together())
         seen: dict[tuple[str, str], dict[str, Any]] = {}
         for rank in self.ranks:
@@ -135,7 +135,7 @@ class Job:
 
 
 def _extra(ranks: Sequence[Rank], slow: Rank, part: str) -> float:
-    """Seconds of a step that a rank spends on a part beyond the mean of all."""
+    """Return the seconds of a step that a rank spends on a part beyond the mean of all."""
     if part in ("communication", "profiler"):
         return -1.0
     of = [_of_step(rank.figures, part) for rank in ranks]
@@ -148,7 +148,7 @@ def _of_step(figures: dict[str, Any], part: str) -> float:
 
 
 def launches(words: Sequence[str]) -> bool:
-    """Return if a command starts the processes to explain, and is not one of them."""
+    """Return True if a command starts the processes to explain, and is not itself one of them."""
     if not words or words[0].startswith("-"):
         return False
     if not re.fullmatch(r"python[\d.]*t?", Path(words[0]).name):
@@ -158,7 +158,7 @@ def launches(words: Sequence[str]) -> bool:
 
 
 def run_job(words: Sequence[str], *, window_s: float, preset: str = "", stacks: bool = True) -> Job:
-    """Run a launcher until it ends, and compare what its processes say of themselves.
+    """Run a launcher until it ends, and compare the explanations of its processes.
 
     Raises:
         ValueError: there is no such command, or no process of it ran torch to its end.

@@ -1,4 +1,4 @@
-"""Says of a finding which line of the user's calls which function of a library, and which switch the library has.
+"""Adds to a finding the user's line, the library function that it calls, and a switch of the library.
 
 A switch is looked up by the kind of a finding and the files of the library that a good part of the samples are in.
 """
@@ -15,7 +15,7 @@ from .finding import Finding, Material
 from .sampler import Frame, Sample
 
 OFTEN = 0.1
-"""A library is at work in at least this share of the samples."""
+"""Least share of samples that show a library at work."""
 CALLS = ("launch", "small batch", "autograd", "collection", "inefficiency")
 
 
@@ -70,7 +70,7 @@ SWITCHES = (
 
 
 def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
-    """Findings with the line of the user's, the library's function, and the library's switch."""
+    """Yield findings with the user's line, the library's function, and the library's switch."""
     samples = material.samples.samples if material.samples is not None else []
     for each in found:
         chosen = [sample for sample in samples if _belongs(sample, each.kind)] or list(samples)
@@ -80,7 +80,7 @@ def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
 
 
 def _belongs(sample: Sample, kind: str) -> bool:
-    """Return if a sample may be part of what a finding is about."""
+    """Return True if a sample may be part of a finding's subject."""
     doing = doing_of(sample.stack)
     if kind == "loading":
         return any("/torch/utils/data/" in frame.file for frame in sample.stack)
@@ -125,7 +125,7 @@ def _library(file: str) -> str:
 
 
 def attention(material: Material) -> Iterator[Finding]:
-    """Attention of transformers that writes all scores to memory."""
+    """Find attention of transformers that writes all scores to memory."""
     samples = material.samples.samples if material.samples is not None else []
     eager = [sample for sample in samples if any(frame.function == "eager_attention_forward" for frame in sample.stack)]
     scores = material.split.named("aten::_softmax", "aten::softmax", "aten::bmm", "aten::_softmax_backward_data")

@@ -20,16 +20,16 @@ HEAD = b"SQLite format 3\0"
 THREAD_MASK = 0xFFFFFF
 PREFIX = "CUPTI_ACTIVITY_KIND_"
 DIRECTIONS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
-"""By ``copyKind``."""
+"""Directions by ``copyKind``."""
 MEMORY = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed"}
-"""By ``srcKind`` and ``dstKind``, where the export has no table of their names."""
+"""Kinds of memory by ``srcKind`` and ``dstKind``, for exports without a table of their names."""
 OPERATOR = re.compile(r"(?P<name>[\w:]*::[\w:. ]+|\w+Backward\d*|autograd::.*?)(?=, seq|, op_id|, sizes|$)")
 SIZES = re.compile(r"sizes = (\[.*?\])(?:, input_op_ids.*)?$")
 PROGRESS_EVENTS = 1 << 16
 
 
 def is_export(path: Path) -> bool:
-    """Return if a file is a database of SQLite."""
+    """Return True if a file is an SQLite database."""
     with path.open("rb") as file:
         return file.read(len(HEAD)) == HEAD
 
@@ -38,7 +38,7 @@ def read_export(path: Path, progress: Callable[[float], None] | None = None) -> 
     """Read the events of an export.
 
     Raises:
-        ValueError: it is no export of Nsight Systems, or has no events of CUDA or NVTX.
+        ValueError: it is not an export of Nsight Systems, or has no events of CUDA or NVTX.
     """
     trace = Trace(str(path))
     try:
@@ -50,7 +50,7 @@ def read_export(path: Path, progress: Callable[[float], None] | None = None) -> 
                     progress(number / (export.count or 1))
     except sqlite3.DatabaseError as error:
         raise ValueError(
-            f"{path} is no export of Nsight Systems ({error}): give what `nsys export --type sqlite` wrote"
+            f"{path} is not an export of Nsight Systems ({error}): give what `nsys export --type sqlite` wrote"
         ) from None
     if not trace.size:
         raise ValueError(
@@ -67,7 +67,7 @@ class _Export:
         self._names = dict(self._rows("StringIds", "id", "value"))
         self._memory = dict(self._rows("ENUM_CUDA_MEM_KIND", "id", "label")) or MEMORY
         self._operators: dict[int, int] = {}
-        """The number of the operator that made each call of the driver, by the call's correlation."""
+        """Number of the operator behind each driver call, by the call's correlation."""
         tables = ("NVTX_EVENTS", *(PREFIX + name for name in ("KERNEL", "MEMCPY", "MEMSET", "RUNTIME")))
         self.count = sum(self._count(table) for table in tables)
 
@@ -75,7 +75,7 @@ class _Export:
         return self._database.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0] if table in self._tables else 0
 
     def _rows(self, table: str, *columns: str, order: str = "") -> Iterator[tuple[Any, ...]]:
-        """Rows of a table, a column that it has not as None; none without the table."""
+        """Yield rows of a table, with None for missing columns; none without the table."""
         if table not in self._tables:
             return
         there = {row[1] for row in self._database.execute(f"PRAGMA table_info({table})")}
@@ -101,8 +101,8 @@ class _Export:
             yield self._event("gpu_memset", "Memset (Device)", begin, end, (card, stream), call, bytes=size)
 
     def _host(self) -> Iterator[dict[str, Any]]:
-        """NVTX ranges and calls of the driver, in the order of their begins; a call belongs to the innermost operator
-        of its thread."""
+        """Yield NVTX ranges and driver calls, sorted by start; a call belongs to the innermost operator of its
+        thread."""
         ranges = self._rows("NVTX_EVENTS", "start", "end", "globalTid", "text", "textId", "eventType")
         marks = [(begin, -(end or 0), end, thread, text or self._names.get(number, ""), None)
                  for begin, end, thread, text, number, kind in ranges if end and kind in (59, 60, None)]  # fmt: skip
@@ -142,7 +142,7 @@ class _Export:
 
 
 def _sizes(text: str) -> list[Any] | None:
-    """Shapes of an operator's inputs, as the text of its range has them."""
+    """Parse the shapes of an operator's inputs from the text of its range; None if there are none."""
     found = SIZES.search(text)
     try:
         return list(ast.literal_eval(found[1])) if found else None

@@ -45,13 +45,13 @@ FP8 = "float8_e4m3fn"
 DTYPES = {"float": "float32", "double": "float64", "c10::half": "float16", "c10::bfloat16": "bfloat16"}
 DTYPES |= {name: FP8 for name in SIZES if "float8" in name}
 TF32 = re.compile(r"tf32|s1688|nvjet_(?:sm\d+_)?s")
-"""Kernels that multiply float32 on tensor cores; an operator's types do not say it."""
+"""Pattern of kernels that multiply float32 on tensor cores; the operator's types do not show this."""
 LISTED = re.compile("BFloat16|Half")
-"""In the name of a kernel that works on lists of tensors: the narrowest type in its template."""
+"""Pattern in the name of a kernel on lists of tensors: the narrowest type in its template."""
 OURS = "transect::matmul"
-"""Its second factor is transposed, as a layer's weight is."""
+"""Operator whose second factor is transposed, like a layer's weight."""
 ADDED = {"aten::addmm", "aten::baddbmm", "aten::addmv", "aten::_addmm_activation"}
-"""Their factors are the second and the third input."""
+"""Operators whose factors are the second and the third input."""
 PRODUCTS = {OURS, "aten::mm", "aten::bmm", "aten::_int_mm", "aten::mv", "aten::_scaled_mm", *ADDED}
 CONVOLUTIONS = {
     "aten::mkldnn_convolution",
@@ -66,7 +66,7 @@ CONVOLUTIONS = {
     "aten::miopen_convolution_transpose",
 }
 PADDING_FIRST = ("aten::mkldnn_convolution", "aten::cudnn_convolution", "aten::miopen_convolution")
-"""They take padding, stride and dilation; the others the kernel's size, stride and padding."""
+"""Operators whose arguments are padding, stride and dilation; others have the kernel's size, stride and padding."""
 ATTENTION = (
     "_scaled_dot_product",
     "_flash_attention_forward",
@@ -77,7 +77,7 @@ ATTENTION = (
     "_cudnn_attention_backward",
 )
 TOKENS_FIRST = ("aten::_flash_attention", "aten::_efficient_attention")
-"""They take [batch, tokens, heads, size] where all others take [batch, heads, tokens, size]."""
+"""Operators with inputs [batch, tokens, heads, size]; all others have [batch, heads, tokens, size]."""
 CAUSAL = {
     "aten::_scaled_dot_product_flash_attention": 4,
     "aten::_scaled_dot_product_flash_attention_for_cpu": 4,
@@ -96,7 +96,7 @@ CAUSAL = {
     "aten::_efficient_attention_backward": 14,
     "aten::_cudnn_attention_backward": 14,
 }
-"""Which argument says whether a token sees none after it: a truth, or the kind of mask (0: none)."""
+"""Index of the argument that sets causal attention: a boolean, or the kind of mask (0: none)."""
 _FREE = """
 t transpose as_strided view expand select slice permute unsqueeze squeeze detach resolve_conj empty
 empty_like empty_strided reshape _unsafe_view resolve_neg chunk split narrow unbind alias
@@ -106,13 +106,13 @@ cross_entropy_loss conv1d conv2d conv3d convolution einsum embedding_bag _sparse
 is_same_size as_strided_ transpose_ t_ squeeze_ unsqueeze_ _nnz new_empty empty_permuted resize_as_
 """
 FREE = frozenset({"detach", *(f"aten::{name}" for name in _FREE.split())})
-"""They move no data themselves; some call others that do."""
+"""Operators that move no data themselves; some call others that do."""
 
 
 UNKNOWN = ("cross_entropy", "attention", "linear", "grouped")
-"""Parts of the names of this project's operators whose inputs do not say all that they compute."""
+"""Parts of the names of this project's operators whose inputs do not determine their work."""
 UNKNOWN_HERE = ("_rnn", "_grouped_mm", "_fused_lstm", "_fused_gru")
-"""Parts of the names of PyTorch's of which the same is true."""
+"""Parts of the names of PyTorch's operators whose inputs do not determine their work."""
 _REDUCES = """
 sum mean max min argmax argmin amax amin norm linalg_vector_norm all any var std var_mean std_mean prod logsumexp topk
 count_nonzero avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d max_pool2d_with_indices _foreach_norm nansum aminmax
@@ -125,33 +125,33 @@ REDUCES = frozenset(f"aten::{name}" for name in _REDUCES.split())
 """Operators whose output is small beside their inputs."""
 _TESTS = "eq ne lt le gt ge isnan isinf isposinf isneginf signbit logical_and logical_or logical_xor logical_not"
 TESTS = frozenset(f"aten::{name}" for name in _TESTS.split())
-"""They write truths, of one byte each."""
+"""Operators that write booleans, of one byte each."""
 _FILLS = "fill zero copy normal uniform random exponential bernoulli geometric cauchy log_normal"
 FILLS = frozenset(f"aten::{name}_" for name in _FILLS.split())
-"""They write what they do not read."""
+"""Operators that write tensors without reading them."""
 _PICKS = """
 index _index_put_impl_ index_put_ index_fill_ index_reduce_ take put_ trace scatter_reduce_
 repeat_interleave grid_sampler_2d grid_sampler_3d
 """
 PICKS = frozenset(f"aten::{name}" for name in _PICKS.split())
-"""They touch as much of a tensor as values say, which no trace has."""
+"""Operators whose work depends on values, which no trace contains."""
 Sizes = list[tuple[int, int]]
-"""Numbers of each input, and the bytes of one."""
+"""(numbers, bytes of a number) of each input."""
 
 
 def _bag(sizes: Sizes, dim: int) -> Cost:
-    """Return a row for each index, added up for each bag."""
+    """Count a row for each index, summed for each bag."""
     (_, width), (rows, index), (bags, _) = sizes[:3]
     return Cost(rows * dim, rows * (dim * width + index), bags * dim * width)
 
 
 def _into(sizes: Sizes, dim: int) -> Cost:
-    """Count a first input that gets as many numbers as the last has."""
+    """Count an operator whose first input receives as many numbers as the last has."""
     return Cost(0, sum(count * width for count, width in sizes[1:]), sizes[-1][0] * sizes[0][1])
 
 
 def _picked(sizes: Sizes, dim: int) -> Cost:
-    """Return a number for each index."""
+    """Count a number for each index."""
     (_, width), (count, index) = sizes[:2]
     return Cost(0, count * (width + index), count * width)
 
@@ -163,19 +163,20 @@ def _looked_up(sizes: Sizes, dim: int) -> Cost:
 
 
 def _loss_backward(sizes: Sizes, dim: int) -> Cost:
-    """Return the gradient of all numbers, of which one in each row is none of zero."""
+    """Count the gradient of all numbers, of which one in each row is nonzero."""
     (count, width), (rows, index) = sizes[1:3]
     return Cost(0, rows * index, count * width)
 
 
 def _pool_backward(sizes: Sizes, dim: int) -> Cost:
-    """Count the gradient of a pooled tensor, of which only the shape is read."""
+    """Count the gradient of a pooled tensor, whose shape alone is read."""
     (gradients, width), (count, _) = sizes[:2]
     return Cost(gradients, gradients * width, count * width)
 
 
 def _optimizer(sizes: Sizes, dim: int) -> Cost:
-    """Parameters, gradients and states are read; all but the gradients, the second, are written."""
+    """Count an optimizer's update: parameters, gradients and states are read; all but the gradients, the second input,
+    are written."""
     read = sum(count * width for count, width in sizes)
     gradients, width = sizes[1]
     return Cost(3 * gradients, read, read - gradients * width)
@@ -205,7 +206,7 @@ _PARTS: dict[str, tuple[int, Callable[[Sizes, int], Cost]]] = {
     "aten::_fused_sgd_": (2, _optimizer),
     "aten::_fused_adagrad_": (3, _optimizer),
 }
-"""By operator, the fewest inputs that it has, and what it moves."""
+"""(fewest inputs, function that counts its bytes) of each operator."""
 
 
 def _known(name: str) -> bool:
@@ -215,7 +216,7 @@ def _known(name: str) -> bool:
 
 
 def cost(key: Key) -> Cost | None:
-    """FLOPs and bytes of an operator; None where its shapes, or what it computes, are not known."""
+    """Return FLOPs and bytes of an operator; None if its shapes or its work are unknown."""
     tensors = _tensors(key)
     if not tensors or not _known(key.name):
         return None
@@ -269,7 +270,7 @@ def _moved(key: Key, tensors: list[_Tensor], said: Signature) -> Cost:
 
 
 def floor(key: Key, ceilings: Ceilings, kernel: str = "") -> float | None:
-    """Return the fewest seconds that the operator needs; None where that cannot be said.
+    """Return the fewest seconds that the operator needs; None if unknown.
 
     ``kernel``: a GPU's, for it.
     """
@@ -284,7 +285,7 @@ def floor(key: Key, ceilings: Ceilings, kernel: str = "") -> float | None:
 
 def own_floors(trace: Trace, indices: Sequence[int], ceilings: Ceilings) -> np.ndarray:
     """Return the fewest seconds that each of these operators of one thread needs for its own work. Operators that it
-    calls have floors of their own. NaN: not known."""
+    calls have floors of their own. NaN if unknown."""
     own = np.full(len(trace.ts), np.nan)
     wholes: dict[int, float | None] = {}
     delegating: dict[int, bool] = {}
@@ -319,8 +320,8 @@ def _delegates(key: Key) -> bool:
 
 
 def _bandwidth(key: Key, least: Cost, ceilings: Ceilings) -> float:
-    """Bytes per second of memory: a processor updates numbers in place faster than it writes them elsewhere, and what
-    hardly writes is a read."""
+    """Return the memory bandwidth in bytes per second: a processor updates numbers in place faster than it writes them
+    elsewhere, and an operator that hardly writes counts as a read."""
     copied = ceilings.copy_bytes_per_second
     if least.bytes_written < least.bytes_read / 8:
         return max(copied, ceilings.read_bytes_per_second)
@@ -331,14 +332,15 @@ def _bandwidth(key: Key, least: Cost, ceilings: Ceilings) -> float:
 
 
 def dtype_of(key: Key, kernel: str = "") -> str:
-    """Return the name of the floating-point type that an operator computes in, or this kernel for it; float32 where
-    none is known."""
+    """Return the name of the floating-point type that an operator, or this kernel of it, computes in; float32 if
+    unknown."""
     found = next((DTYPES[each] for each in key.types if each in DTYPES), "float32")
     return "tf32" if found == "float32" and TF32.search(kernel) else found
 
 
 def _rate(key: Key, ceilings: Ceilings, kernel: str) -> float:
-    """FLOP/s of products of this operator's type; float64 is taken as half of float32, 8-bit integers as fp8."""
+    """Return the FLOP/s of products of this operator's type; float64 counts as half of float32, 8-bit integers as
+    fp8."""
     dtype = FP8 if key.name == "aten::_int_mm" else dtype_of(key, kernel)
     rates = ceilings.flops_per_second
     if dtype == "float64":
@@ -362,8 +364,8 @@ def _product(name: str, shapes: list[list[int]], width: int) -> Cost | None:
 
 
 def _convolution(key: Key, shapes: list[list[int]], width: int, read: int) -> Cost | None:
-    """Count a backward pass: it has a product for each of the gradients that are asked for, input's and weight's.
-    Where the trace has no padding it is taken to keep the input's extent."""
+    """Count a convolution. A backward pass has a product for each requested gradient, of input and weight. Without
+    padding in the trace, the output is assumed to keep the input's extent."""
     if key.name.endswith("_backward"):
         if len(shapes) < 3:
             return None
@@ -391,12 +393,12 @@ def _convolution(key: Key, shapes: list[list[int]], width: int, read: int) -> Co
 
 
 def _at(values: list[int], index: int, otherwise: int) -> int:
-    """Return a setting of one dimension; one number stands for all of them."""
+    """Return a setting of one dimension; a single number applies to all of them."""
     return values[min(index, len(values) - 1)] if values else otherwise
 
 
 def _attention(key: Key, shapes: list[list[int]], width: int) -> Cost | None:
-    """Two products forward, five backward; under a causal mask of the pairs of tokens that see each other."""
+    """Count attention: two products forward, five backward; under a causal mask only for visible pairs of tokens."""
     backward = key.name.endswith("_backward")
     shapes = shapes[backward:]
     if len(shapes) < 3 or any(len(each) != 4 for each in shapes[:3]):
@@ -421,7 +423,7 @@ def _is_causal(key: Key) -> bool:
 
 
 def json_list(text: str) -> list[int]:
-    """``[1, 2]`` as numbers; [1] where it is something else."""
+    """Parse ``[1, 2]`` as numbers; [1] for other text."""
     parts = text.strip("[]").split(",")
     try:
         return [int(part) for part in parts] or [1]
@@ -431,8 +433,8 @@ def json_list(text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """An input: where it stands, its shape, the numbers that it has (each once), the bytes of one. A list of tensors
-    counts as one of them."""
+    """An input: its index, its shape, its numbers (each once), the bytes of one. A list of tensors counts as one
+    input."""
 
     place: int
     shape: list[int]

@@ -1,4 +1,4 @@
-"""Records a stretch of a program: torch's profiler, a sampler of Python stacks, and how many cores were idle.
+"""Records a stretch of a program: torch's profiler, a sampler of Python stacks, and the number of idle cores.
 
 The cost of profiling an operator is measured beforehand, for programs that were not timed without profiling.
 """
@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 
-from .sampler import Sample, Samples, StackSampler
+from .sampler import Sample, StackSampler, StackSamples
 from .split import WINDOW
 from .trace import RANGE, Trace
 from .trace_file import read_trace
 
 PROBES = 2000
-"""Operators by which the profiler's own cost is measured."""
+"""Operators run to measure the profiler's own cost."""
 HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
-"""A warning about hooks of ``StepWatch``, which are none of the program's."""
+"""Text of a warning about hooks of ``StepWatch``, which the program did not install."""
 ONE_PROFILER = "torch's profiler is at work already, and there can be one at a time"
 
 
@@ -45,14 +45,14 @@ class Recording:
         self.span = [0.0, math.inf]
         """Begin and end on ``time.monotonic()``."""
         self.began = 0.0
-        """The beginning on ``time.perf_counter()``."""
+        """Start on ``time.perf_counter()``."""
         self.idle_cores: float | None = None
-        """Cores of the machine that had nothing to do meanwhile; None where the system does not say."""
+        """Idle cores of the machine meanwhile; None if the system does not report them."""
         self.children: list[dict[str, Any]] = []
         """Child processes at the end: ``pid``, ``name`` and ``busy``, the share of a core that each used."""
 
     def start(self) -> None:
-        """Begin to record.
+        """Start to record.
 
         Raises:
             ValueError: another profiler is at work.
@@ -81,7 +81,7 @@ class Recording:
         self.span = [time.monotonic(), math.inf]
 
     def stop(self, *, wait: bool = True) -> None:
-        """End it, after the GPU has done what it was asked for, if ``wait``."""
+        """Stop recording, after the GPU has finished its work if ``wait``."""
         if wait and torch.cuda.is_available():
             torch.cuda.synchronize()
         self.span[1] = time.monotonic()
@@ -104,7 +104,7 @@ class Recording:
         """Samples of the Python stack, with times of ``time.perf_counter()``."""
         return [] if self._sampler is None else self._sampler.found.samples
 
-    def read(self) -> tuple[Trace, Samples | None]:
+    def read(self) -> tuple[Trace, StackSamples | None]:
         """Read the trace from its mark on, and the samples on its clock."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json" if self._file is None else Path(self._file)
@@ -124,8 +124,8 @@ def marks(trace: Trace) -> list[int]:
 
 
 def children() -> dict[int, tuple[str, float]]:
-    """(name, seconds on a core) of each child process, loader workers among them; empty where the system does not
-    say."""
+    """Return (name, seconds on a core) of each child process, including loader workers; empty if the system does not
+    report them."""
     found: dict[int, tuple[str, float]] = {}
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -138,7 +138,7 @@ def children() -> dict[int, tuple[str, float]]:
 
 
 def _idle_seconds() -> float | None:
-    """Seconds that all cores of the machine together have had nothing to do; None where the system does not say."""
+    """Return the idle seconds of all cores of the machine together; None if the system does not report them."""
     try:
         words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
         return int(words[4]) / os.sysconf("SC_CLK_TCK")
@@ -214,7 +214,7 @@ def _settings() -> Any:
 
 @contextmanager
 def _no_other_profiler() -> Iterator[None]:
-    """Inside, starting torch's profiler is an error of the program: a second one would end the first, and with it the
+    """Make starting torch's profiler an error inside the block: a second one would end the first, and with it the
     process."""
     kind: Any = torch.autograd.profiler.profile
     plain = kind._prepare_trace
@@ -233,8 +233,8 @@ def _no_other_profiler() -> Iterator[None]:
 
 
 def _first_launches() -> None:
-    """Lets the profiler set itself up on the GPU: the first kernels that it watches begin up to 20 ms late, and would
-    be the program's otherwise."""
+    """Let the profiler set itself up on the GPU: the first kernels that it observes begin up to 20 ms late, and would
+    otherwise be the program's."""
     for kind in (torch.float32, torch.int64):
         x = torch.ones(128, 8, device="cuda", dtype=kind)
         x[::2].clone().neg_()

@@ -1,4 +1,4 @@
-"""``Explanation``: what was found of a program; as lines of text and as JSON. ``report_html.py`` makes a page of it."""
+"""``Explanation``: the result for a program, as lines of text and as JSON. ``report_html.py`` makes a page of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .steady import Steps
 
 MOST_OPS = 12
 SURE = 1.1
-"""An operator is faster than its floor where that is longer than its time by this factor."""
+"""Factor by which a floor must exceed an operator's time before the operator counts as faster than its floor."""
 CACHED = "operators above 100% of their floor found their inputs in a cache: floors count them from memory"
 
 
@@ -28,9 +28,9 @@ class Explanation:
     facts: dict[str, Any] = field(default_factory=dict)
     ceilings: Ceilings | None = None
     interrupted: bool = False
-    """Ctrl-C ended what was explained."""
+    """True if Ctrl-C ended the explained program."""
     steps: Steps | None = None
-    """The steps that are explained; None if none repeat."""
+    """Explained steps; None if none repeat."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures for JSON; seconds."""
@@ -41,7 +41,7 @@ class Explanation:
 
 
 def lines(explanation: Explanation) -> Iterator[str]:
-    """Parts, findings, and the operators that cost the most."""
+    """Yield lines for parts, findings, and the most expensive operators."""
     split = explanation.split
     if explanation.steps is not None:
         yield str(explanation.steps)
@@ -75,7 +75,7 @@ def lines(explanation: Explanation) -> Iterator[str]:
 
 
 def of_floor(op: OpStat) -> str:
-    """Return the share of an operator's time that its floor is; empty where it has none."""
+    """Return the floor of an operator as a share of its time; empty if it has none."""
     return "" if op.floor is None or not op.seconds else f"{min(9.99, op.calls * op.floor / op.seconds):.0%}"
 
 

@@ -1,4 +1,4 @@
-"""An explanation as one HTML file: timeline, parts, findings, operators and roofline. It loads nothing from anywhere.
+"""An explanation as one self-contained HTML file: timeline, parts, findings, operators and roofline.
 
 The figures lie in the page as JSON, and a short script draws them: the timeline can be zoomed (wheel, or two fingers)
 and moved (drag), and what the pointer is over says its name. Without a script the parts, findings and operators are
@@ -22,7 +22,7 @@ from .split import PARTS
 from .trace import COPY, KERNEL, OP, RANGE, RUNTIME, SET
 
 MOST_EVENTS = 20_000
-"""Events of the timeline; where there are more, the longest stay."""
+"""Largest number of events in the timeline; of more, the longest are kept."""
 COLOURS = {
     "floor": "#2b8a3e", "inefficiency": "#f08c00", "unrated": "#868e96", "padding": "#e599f7", "launch": "#fab005",
     "host": "#1c7ed6", "sync": "#c92a2a", "loading": "#5f3dc4", "copies": "#0b7285", "communication": "#d6336c",
@@ -104,7 +104,7 @@ def page(explanation: Explanation, title: str = "Where the time went") -> str:
 
 
 def timeline(explanation: Explanation) -> dict[str, Any]:
-    """Lanes of events as (begin, length, name number), in seconds from the beginning of what is explained."""
+    """Return lanes of events as (begin, length, name number), in seconds from the start of the explained time."""
     split, trace = explanation.split, explanation.split.trace
     inside = np.isin(trace.kind, (OP, RANGE, RUNTIME, KERNEL, COPY, SET))
     inside &= (trace.ts + trace.dur > split.begin) & (trace.ts < split.begin + split.wall)

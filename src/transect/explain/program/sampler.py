@@ -1,4 +1,4 @@
-"""Looks every few milliseconds what the threads of this process are doing in Python.
+"""Samples, every few milliseconds, the Python stacks of this process's threads.
 
 The samples name the gaps between operators, which a profiler of operators shows as nothing. A sample is the main
 thread's stack, from the innermost frame outwards, and how many other threads were running Python.
@@ -20,24 +20,25 @@ from typing import Any, Self
 
 PERIOD_S = 0.002
 SWITCH_S = 20e-6
-"""Seconds after which the watched thread hands over the interpreter's lock. With Python's own 5 ms it would mostly do
-so at the next operator, and every sample would show that line."""
+"""Seconds after which the sampled thread releases the interpreter's lock. With Python's own 5 ms it would mostly do so
+at the next operator, and every sample would show that line."""
 SLACK_NS = 1000
 """Slack of timers of the sampling thread, in nanoseconds. With Linux's own 50 us it would ask for the lock so much
 later, and lines that let go of it would be seen more often than they run (docs/lab-notes/explain.md)."""
 PR_SET_TIMERSLACK = 29
 LITTLE_S = 100e-6
-"""A thread that ran no longer than this since the sample before was waiting."""
+"""Seconds of computing since the last sample up to which a thread counts as waiting."""
 RECENT_S = 0.03
-"""A thread that ran so lately is running: on a busy machine each gets its turn only now and then."""
+"""Seconds since a thread's last computing up to which it counts as running: on a busy machine each thread runs only now
+and then."""
 DEEPEST = 60
 WAITS = ("wait", "acquire", "select", "poll", "accept", "recv", "get", "join", "_wait_for_tstate_lock", "sleep", "run")
-"""Innermost functions of threads that wait."""
+"""Innermost functions of waiting threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One place in a stack."""
+    """A line of a stack."""
 
     file: str
     function: str
@@ -49,7 +50,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """``at``: ``time.perf_counter()``. ``busy``: others that ran Python."""
+    """A sample; ``at`` is its ``time.perf_counter()``, ``busy`` the number of other threads that ran Python."""
 
     at: float
     stack: tuple[Frame, ...]
@@ -57,7 +58,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Samples:
+class StackSamples:
     """Recorded samples; ``collections``: (begin, end) of each run of the garbage collector."""
 
     period: float = PERIOD_S
@@ -66,15 +67,15 @@ class Samples:
     anomalies: int = 0
     """Samples in which autograd's anomaly detection was on."""
 
-    def between(self, begin: float, end: float) -> Samples:
-        """Those of a stretch."""
+    def between(self, begin: float, end: float) -> StackSamples:
+        """Return the samples of a time interval."""
         inside = [each for each in self.samples if begin <= each.at < end]
         kept = [(first, last) for first, last in self.collections if begin <= first < end]
-        return Samples(self.period, inside, kept, self.anomalies)
+        return StackSamples(self.period, inside, kept, self.anomalies)
 
-    def on_clock(self, offset: float) -> Samples:
-        """Return the same, with times that lie ``offset`` seconds later: those of another clock."""
-        return Samples(
+    def on_clock(self, offset: float) -> StackSamples:
+        """Return the samples with times shifted by ``offset`` seconds, to another clock."""
+        return StackSamples(
             self.period,
             [replace(sample, at=sample.at + offset) for sample in self.samples],
             [(begin + offset, end + offset) for begin, end in self.collections],
@@ -83,15 +84,15 @@ class Samples:
 
 
 class StackSampler:
-    """Samples the thread that enters it until it leaves."""
+    """Samples the thread that enters it, until it leaves."""
 
     def __init__(self, period: float = PERIOD_S) -> None:
-        self.found = Samples(period)
+        self.found = StackSamples(period)
         self._stop = threading.Event()
         self._collecting = 0.0
         self._frames: dict[tuple[int, int], tuple[Frame, CodeType]] = {}
         self._stacks: dict[tuple[Frame, ...], tuple[Frame, ...]] = {}
-        """Each frame and each stack is kept once: a long run shows the same ones again and again."""
+        """Frames and stacks, each kept once, because a long run repeats them."""
 
     def __enter__(self) -> Self:
         self._watched = threading.get_ident()
@@ -153,13 +154,13 @@ class StackSampler:
 
 
 def _anomaly_detection() -> bool:
-    """Return if autograd looks for anomalies."""
+    """Return True if autograd's anomaly detection is on."""
     torch = sys.modules.get("torch")
     return bool(torch is not None and torch.is_anomaly_enabled())
 
 
 def _look(watched: int) -> tuple[list[tuple[CodeType, int | None]], list[tuple[int, CodeType]]]:
-    """(code, line) of a thread's frames, innermost first, and the code that each thread is in.
+    """Return (code, line) of a thread's frames, innermost first, and the current code of each thread.
 
     A thread that holds a frame when its function returns destroys the function's variables in its own thread when it
     releases the frame, and torch has guards that restore thread-local state when they are destroyed. So each look is
@@ -177,7 +178,7 @@ def _look(watched: int) -> tuple[list[tuple[CodeType, int | None]], list[tuple[i
 
 
 def _frames() -> Iterator[Any]:
-    """Return the innermost frame of each thread, as a dictionary, at the moment when it is asked for."""
+    """Return the innermost frame of each thread, as a dictionary, at the time of the call."""
     return islice(iter(sys._current_frames, None), 1)
 
 

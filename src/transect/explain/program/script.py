@@ -1,4 +1,4 @@
-"""Runs a Python script, or a module as ``python -m`` does, inside of this process, and says how it ended.
+"""Runs a Python script, or a module like ``python -m``, inside of this process, and reports how it ended.
 
 What a script changes for the whole process (arguments, import path, folder, standard streams) is changed back, so that
 a report lands where it was asked for, and the script can run again.
@@ -22,11 +22,11 @@ from types import TracebackType
 from typing import Any
 
 OURS = (__file__, runpy.__file__, "<frozen runpy>")
-"""Files whose frames stand above those of a script in a traceback."""
+"""Files whose frames are above those of a script in a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class ScriptEnding:
     """End of a script. ``failed``: reason in one line, empty after success. ``error``: the exception raised.
     ``interrupted``: True after Ctrl-C."""
 
@@ -46,14 +46,14 @@ class ScriptFailed(ValueError):
 
 
 class Input:
-    """A standard input that each run of a script reads from its beginning. Nothing is read before a run asks for it: an
-    input may stay open for ever, and most scripts never look at theirs."""
+    """A standard input that each run of a script reads from its beginning. It is only read on demand: an input may stay
+    open for ever, and most scripts never read theirs."""
 
     def __init__(self, source: io.BufferedIOBase) -> None:
         self.source, self.kept = source, bytearray()
 
     def again(self) -> io.TextIOWrapper:
-        """Return all of it as text: what earlier runs have read, then what is left."""
+        """Return all of it as text: the part that earlier runs have read, then the rest."""
         return io.TextIOWrapper(io.BufferedReader(_Again(self)), encoding="utf-8", errors="surrogateescape")
 
 
@@ -76,7 +76,7 @@ class _Again(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Script to run.
+    """A script to run.
 
     Args:
         path: the file; or the name of a module, where ``module`` is set.
@@ -97,7 +97,7 @@ class Script:
         return str(self.path)
 
     def check(self) -> None:
-        """Check that there is such a script.
+        """Check that the script exists.
 
         Raises:
             ValueError: there is none.
@@ -115,8 +115,8 @@ class Script:
         if not known:
             raise ValueError(f"there is no module {self.path}: give one that `python -m` finds here")
 
-    def run(self, *, show: bool = True) -> Ending:
-        """Run it as ``python`` would, its threads to their ends; a child that it forked ends where the script does.
+    def run(self, *, show: bool = True) -> ScriptEnding:
+        """Run the script as ``python`` would, its threads to their ends; a child that it forked ends with the script.
 
         Args:
             show: print the traceback of an error, as ``python`` does.
@@ -132,14 +132,14 @@ class Script:
                         if thread not in threads and not thread.daemon:
                             thread.join()  # as the interpreter does at its end
             except KeyboardInterrupt:
-                ending = Ending(interrupted=True, status=130)
+                ending = ScriptEnding(interrupted=True, status=130)
             if os.getpid() != process:
                 with contextlib.suppress(OSError, ValueError):
                     sys.stdout.flush()
                 os._exit(ending.status & 0xFF)
         return ending
 
-    def _run(self, show: bool) -> Ending:
+    def _run(self, show: bool) -> ScriptEnding:
         sys.argv = [self.name, *self.arguments]
         try:
             if self.module:
@@ -151,23 +151,23 @@ class Script:
         except SystemExit as stopped:
             code = stopped.code
             if code in (None, 0):
-                return Ending()
+                return ScriptEnding()
             status = isinstance(code, int)
             if show and not status:
                 print(code, file=sys.stderr)
             said = f"{self.name} ended with {'exit status ' if status else ''}{code}"
-            return Ending(said, status=int(code) if status else 1)
+            return ScriptEnding(said, status=int(code) if status else 1)
         except Exception as error:
             if show:
                 traceback.print_exception(type(error), error, _own(error.__traceback__))
             place = f" ({found})" if (found := _place(error)) else ""
-            return Ending(f"{self.name} failed with {type(error).__name__}: {error}{place}", error, status=1)
-        return Ending()
+            return ScriptEnding(f"{self.name} failed with {type(error).__name__}: {error}{place}", error, status=1)
+        return ScriptEnding()
 
 
 @contextlib.contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Changes back what scripts change for the whole process."""
+    """Restore the process-wide state that scripts change."""
     argv, path, folder = sys.argv, list(sys.path), os.getcwd()
     streams = sys.stdin, sys.stdout, sys.stderr
     try:

@@ -1,5 +1,5 @@
-"""Reads PyTorch's schema of an operator in a trace: which inputs it writes, whether it only looks at one in another
-way, and whether others do its work on a processor.
+"""Reads PyTorch's schema of an operator in a trace: the inputs that it writes, whether it returns a view, and whether
+other operators do its work on a CPU.
 
 A trace has a name and the types of the inputs, which determine the overload. Another version of PyTorch may have
 recorded the trace: if no overload fits, there are no facts.
@@ -14,26 +14,26 @@ from typing import Any
 import torch
 
 COMPOSITE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
-"""Kernels that stand for all devices: they call other operators."""
+"""Dispatch keys of kernels for all devices: they call other operators."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """An overload of an operator. ``updated``: the places of the inputs that it reads and writes; ``outputs``: of those
+    """An overload of an operator. ``updated``: indices of the inputs that it reads and writes; ``outputs``: of those
     that it only writes (``out=``)."""
 
     updated: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     view: bool = False
-    """The output is a view of an input."""
+    """True if the output is a view of an input."""
     composite: bool = False
     """True if other operators do its work on a CPU."""
 
 
 @functools.cache
 def signature(name: str, types: tuple[str, ...]) -> Signature:
-    """That of the first overload which takes inputs of these types, as a trace writes them; an empty one where there is
-    none."""
+    """Return the signature of the first overload that takes inputs of these types, as recorded in a trace; an empty one
+    if there is none."""
     for schema in torch._C._jit_get_schemas_for_operator(name) if name.startswith("aten::") else ():
         arguments = [str(each.type) for each in schema.arguments]
         if len(arguments) == len(types) and all(map(_fits, arguments, types)):

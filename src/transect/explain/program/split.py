@@ -1,4 +1,4 @@
-"""Splits the wall time of a trace into causes. Every instant gets one name, so the parts add up to the whole.
+"""Splits the wall time of a trace into causes. Every instant has one cause, so the parts add up to the whole.
 
 Where kernels ran, an instant belongs to what the GPU did: computing, else communication, else a copy, else a gap that
 is named by what the host did (``gaps.py``). Without kernels it belongs to what the main thread did: the innermost
@@ -23,7 +23,7 @@ from .stretches import COMPILING, LOADING, pieces, stretches
 from .trace import COPY, KERNEL, OP, OVERHEAD, RANGE, RUNTIME, SET, Key, Trace
 
 WINDOW = "transect.explain"
-"""The range that marks what is explained; without one it is the whole trace."""
+"""Name of the range that marks the explained time; without one, the whole trace is explained."""
 PARTS: Mapping[str, str] = {
     "floor": "at the floor: the least that the shapes need",
     "inefficiency": "kernels above their floor",
@@ -43,31 +43,32 @@ PARTS: Mapping[str, str] = {
 LAUNCH_S = 3e-6
 """Seconds to call an operator, if nothing is measured."""
 SMALL_S = 30e-6
-"""An operator whose floor is below ``LAUNCH_S`` and that takes no longer than this does little but being called."""
+"""Seconds up to which an operator with a floor below ``LAUNCH_S`` counts as mostly launch cost."""
 TINY_S = 1.5e-6
-"""All time of an operator with such a floor, on a host, is that of calling it."""
+"""Seconds up to which all time of an operator with such a floor, on a host, counts as launch cost."""
 SLOW_CALL_S = 200e-6
-"""No call takes so long: such an operator waits for threads, or for a core."""
+"""Seconds that no launch takes: a slower operator waits for threads, or for a core."""
 SHORT_GAP_S = 30e-6
-"""A gap between operators that is no longer is the loop that calls them; where most gaps are longer, so are these."""
+"""Seconds up to which a gap between operators counts as the loop that calls them; if most gaps are longer, those count
+too."""
 LONG_GAP_S = 500e-6
 SYNC = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::unique"}
 COPIES = {"aten::copy_", "aten::contiguous", "aten::clone", "aten::cat", "aten::_to_copy", "aten::stack", "aten::roll"}
 WAITS = r"Synchronize$|(?:cuda|hip)Memcpy$|hipMemcpyWithStream$"
-"""Calls of the driver's interface in which the host waits for the GPU."""
+"""Driver calls in which the host waits for the GPU."""
 ISSUES = r"Launch|Memcpy|Memset|Malloc|Free|Synchronize|HostAlloc|Event"
-"""Calls by which an operator has to do with the GPU."""
+"""Driver calls that show an operator's use of the GPU."""
 HOST_OP_S = 500e-6
-"""An operator that takes longer without any such call computes on the host."""
+"""Seconds above which an operator without such a call counts as computing on the host."""
 OWN_OVERHEAD = r"^(?:Activity Buffer Request|Instrumentation|Resource|CUPTI)"
-"""Work of the profiler for itself; the driver's overhead (loading a kernel, say) is the program's."""
+"""Events of the profiler's own work; the driver's overhead (loading a kernel, say) is the program's."""
 GIVES = r"Launch|Memcpy|Memset"
-"""Calls that give the GPU something to do."""
+"""Driver calls that submit work to the GPU."""
 HELD_S = 200e-6
-"""A GPU that has nothing else to do begins within microseconds of a launch. If its first kernel under a profiler begins
-so much later, the profiler was setting itself up."""
+"""Delay in seconds of the first kernel under a profiler from which the profiler's set-up is the cause: an idle GPU
+starts within microseconds of a launch."""
 PLUMBING = ("autograd::", "Optimizer", "torch::autograd", "TorchDynamo Cache Lookup", "Pregraph bytecode")
-"""Names of the work by which autograd, optimizers and torch.compile call operators."""
+"""Names of ranges by which autograd, optimizers and torch.compile call operators."""
 COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|c10d|gloo", re.I)
 
 
@@ -81,15 +82,15 @@ class OpStat:
     calls: int = 0
     seconds: float = 0.0
     floor: float | None = None
-    """For one call."""
+    """Floor of one call, in seconds."""
     first: float = 0.0
     last: float = 0.0
     operator: str = ""
-    """The operator that launched it, for a kernel."""
+    """Operator that launched the kernel; empty for an operator."""
 
     @property
     def name(self) -> str:
-        """The operator's name; a kernel has that of the operator that launched it, where that is known."""
+        """Name of the operator; for a kernel, of the operator that launched it, if known."""
         return self.operator or self.key.name
 
     @property
@@ -101,12 +102,12 @@ class OpStat:
 
     @property
     def tiny(self) -> bool:
-        """The operator ran on a host, and has less to do than a call takes."""
+        """True if the operator ran on a host and its floor is below the cost of a launch."""
         return 0 < (self.floor or 0.0) < TINY_S and not self.operator
 
     @property
     def launch(self) -> float:
-        """Seconds that go into calling, at most those above the floor; of work that is smaller than a call, most."""
+        """Seconds of launch cost, limited to the time above the floor; for work smaller than a launch, most of it."""
         floor = self.floor or 0.0
         if self.tiny and self.seconds <= self.calls * SLOW_CALL_S:
             return max(0.0, self.seconds - self.calls * floor)
@@ -144,8 +145,8 @@ def kernel_name(name: str, *, templates: bool = False) -> str:
 
 
 @dataclass(slots=True)
-class Gap:
-    """A stretch between operators or kernels, and the part that it belongs to."""
+class IdleGap:
+    """A stretch between operators or kernels, and its part."""
 
     begin: float
     end: float
@@ -154,61 +155,61 @@ class Gap:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Length in seconds."""
         return self.end - self.begin
 
 
 @dataclass(slots=True)
 class Split:
-    """The parts of a trace's wall time, in seconds, and what they were made of."""
+    """The parts of a trace's wall time, in seconds, and their material."""
 
     wall: float
     begin: float
     parts: dict[str, float]
     ops: list[OpStat]
-    gaps: list[Gap]
+    gaps: list[IdleGap]
     on_gpu: bool
     lane: int
     trace: Trace
     notes: list[str] = field(default_factory=list)
     profiling: float = 0.0
-    """Seconds that the profiler added to the main thread's calls of a GPU's driver and the operators around them."""
+    """Seconds that the profiler added to the main thread's driver calls and the operators around them."""
     held: float = 0.0
-    """Seconds in which a GPU had nothing to do because of the profiler."""
+    """Seconds in which a GPU was idle because of the profiler."""
     held_host: float = 0.0
-    """The part of ``held`` seconds in which the host was held too."""
+    """Seconds of ``held`` in which the host was held too."""
 
     measured: bool = False
-    """The program was also timed without profiling."""
+    """True if the program was also timed without profiling."""
 
     @property
     def source(self) -> str:
-        """Words for the time without profiling."""
+        """Description of the time without profiling."""
         return "plain" if self.measured else "plain (estimated)"
 
     @property
     def own(self) -> float:
-        """The wall time without what profiling cost: the program's own, in seconds."""
+        """Wall time of the program in seconds, without the cost of profiling."""
         return self.wall - self.parts.get("profiler", 0.0)
 
     def rate(self, least: float) -> None:
-        """Divide the time of kernels without shapes into ``least`` seconds at the floor, and what is above."""
+        """Divide the time of kernels without shapes into ``least`` seconds of floor, and the rest."""
         seconds, self.parts["unrated"] = self.parts["unrated"], 0.0
         self.parts["floor"] += min(least, seconds)
         self.parts["inefficiency"] += max(0.0, seconds - least)
 
     def share(self, part: str) -> float:
-        """Return the part of the wall time."""
+        """Return the part as a share of the wall time."""
         return self.parts.get(part, 0.0) / self.wall if self.wall else 0.0
 
     @property
     def busy(self) -> float:
-        """Seconds in which the GPU did something."""
+        """Seconds in which the GPU was busy."""
         return self.wall - _seconds(self.gaps) - self.held
 
     @property
     def issuing(self) -> float:
-        """Seconds in which the main thread did not wait for the GPU, without what profiling cost it."""
+        """Seconds in which the main thread did not wait for the GPU, without the cost of profiling."""
         trace, end = self.trace, self.begin + self.wall
         waits = [int(i) for i in trace.where(RUNTIME) if re.search(WAITS, trace.key_of(int(i)).name)]
         spans = ((float(trace.ts[i]), float(trace.ts[i] + trace.dur[i])) for i in waits)
@@ -216,7 +217,7 @@ class Split:
         return self.wall - waited - self.profiling - self.held_host
 
     def named(self, *names: str) -> list[OpStat]:
-        """Operators with these names, and kernels that they launched."""
+        """Return the operators with these names, and the kernels that they launched."""
         return [op for op in self.ops if op.name in names]
 
 
@@ -251,18 +252,18 @@ def split_trace(trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, pa
     return split
 
 
-def _seconds(gaps: Sequence[Gap]) -> float:
+def _seconds(gaps: Sequence[IdleGap]) -> float:
     return sum(gap.seconds for gap in gaps)
 
 
 def _own_overhead(trace: Trace, begin: float) -> list[tuple[float, float]]:
-    """When the profiler was at work for itself."""
+    """Return the intervals of the profiler's own work."""
     own = [i for i in trace.where(OVERHEAD) if re.search(OWN_OVERHEAD, trace.key_of(int(i)).name)]
     return [(float(trace.ts[i]), float(trace.ts[i] + trace.dur[i])) for i in own if trace.ts[i] >= begin]
 
 
 def _late_start(trace: Trace, begin: float) -> list[tuple[float, float]]:
-    """Return the time from the first launch to the first kernel, where that is long (``HELD_S``)."""
+    """Return the interval from the first launch to the first kernel, if it is long (``HELD_S``)."""
     firsts = [float(trace.ts[i]) for kind in (KERNEL, COPY, SET) for i in trace.where(kind)[:1]]
     calls = [int(i) for i in trace.where(RUNTIME) if re.search(GIVES, trace.key_of(int(i)).name)]
     if not firsts or not calls or trace.ts[calls[0]] < begin:
@@ -271,21 +272,21 @@ def _late_start(trace: Trace, begin: float) -> list[tuple[float, float]]:
     return [(launched, min(firsts))] if min(firsts) - launched > HELD_S else []
 
 
-def _without(gap: Gap, spans: Sequence[tuple[float, float]]) -> Iterator[Gap]:
+def _without(gap: IdleGap, spans: Sequence[tuple[float, float]]) -> Iterator[IdleGap]:
     """Yield the pieces of a gap that lie in none of these spans."""
     at = gap.begin
     for first, last in spans:
         if last <= at or first >= gap.end:
             continue
         if first > at:
-            yield Gap(at, first)
+            yield IdleGap(at, first)
         at = max(at, last)
     if at < gap.end:
-        yield Gap(at, gap.end)
+        yield IdleGap(at, gap.end)
 
 
 def _window(trace: Trace) -> tuple[float, float, int]:
-    """(begin, end, main thread): those of the marked range, or of all that is there."""
+    """Return (begin, end, main thread) of the marked range, or of the whole trace."""
     for index in trace.where(RANGE):
         if trace.key_of(index).name == WINDOW:
             return float(trace.ts[index]), float(trace.ts[index] + trace.dur[index]), int(trace.lane[index])
@@ -304,7 +305,7 @@ def _window(trace: Trace) -> tuple[float, float, int]:
 
 
 def self_segments(trace: Trace, indices: Sequence[int], begin: float, end: float) -> Iterator[tuple[float, float, int]]:
-    """(begin, end, event) of every stretch of a thread between two moments: the innermost event, or -1 for none."""
+    """Yield (begin, end, event) of every stretch of a thread between two times: the innermost event, or -1 for none."""
     stack: list[tuple[float, int]] = []
     at = begin
     chosen = np.asarray(indices, dtype=np.int64)
@@ -335,11 +336,11 @@ def self_segments(trace: Trace, indices: Sequence[int], begin: float, end: float
 
 def _host(
     trace: Trace, ceilings: Ceilings, begin: float, end: float, lane: int, profiler_s: float
-) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
+) -> tuple[list[OpStat], list[IdleGap], dict[str, float]]:
     """Split the time of the main thread, if no kernel ran on a GPU."""
     mine = np.flatnonzero((trace.kind == OP) & (trace.lane == lane)).tolist()
     stats: dict[int, OpStat] = {}
-    gaps: list[Gap] = []
+    gaps: list[IdleGap] = []
     parts = dict.fromkeys(PARTS, 0.0)
     owners = stretches(trace, lane)
     least, numbers = own_floors(trace, mine, ceilings).tolist(), trace.key.tolist()
@@ -351,7 +352,7 @@ def _host(
             parts[owner] += last - first
             continue
         if index < 0:
-            gaps.append(Gap(first, last))
+            gaps.append(IdleGap(first, last))
             continue
         number = numbers[index]
         stat = stats.get(number)
@@ -373,7 +374,7 @@ def _host(
 
 
 def of_number(key: Key) -> bool:
-    """Return if all inputs are single numbers: a number of Python's became a tensor."""
+    """Return True if all inputs are single numbers: a Python number became a tensor."""
     return isinstance(key.shapes, list) and bool(key.shapes) and not any(key.shapes)
 
 
@@ -400,7 +401,7 @@ def _add_op(parts: dict[str, float], stat: OpStat) -> None:
 
 def _device(
     trace: Trace, ceilings: Ceilings, begin: float, end: float
-) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
+) -> tuple[list[OpStat], list[IdleGap], dict[str, float]]:
     """Split the time of the GPU.
 
     A kernel's shapes are those of the operator that launched it. If an operator launched several kernels, its floor is
@@ -416,14 +417,14 @@ def _device(
     marks.sort()
     live: dict[int, int] = {}
     owned: dict[int, float] = defaultdict(float)
-    gaps: list[Gap] = []
+    gaps: list[IdleGap] = []
     at = begin
     for moment, starts, index in [*marks, (end, 0, -1)]:
         if moment > at:
             if live:
                 owned[min(live, key=lambda each: (live[each], each))] += moment - at
             else:
-                gaps.append(Gap(at, moment))
+                gaps.append(IdleGap(at, moment))
             at = moment
         if starts:
             live[index] = _rank(trace, index)
@@ -475,8 +476,8 @@ def _device(
 
 
 def on_the_host(trace: Trace) -> list[int]:
-    """Operators that take long and have nothing to do with the GPU, those inside of them left out. What compiles or
-    loads data is none: it has a part of its own."""
+    """Return the operators that take long without using the GPU, excluding nested ones. Compiling and loading data are
+    excluded, because they are parts of their own."""
     calls = np.sort([float(trace.ts[i]) for i in trace.where(RUNTIME) if re.search(ISSUES, trace.key_of(int(i)).name)])
     found: list[int] = []
     ends: dict[int, float] = {}
@@ -494,7 +495,7 @@ def on_the_host(trace: Trace) -> list[int]:
 
 
 def _rank(trace: Trace, index: int) -> int:
-    """0: computes. 1: communicates. 2: copies or clears."""
+    """Return the rank of an event: 0 for computing, 1 for communication, 2 for copying or clearing."""
     if trace.kind[index] != KERNEL:
         return 2
     return 1 if COMMUNICATION.search(trace.key_of(index).name) else 0

@@ -14,20 +14,20 @@ from pathlib import Path
 
 from .doing import doing_of
 from .recording import Recording
-from .steps import KINDS, Mark, StepTimes, StepWatch
+from .steps import KINDS, Mark, StepWatch, UnprofiledSteps
 
 MOST_AFTER = 50
-"""Steps that are timed after the window."""
+"""Most steps that are timed after the window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps of a program, and those that are explained. Times are seconds."""
+    """The steps of a program, and the explained ones. Times are seconds."""
 
     kind: str
-    """The event that marks a step."""
+    """Kind of event that marks a step."""
     count: int
-    """Steps of the whole program."""
+    """Number of steps of the whole program."""
     explained: int
     plain_s: float
     """Median time of a step without profiling; 0 if none was timed."""
@@ -36,9 +36,9 @@ class Steps:
     startup_s: float
     """Time until the first step began or ended."""
     imports_s: float
-    """Time of importing modules in it."""
+    """Time of importing modules during start-up."""
     total_s: float
-    """Wall time of the program as it was explained."""
+    """Wall time of the explained program."""
 
     @property
     def plain_share(self) -> float:
@@ -70,22 +70,22 @@ class Steady:
         self._first = Recording(stacks=stacks, file=file)
         self._window: Recording | None = None
         self._moments: dict[Mark, list[float]] = {}
-        """Moments of each mark in the first recording."""
+        """Times of each mark in the first recording."""
         self._inside: list[float] = []
-        """Moments of the step in the window."""
+        """Times of steps in the window."""
         self._step: Mark | None = None
         self._state = "first"
         self._least_s = min(0.05, window_s / 3)  # steps after the window are timed as well
-        self._before, self._after = StepTimes(self._least_s), StepTimes()
+        self._before, self._after = UnprofiledSteps(self._least_s), UnprofiledSteps()
         self.recording = self._first
         """The recording to explain."""
         self.steps: Steps | None = None
-        """Its steps; None if none repeat."""
+        """Steps of the program; None if none repeat."""
         self.between: tuple[float, float] | None = None
-        """The part of the recording to explain, on ``time.perf_counter()``; None if all of it is."""
+        """Interval of the recording to explain, on ``time.perf_counter()``; None for all of it."""
 
     def start(self) -> None:
-        """Begin."""
+        """Start the first recording."""
         self._process = os.getpid()
         self.watch.start()
         try:
@@ -109,7 +109,7 @@ class Steady:
                 self._before.restart()
             return
         if self._state == "plain" and mark != self._step and self._better(mark):
-            self._step, self._before = mark, StepTimes(self._least_s)
+            self._step, self._before = mark, UnprofiledSteps(self._least_s)
             return
         if mark != self._step:
             return
@@ -130,14 +130,14 @@ class Steady:
             self._after.mark()
 
     def _better(self, mark: Mark) -> bool:
-        """Return if another mark repeats and says more of steps than the one that was chosen."""
+        """Return True if another mark repeats, and is a better sign of steps than the chosen one."""
         chosen = self._step
         better = chosen is not None and KINDS.index(mark[0]) < KINDS.index(chosen[0])
         return better and self.watch.step() == mark
 
     @property
     def done(self) -> bool:
-        """The window is over, or no step has repeated yet."""
+        """True if the window is over, or no step has repeated yet."""
         return self._state in ("first", "after")
 
     def stop(self, *, wait: bool = True) -> None:
@@ -161,7 +161,7 @@ class Steady:
         if len(inside) < 2:
             return
         lengths = sorted(last - first for first, last in itertools.pairwise(inside))
-        plain = StepTimes()
+        plain = UnprofiledSteps()
         plain.seconds = self._before.seconds + self._after.seconds
         first = moments[0] if moments else inside[0]
         self.between = inside[0], inside[-1]
@@ -177,7 +177,7 @@ class Steady:
         )
 
     def _imports(self, until: float) -> float:
-        """Seconds before a moment in which modules were imported."""
+        """Estimate the seconds before a time that were spent on importing modules."""
         samples = [each for each in self._first.sampled if each.at < until]
         count = sum(doing_of(each.stack).kind == "import" for each in samples)
         return (until - self._began) * count / len(samples) if samples else 0.0

@@ -20,25 +20,26 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
 KINDS = ("optimizer step", "generate call", "batch of a loader", "forward call")
-"""The best sign of a step first."""
+"""Kinds of marks, the best sign of a step first."""
 REPEATS = 3
-"""Marks of one object that make a step."""
+"""Marks of one object that count as repeating."""
 LATER = 8
-"""Marks of a lesser kind where a module trains, or beside a loader: an optimizer or the loader may mark the steps."""
+"""Marks of a lesser kind needed while a module trains, or beside a loader: an optimizer or the loader may mark the
+steps."""
 TOKENS = 24
 """Forward calls inside of one ``generate``, after which a step is a token."""
 LOOKS = 200
-"""Calls whose masks and ids are looked at."""
+"""Calls whose masks and ids are inspected."""
 SEEN_ROWS = 64
-"""Rows of each batch of ids that are kept for that."""
+"""Rows of each batch of ids that are kept for inspection."""
 LEAST_PADDING = 0.05
 
 Mark = tuple[str, int]
-"""A kind, and the number of its module; 0 for optimizers and loaders, which programs make again."""
+"""(kind, number of the module); 0 for optimizers and loaders, which programs create repeatedly."""
 
 
 class StepWatch:
-    """Hooks that see steps, and padding: only a mask or a ``padding_idx`` says that a token is padding.
+    """Hooks that detect steps, and padding: only a mask or a ``padding_idx`` marks a token as padding.
 
     Args:
         seen: called with each mark; None if only padding is wanted.
@@ -50,7 +51,7 @@ class StepWatch:
         self._generating = 0
         self._training: dict[Mark, bool] = {}
         self._inside: set[int] = set()
-        """Modules that lie in a root: a module that was called by no other."""
+        """Modules inside of a root: a module that was called by no other."""
         self._roots: dict[int, nn.Module] = {}
         self._masks: list[tuple[Tensor, int]] = []
         self._ids: list[tuple[Tensor, int, int]] = []
@@ -83,7 +84,7 @@ class StepWatch:
         self._undo.append(lambda: setattr(kind, "__next__", plain))
 
     def ignore_forward(self) -> None:
-        """Look at no more calls of modules."""
+        """Stop observing calls of modules."""
         while self._forward:
             self._forward.pop().remove()
 
@@ -93,7 +94,7 @@ class StepWatch:
             self._undo.pop()()
 
     def step(self) -> Mark | None:
-        """Return the best mark that repeats; None if none does yet."""
+        """Return the best mark that repeats; None if there is none yet."""
         for kind in KINDS:
             for mark, count in self.counts.items():
                 if mark[0] == kind and count >= self._needed(mark):
@@ -102,8 +103,8 @@ class StepWatch:
 
     @property
     def padding(self) -> float:
-        """The share of padding: of attention masks where there are any, else of ids with a ``padding_idx``. 0 where it
-        is too small to matter."""
+        """Share of padding: of attention masks if there are any, else of ids with a ``padding_idx``. 0 if
+        negligible."""
         shares = [(1.0 - float((mask != 0).double().mean()), count) for mask, count in self._masks]
         if not shares:
             shares = [(_padded(rows.cpu(), pad), count) for rows, pad, count in self._ids]
@@ -129,7 +130,8 @@ class StepWatch:
         self._seen(mark)
 
     def _called(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Note a call, as a forward pre-hook of all modules. It waits for nothing: ids are looked at in the end."""
+        """Record a call, as a forward pre-hook of all modules. It does not synchronize: ids are inspected in the
+        end."""
         if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
             return
         if id(module) not in self._inside:
@@ -187,8 +189,8 @@ def _padded(ids: Tensor, pad: int) -> float:
     return float((padded.flip(1).cumprod(1).flip(1) | padded.cumprod(1)).double().mean())
 
 
-class StepTimes:
-    """The times of steps without profiling, after those that warm up.
+class UnprofiledSteps:
+    """Times of steps without profiling, after warm-up.
 
     Args:
         least_s: the seconds that steps must have taken together.
@@ -202,11 +204,11 @@ class StepTimes:
         self.seconds: list[float] = []
 
     def restart(self) -> None:
-        """Do not count the step that is under way."""
+        """Exclude the step in progress."""
         self._last = time.perf_counter()
 
     def mark(self) -> bool:
-        """Count a step that ended; return if there are enough."""
+        """Count a step that ended; return True if there are enough."""
         now = time.perf_counter()
         self.seconds.append(now - self._last)
         self._last = now
@@ -222,6 +224,6 @@ class StepTimes:
 
     @property
     def median(self) -> float:
-        """Seconds of a step; 0 where none has ended."""
+        """Median seconds of a step; 0 if none has ended."""
         ordered = sorted(self.seconds)
         return ordered[len(ordered) // 2] if ordered else 0.0

@@ -1,4 +1,4 @@
-"""Stretches of a trace that belong to one part whatever runs in them: loading data, and compiling."""
+"""Stretches of a trace with a fixed part: loading data, and compiling."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from .trace import OP, RANGE, Trace
 
 LOADING = re.compile(r"enumerate\(DataLoader\)|DataLoader.*__next__")
 COMPILING = re.compile(r"dynamo(?! cache lookup)|inductor(?!::)|compile_fx|convert_frame", re.I)
-"""Not what every call of a compiled function does: it looks a graph up, and calls operators of inductor's."""
+"""Names of compiling work, excluding the graph look-ups and operators in every call of a compiled function."""
 
 
 def stretches(trace: Trace, lane: int | None = None) -> list[tuple[float, float, str]]:
-    """(begin, end, part) of the stretches of a thread, or of all threads together, that belong to one part whatever
-    runs in them, in order."""
+    """Return (begin, end, part), sorted, of the stretches of a thread, or of all threads, with a fixed part."""
     found: list[tuple[float, float, str]] = []
     parts = [
         "loading" if LOADING.search(key.name) else "recompilation" if COMPILING.search(key.name) else ""
@@ -34,8 +33,7 @@ def stretches(trace: Trace, lane: int | None = None) -> list[tuple[float, float,
 
 
 def pieces(owners: list[tuple[float, float, str]], first: float, last: float) -> Iterator[tuple[float, float, str]]:
-    """(begin, end, part) of the pieces of a time, in order: what these stretches have of it, and what none of them has
-    (an empty part)."""
+    """Yield (begin, end, part) of the pieces of an interval, in order; uncovered pieces have an empty part."""
     at = first
     for index in range(max(0, bisect_right(owners, (first, float("inf"), "")) - 1), len(owners)):
         begin, end, part = owners[index]

@@ -43,7 +43,7 @@ def timed(script: Script) -> float:
 
 @contextlib.contextmanager
 def _same_chance() -> Iterator[None]:
-    """Inside, a script that sets no seed draws the same numbers every time: its runs are compared."""
+    """Make a script that sets no seed draw the same numbers in every run, because runs are compared."""
     plain, arrays = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(SEED)

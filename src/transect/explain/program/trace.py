@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 OP, RANGE, PYTHON, RUNTIME, KERNEL, COPY, SET, OVERHEAD = range(8)
-"""Kinds of events. RANGE: ``record_function``; RUNTIME: a call of the driver's interface; SET: a memset; OVERHEAD: what
-the profiler says of itself and of the driver."""
+"""Kinds of events. RANGE: ``record_function``; RUNTIME: a driver call; SET: a memset; OVERHEAD: own work of profiler
+and driver."""
 KINDS = {
     "cpu_op": OP,
     "operator": OP,
@@ -32,12 +32,12 @@ KINDS = {
     "memset": SET,
     "overhead": OVERHEAD,
 }
-"""By ``cat``, in the spellings of the versions that there were."""
+"""Kinds by ``cat``, in the spellings of all versions."""
 NARROWEST = ("c10::half", "c10::bfloat16", "float", "double")
 OPTIMIZERS = ("aten::_foreach", "aten::_fused_")
 """Operators whose lists are parameters, gradients and states."""
 LARGEST = 1 << 62
-"""No time and no number in a trace is larger."""
+"""Upper bound of times and numbers in a trace."""
 
 
 class WrittenArgs(msgspec.Struct, gc=False):
@@ -78,25 +78,25 @@ class Key:
     values: tuple[str, ...] = ()
     nodes: bool = False
     bytes: int = 0
-    """Those that a copy moves."""
+    """Bytes moved by a copy."""
     strides: Any = None
-    """Those of its inputs, where one of them repeats numbers (a stride of 0) or, sparse, has none."""
+    """Strides of the inputs, if one of them repeats numbers (a stride of 0) or, being sparse, has none."""
     listed: str = ""
-    """The type of the numbers in its lists of tensors, which no trace has: what other operators say of tensors of these
-    shapes."""
+    """Type of the numbers in its lists of tensors, inferred from other operators on tensors of these shapes, because no
+    trace records it."""
 
 
 class Trace:
-    """Filled by ``add``; ``close`` makes the columns arrays."""
+    """A trace in columns. Filled by ``add``; ``close`` makes the columns arrays."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.head: dict[str, Any] = {}
         self.truncated = False
         self.other: dict[str, int] = {}
-        """Events of kinds that are not looked at, by kind."""
+        """Number of ignored events, by kind."""
         self.sequence: tuple[int, int] | None = None
-        """The lowest and the highest number that autograd had given to a node when an operator was called."""
+        """Lowest and highest number of autograd's nodes when an operator was called."""
         self.keys: list[Key] = []
         self._numbers: dict[Any, int] = {}
         self._written: dict[Any, int] = {}
@@ -113,13 +113,13 @@ class Trace:
 
     @property
     def size(self) -> int:
-        """Events that are kept."""
+        """Number of kept events."""
         return len(self._columns["ts"])
 
     def add(self, event: Any) -> None:
-        """Take in one event as JSON has it; what is no complete event of a known kind is counted and left."""
+        """Add an event decoded from JSON; an event that is incomplete or of an unknown kind is only counted."""
         if not isinstance(event, dict):
-            self.other["things that are no events"] = self.other.get("things that are no events", 0) + 1
+            self.other["entries that are not events"] = self.other.get("entries that are not events", 0) + 1
             return
         kind = KINDS.get(str(event.get("cat", "")).lower())
         begin: Any = event.get("ts")
@@ -144,7 +144,7 @@ class Trace:
         columns["link"].append(int(link) if _number(link) else -1)
 
     def add_written(self, event: WrittenEvent) -> None:
-        """Take in one event that torch's profiler wrote, as ``add`` would."""
+        """Add an event that torch's profiler wrote, like ``add``."""
         kind, args = KINDS.get(event.cat, -1), event.args
         if kind < 0 or event.ph != "X" or event.ts < 0 or event.dur < 0:
             self.add({"ph": event.ph, "ts": event.ts, "dur": event.dur} | ({"cat": event.cat} if event.cat else {}))
@@ -175,7 +175,8 @@ class Trace:
 
     @property
     def recorded(self) -> int:
-        """Operators that autograd recorded, at most. While nothing needs a gradient its numbers stand still."""
+        """Largest possible number of operators that autograd recorded. Its numbers are constant while nothing needs a
+        gradient."""
         return 0 if self.sequence is None else self.sequence[1] - self.sequence[0]
 
     def _key(self, kind: int, name: str, args: dict[str, Any]) -> int:
@@ -199,7 +200,7 @@ class Trace:
         return number
 
     def close(self) -> None:
-        """Make the columns arrays, in the order of their begins; times count from the first."""
+        """Make the columns arrays, sorted by start; times count from the first event."""
         self.kind = np.frombuffer(self._columns["kind"], dtype=np.int8)
         self.ts = np.frombuffer(self._columns["ts"], dtype=np.float64)
         order = np.lexsort((-np.frombuffer(self._columns["dur"], dtype=np.float64), self.ts))
@@ -217,8 +218,8 @@ class Trace:
         self._type_lists()
 
     def _type_lists(self) -> None:
-        """Give lists of tensors the narrowest floating-point type that other operators have for tensors of their
-        shapes; of an optimizer's lists, what gradients of these shapes have."""
+        """Set the type of lists of tensors to the narrowest floating-point type of other operators on tensors of these
+        shapes; for an optimizer's lists, to that of gradients of these shapes."""
         seen: dict[bool, dict[str, set[str]]] = {True: {}, False: {}}
         for key in self.keys:
             gradient = key.name == "torch::autograd::AccumulateGrad"
@@ -237,11 +238,11 @@ class Trace:
                     break
 
     def drop_before(self, moment: float) -> None:
-        """Forget the events that ended before a moment; times stay as they are."""
+        """Drop the events that ended before a time; times are unchanged."""
         self._keep(self.ts + self.dur > moment)
 
     def crop(self, begin: float, end: float, marked: int) -> None:
-        """Forget what lies outside of a stretch, and let the event ``marked`` be that stretch."""
+        """Drop all events outside of a stretch, and set the event ``marked`` to that stretch."""
         kept = (self.ts + self.dur > begin) & (self.ts < end)
         kept[marked] = True
         self.ts, self.dur = self.ts.copy(), self.dur.copy()
@@ -259,7 +260,7 @@ class Trace:
         self._ends = None
 
     def where(self, kind: int) -> np.ndarray:
-        """Indices of the events of a kind, in the order of their begins."""
+        """Return the indices of the events of a kind, sorted by start."""
         return np.flatnonzero(self.kind == kind)
 
     def key_of(self, index: int) -> Key:
@@ -267,7 +268,7 @@ class Trace:
         return self.keys[self.key[index]]
 
     def latest_ends(self) -> np.ndarray:
-        """Return for each event the latest end of it and all before it, in seconds; it never falls."""
+        """Return, for each event, the latest end of it and all earlier ones, in seconds; never decreases."""
         if self._ends is None:
             self._ends = np.maximum.accumulate(self.ts + self.dur)
         return self._ends
@@ -299,6 +300,6 @@ def _number(value: Any) -> bool:
 
 
 def _printable(value: Any) -> str:
-    """Text that a terminal and a page can show: names may hold what is no character at all."""
+    """Replace unprintable characters: names may hold bytes that are not characters."""
     text = str(value)
     return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)

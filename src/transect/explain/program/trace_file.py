@@ -20,13 +20,13 @@ from .nsight import is_export, read_export
 from .trace import Trace, WrittenEvent
 
 PIECE = 1 << 20
-"""Characters that are read at a time."""
+"""Characters read at a time."""
 LONGEST_EVENT = 64 << 20
 """Most characters of an event."""
 _DECODER = json.JSONDecoder()
 _SPACE = " \t\r\n"
 _BETWEEN = "\n  },\n  {"
-"""Between two events as torch's profiler writes them. Inside a string JSON has no line ends."""
+"""Separator of two events as torch's profiler writes them. JSON strings contain no line ends."""
 _WRITTEN = msgspec.json.Decoder(list[WrittenEvent])
 """Decodes many events of the form that torch's profiler writes; others raise an error."""
 
@@ -46,7 +46,7 @@ class _Text:
         return bool(piece)
 
     def peek(self) -> str:
-        """Return the next character that is no space; empty at the end."""
+        """Return the next character that is not a space; empty at the end."""
         while True:
             while self.at < len(self.buffer) and self.buffer[self.at] in _SPACE:
                 self.at += 1
@@ -79,8 +79,8 @@ class _Text:
                 raise EOFError
 
     def many(self) -> list[WrittenEvent]:
-        """Return all events of torch's profiler that end in the window, without reading on; empty where they
-        have another form."""
+        """Return all events of torch's profiler that end in the window, without reading on; empty if they have another
+        form."""
         last = self.buffer.rfind(_BETWEEN, self.at)
         if last < 0:
             return []
@@ -94,11 +94,11 @@ class _Text:
 
 
 def events(text: _Text, head: dict[str, Any]) -> Iterator[Any]:
-    """Yield the events of a trace: of a list, or of the list ``traceEvents`` of an object, whose other values go to
-    ``head``.
+    """Yield the events of a trace: of a list, or of the list ``traceEvents`` of an object, whose other values are
+    stored in ``head``.
 
     Raises:
-        EOFError: the file ends too early. ValueError: this is no trace.
+        EOFError: the file ends too early. ValueError: this is not a trace.
     """
     first = text.peek()
     if first == "[":
@@ -144,8 +144,7 @@ def _items(text: _Text) -> Iterator[Any]:
 
 
 def _pieces(raw: IO[bytes], size: int, progress: Callable[[float], None]) -> Iterator[str]:
-    """Yield the text of a file, plain or gzipped, piece by piece; of a packed file whose end is missing, what is
-    there."""
+    """Yield the text of a file, plain or gzipped, in pieces; of a truncated gzip file, the readable part."""
     first = raw.read(2)
     raw.seek(0)
     unpack = zlib.decompressobj(wbits=31) if first == b"\x1f\x8b" else None
@@ -174,7 +173,7 @@ def read_trace(path: str | Path, progress: Callable[[float], None] | None = None
         progress: called with the share of the file that has been read.
 
     Raises:
-        ValueError: there is no such file, or it is no trace with events of torch's profiler.
+        ValueError: there is no such file, or it is not a trace with events of torch's profiler.
     """
     path = Path(path)
     try:
@@ -199,7 +198,7 @@ def read_trace(path: str | Path, progress: Callable[[float], None] | None = None
             trace.truncated = True
         except ValueError as error:
             raise ValueError(
-                f"{path} is no Chrome trace ({error}): give what torch.profiler's export_chrome_trace wrote"
+                f"{path} is not a Chrome trace ({error}): give what torch.profiler's export_chrome_trace wrote"
             ) from None
         trace.head = head
     if not trace.size:

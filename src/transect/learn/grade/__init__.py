@@ -2,7 +2,6 @@
 
 In the grader's process:
 
-* ``check``    one check, as the command makes it
 * ``grader``   grades one program: right first, then fast
 * ``compare``  compares a result with the exact one
 * ``verdict``  the outcome, and its text for the student

@@ -9,7 +9,7 @@ from ...ops.tools.compile import compile_kernel
 
 
 def compiled(function: Any, name: str, target: str, **declared: Any) -> dict[str, Any]:
-    """Registers of a thread, bytes of its stack, shared memory, occupancy and accesses by width.
+    """Return registers of a thread, bytes of its stack, shared memory, occupancy and accesses by width.
 
     Raises:
         Unavailable: Triton is missing.

@@ -9,6 +9,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from ..record import Case, Rung
 from ..texts import HOLE
 from .compare import difference
 from .verdict import Verdict, time_text
-from .workshop import Failed, Run, Submission, Workshop, workshop
+from .workshop import ProgramFailed, ProgramRun, Submission, Workshop, workshop
 
 PLANNED = "h100-80gb"
 BELOW = 0.5
-"""A time below this share of the floor is no time of this work: the ceilings are not that far off."""
+"""A time below this share of the floor cannot be of this work: the ceilings are not that far off."""
 ROUNDS = 20
 """Times that the measured calls are made on a GPU."""
 AGAIN = 3
@@ -63,7 +64,7 @@ def grade(
                         _speed(rung, program, here, rng, verdict, ceilings, measure)
                 finally:
                     verdict.cheats = verdict.cheats or program.alarms
-        except Failed as error:
+        except ProgramFailed as error:
             verdict.right = False
             verdict.reason = verdict.reason or _failure(str(error), path)
         if verdict.cheats:
@@ -85,7 +86,7 @@ def _cases(rung: Rung, program: Submission, rng: Any, verdict: Verdict) -> None:
         entry = case.entry or rung.entry
         try:
             run = program.run([(entry, arguments)])
-        except Failed as error:
+        except ProgramFailed as error:
             if "is not written yet" in str(error) or program.alarms:
                 raise
             verdict.reason, verdict.detail = case.teaches, f"{case.name}: {error}"
@@ -214,7 +215,7 @@ def _speed(
 _UNITS = {"lines": "lines of Python", "bytes": "bytes through torch's operators", "traffic": "bytes of memory sectors"}
 
 
-def _wrong(rung: Rung, entry: str, drawn: Sequence[Any], run: Run, verdict: Verdict, reason: str) -> bool:
+def _wrong(rung: Rung, entry: str, drawn: Sequence[Any], run: ProgramRun, verdict: Verdict, reason: str) -> bool:
     for arguments, got in zip(drawn, run.outputs, strict=False):
         if problem := _problem(rung, None, entry, arguments, got):
             verdict.right, verdict.reason, verdict.detail = False, reason, problem
@@ -252,6 +253,21 @@ def _compiled(rung: Rung, compiler: Workshop, path: Path) -> list[dict[str, Any]
                     divisible=list(each.divisible),
                 )
             found.append(made["compiled"])
-        except Failed as error:
+        except ProgramFailed as error:
             found.append({"refused": f"{each.name}: {error}"})
     return found
+
+
+def check(
+    rung: Rung, path: Path, device: str, ceilings: Callable[[], Ceilings], *, compile_kernels: bool = True
+) -> Verdict:
+    """Grade a program on ``cpu`` or ``cuda`` in workshops of its own: one for the device, one that compiles.
+
+    Ceilings are measured where a floor is needed.
+    """
+    with ExitStack() as stack:
+        shop = stack.enter_context(Workshop(device if rung.kind == "triton" else "cpu"))
+        compiler = None
+        if compile_kernels and rung.compiled and device == "cpu":
+            compiler = stack.enter_context(Workshop(interpret=False))
+        return grade(rung, path, shop=shop, ceilings=ceilings, compiler=compiler)

@@ -61,7 +61,7 @@ def _sources() -> dict[str, str]:
 
 
 def needed() -> list[str]:
-    """Folders that Python and this package need, which may lie in a home folder."""
+    """List the folders that Python and this package need, which may lie in a home folder."""
     found = {sys.prefix, sys.base_prefix, str(Path(__file__).resolve().parents[2]), *filter(None, sys.path)}
     return sorted(each for each in found if os.path.isdir(each))
 

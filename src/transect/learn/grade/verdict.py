@@ -77,7 +77,7 @@ class Verdict:
 
 
 def time_text(seconds: float | None) -> str:
-    """Seconds with a unit that suits them."""
+    """Format seconds with a suitable unit."""
     if seconds is None:
         return "?"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,8 @@ class Watch:
         self.allows = tuple(allows)
         self.kernel = kernel
         self.places, self.forbids = frozenset(places), frozenset(forbids)
+        self.launchers = _launchers()
+        """Code of Triton that compiles a kernel and launches it; by identity, since a file's name can be faked."""
         self.alarms: list[str] = []
         self._on = False
         self._busy = threading.local()
@@ -147,7 +150,7 @@ class Watch:
             self.alarm(f"takes a tensor out of the device by {name}: this rung computes in the kernel")
 
     def from_program(self, depth: int) -> bool:
-        """True if the frame ``depth`` above is the program's own, frames of the import system left out."""
+        """Return True if the frame ``depth`` above is the program's own, frames of the import system excluded."""
         self._busy.here = True
         try:
             frame = sys._getframe(depth)
@@ -173,13 +176,19 @@ class Watch:
             self.alarm(AUDITED[event])
 
     def _in_stack(self) -> bool:
-        """True if a frame of the program is anywhere above: the standard library starts processes in its name."""
+        """Return True if a frame of the program is anywhere above: the standard library starts processes on its behalf.
+
+        Triton starts compilers and loads their output when a kernel is first launched on a GPU. The program
+        does not cause that, unless Triton calls back into the program.
+        """
         self._busy.here = True
         try:
             frame = sys._getframe(2)
         finally:
             self._busy.here = False
         while frame is not None:
+            if frame.f_code in self.launchers:
+                return False
             if frame.f_code.co_filename == self.file:
                 return True
             frame = frame.f_back  # type: ignore[assignment]
@@ -194,7 +203,8 @@ class Watch:
                         setattr(place, name, self._tripwire(original, reason, whole=places is THREADS))
 
     def _tripwire(self, original: Any, reason: str, whole: bool) -> Callable[..., Any]:
-        """``original`` with an alarm if the program calls it; ``whole``: or if something that the program called."""
+        """Wrap ``original`` with an alarm if the program calls it; ``whole``: also if something that the program called
+        does."""
 
         def called(*arguments: Any, **named: Any) -> Any:
             if self._on and (self._in_stack() if whole else self.from_program(2)):
@@ -231,7 +241,7 @@ class _Functions(TorchFunctionMode):
 
 
 def module_allowed(module: str, allows: Sequence[str]) -> bool:
-    """True for an allowed module, the packages above it and those within it."""
+    """Return True for an allowed module, the packages above it and those within it."""
     return module == "transect" or any(
         module == name or name.startswith(f"{module}.") or module.startswith(f"{name}.") for name in allows
     )
@@ -246,9 +256,14 @@ def _tensor_bytes(value: Any) -> int:
 
 
 def _torchs_own(function: Any) -> bool:
-    """True for a Python function of torch: its compiler wraps some when it is first loaded."""
+    """Return True for a Python function of torch: its compiler wraps some when it is first loaded."""
     code = getattr(function, "__code__", None)
     return code is not None and code.co_filename.startswith(_TORCH)
+
+
+def _launchers() -> frozenset[CodeType]:
+    jit = sys.modules.get("triton.runtime.jit")
+    return frozenset() if jit is None else frozenset({jit.JITFunction.run.__code__})
 
 
 _TORCH = f"{torch.__path__[0]}/"

@@ -34,7 +34,7 @@ def receive(connection: socket.socket) -> Any:
     Raises:
         Ended: there is no other side any more.
         TimeoutError: the connection's timeout is over.
-        ValueError: this is no message.
+        ValueError: this is not a message.
     """
     (size,) = struct.unpack("<Q", _exactly(connection, 8))
     if size > MOST_BYTES:

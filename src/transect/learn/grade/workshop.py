@@ -25,12 +25,12 @@ START_S = 120.0
 MOST_PRINTED = 4000
 
 
-class Failed(Exception):
+class ProgramFailed(Exception):
     """A program did not do what was asked; the message is for the student."""
 
 
 @dataclass(slots=True)
-class Run:
+class ProgramRun:
     """The outcome of some calls."""
 
     outputs: list[Any]
@@ -82,28 +82,28 @@ class Submission:
             reply = wire.receive(self._connection)
         except TimeoutError:
             self.close()
-            raise Failed(f"it did not return within {self.timeout:.0f} s") from None
+            raise ProgramFailed(f"it did not return within {self.timeout:.0f} s") from None
         except (wire.Ended, OSError):
-            raise Failed(f"it ended its process instead of returning a result{self.last_words()}") from None
+            raise ProgramFailed(f"it ended its process without returning a result{self.last_words()}") from None
         except ValueError as error:
-            raise Failed(f"it wrote into the grader's connection: {error}") from None
+            raise ProgramFailed(f"it wrote into the grader's connection: {error}") from None
         if not isinstance(reply, dict) or reply.get("nonce") != nonce:
-            raise Failed("it wrote into the grader's connection")
+            raise ProgramFailed("it wrote into the grader's connection")
         self.alarms = reply.get("alarms", [])
         if "error" in reply:
-            raise Failed(reply["error"])
+            raise ProgramFailed(reply["error"])
         return reply
 
     def run(
         self, calls: Sequence[tuple[str, Sequence[Any]]], *, count: str = "", reuse: bool = False, rounds: int = 1
-    ) -> Run:
+    ) -> ProgramRun:
         """Make calls, and take their results after the clock has stopped. ``rounds``: times that all are made; the
         results are those of the last, and the seconds those of one round."""
         self.ask("inputs", calls=[[entry, list(arguments)] for entry, arguments in calls], reuse=reuse)
         idle = min(self._timed("", dry=True)[0] for _ in range(3))
         seconds, reply = self._timed(count, rounds=rounds)
         found = self.ask("outputs")
-        made = Run(
+        made = ProgramRun(
             found["outputs"], found["inputs"], max((seconds - idle) / rounds, 1e-9), reply["count"], found["shared"]
         )
         made.alarms = self.alarms
@@ -213,7 +213,7 @@ def _environment(interpret: bool, temporary: str) -> Mapping[str, str]:
     """Build the environment of children: paths, and no secrets that the shell may hold."""
     kept = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_CACHE_DIR")
     found = {name: os.environ[name] for name in kept if name in os.environ}
-    sources = str(Path(__file__).resolve().parents[3])
-    found |= {"PYTHONPATH": sources, "OMP_NUM_THREADS": "1", "TMPDIR": temporary}
+    sources = os.pathsep.join([str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")])
+    found |= {"PYTHONPATH": sources.rstrip(os.pathsep), "OMP_NUM_THREADS": "1", "TMPDIR": temporary}
     found |= {"TRITON_INTERPRET": "1"} if interpret else {}
     return found

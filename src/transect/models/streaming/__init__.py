@@ -1,4 +1,5 @@
-"""Layers whose matrices live outside of the device, in host memory or in a file, and come to it in their turn.
+"""Layers whose matrices are kept outside of the device, in host memory or in a file, and copied to it when they are
+needed.
 
 A model that is larger than a GPU's memory can serve from it so: each step brings every such layer over the host link
 once, while the layer before it computes (ZeRO-Inference, Aminabadi et al. 2022, arXiv:2207.00032). A step then takes as

@@ -1,4 +1,4 @@
-"""Where layers that stream live: in pinned host memory, or in a file on a disk.
+"""Storage of streamed layers: pinned host memory, or a file on a disk.
 
 A file is read ahead of its use into a few pieces of pinned memory, by threads and past the page cache
 (``hardware/direct_file.py``): what is read once a step would only push other pages out.
@@ -18,28 +18,28 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...hardware.direct_file import DirectFile, Pending
+from ...hardware.direct_file import DirectFile, PendingTransfer
 from ...hardware.host_memory import Ring, host_memory
 
 PINNERS = 4
-"""Layers whose memory is pinned at the same time, while others are loaded."""
+"""Layers whose memory is pinned concurrently while others are loaded."""
 AHEAD = 3
-"""Layers of a file that are read, or sent, at the same time."""
+"""Layers of a file that are read, or sent, concurrently."""
 
 
 class Homes(Protocol):
-    """Layers by their places in the stream."""
+    """Streamed layers by index."""
 
     def memory(self, place: int) -> Tensor:
-        """Where a layer's bytes are written to when a model is loaded; uint8."""
+        """Return the memory, uint8, that a layer's bytes are written to when a model is loaded."""
         ...
 
     def written(self, place: int) -> None:
-        """All of a layer has been written, or will have been when the current stream of a GPU is done."""
+        """Mark a layer as written, as of the current stream of a GPU."""
         ...
 
     def settle(self) -> None:
-        """All layers are written."""
+        """Mark all layers as written."""
         ...
 
     def ready(self, place: int) -> bool:
@@ -52,7 +52,7 @@ class Homes(Protocol):
 
 
 class HostHomes:
-    """In host memory, pinned for a GPU: layer by layer, in threads, while weights are being loaded.
+    """Storage in host memory, pinned for a GPU: layer by layer, in threads, while weights are being loaded.
 
     Args:
         sizes: bytes of each layer.
@@ -69,10 +69,10 @@ class HostHomes:
         return self._memory[place].result()
 
     def written(self, place: int) -> None:
-        """It is where it is to be."""
+        """Do nothing: the bytes are in their final memory."""
 
     def settle(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: all layers are in their final memory."""
 
     def ready(self, place: int) -> bool:
         return True
@@ -83,7 +83,7 @@ class HostHomes:
 
 
 class FileHomes:
-    """In a file of a folder, which has no name there: it goes with the process.
+    """Storage in an unlinked file of a folder, which is deleted with the process.
 
     Args:
         sizes: bytes of each layer, multiples of a page.
@@ -101,14 +101,14 @@ class FileHomes:
         self._file = DirectFile(path, sum(self._sizes), temporary=True)
         weakref.finalize(self, self._file.close)
         self._writing: dict[int, Tensor] = {}
-        """Layers of which something has been loaded."""
-        self._written: deque[tuple[Pending, Tensor]] = deque()
-        """Memory that is free once it is written."""
+        """Layers that are partly loaded."""
+        self._written: deque[tuple[PendingTransfer, Tensor]] = deque()
+        """Writes in progress, with memory that is free afterwards."""
         self._ring: Ring | None = None
-        self._reading: deque[tuple[int, Tensor, Pending]] = deque()
-        """Layers that are read, in their order."""
+        self._reading: deque[tuple[int, Tensor, PendingTransfer]] = deque()
+        """Reads in progress, in order."""
         self._next: int | None = None
-        """The layer to be read into the memory of the one that was sent last."""
+        """Layer to be read into the memory of the one that was sent last."""
 
     def memory(self, place: int) -> Tensor:
         if place not in self._writing:
@@ -121,14 +121,14 @@ class FileHomes:
         return self._writing[place][: self._sizes[place]]
 
     def written(self, place: int) -> None:
-        """Begin to write it to the file."""
+        """Start writing the layer to the file."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         memory = self._writing.pop(place)
         self._written.append((self._file.write(self._starts[place], memory[: self._sizes[place]]), memory))
 
     def settle(self) -> None:
-        """Everything is on the disk, and out of this process's memory."""
+        """Wait until everything is on the disk, and free the memory."""
         for place in list(self._writing):
             self.written(place)
         for pending, _ in self._written:
@@ -156,7 +156,7 @@ class FileHomes:
         self._next = (place + AHEAD) % len(self._sizes)
 
     def _begin(self, place: int) -> None:
-        """Forget what is being read: another layer is wanted than the one whose turn it is."""
+        """Drop the reads in progress: another layer is wanted than the next one."""
         for _, _, pending in self._reading:
             pending.wait()
         self._reading.clear()
@@ -176,5 +176,5 @@ def _memory(size: int, device: torch.device) -> Tensor:
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Memory is pinned by the context of this device: a thread that says nothing makes one on the first GPU."""
+    """Select this device's context for pinning memory: a thread without one would create a context on the first GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

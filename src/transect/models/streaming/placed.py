@@ -16,9 +16,9 @@ from ..weights.projection import Projection
 from ..weights.weight import Weight
 
 ALIGNMENT = 256
-"""Where a tensor's storage may begin in the piece, as a GPU's allocator aligns it."""
+"""Alignment of a tensor's storage in the piece, in bytes, equal to that of a GPU's allocator."""
 PAGE = 4096
-"""The size of the piece is a multiple of it, as reads past the page cache want it."""
+"""Unit of the piece's size in bytes, as required by reads past the page cache."""
 
 
 class _Place(NamedTuple):
@@ -30,7 +30,7 @@ class _Place(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """In numbers, from the beginning of its storage."""
+    """Offset from the beginning of its storage, in numbers."""
 
     def of(self, memory: Tensor) -> Tensor:
         """Return the tensor, as a view of a piece of memory."""
@@ -39,7 +39,7 @@ class _Place(NamedTuple):
 
 
 class PlacedLayer:
-    """Where every tensor of the weights of ``layer`` lies in one piece of memory of ``nbytes`` bytes."""
+    """Locations of all weight tensors of ``layer`` in one piece of memory of ``nbytes`` bytes."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._places: dict[int, tuple[Tensor, _Place]] = {}
@@ -61,18 +61,19 @@ class PlacedLayer:
         return id(tensor) in self._places
 
     def move(self, memory: Tensor) -> None:
-        """Let every tensor be a view of ``memory`` (uint8), with the values that it finds there."""
+        """Make every tensor a view of ``memory`` (uint8), with the values found there."""
         for tensor, place in self._places.values():
             tensor.data = place.of(memory)
 
     def copy(self, tensor: Tensor, memory: Tensor) -> None:
-        """Write one tensor's values into another piece of memory, at its place there."""
+        """Copy one tensor's values to its location in another piece of memory."""
         place = self._places[id(tensor)][1]
         place.of(memory).copy_(tensor.detach(), non_blocking=True)
 
 
 def _tensors(layer: nn.Module) -> list[Tensor]:
-    """Those of all weights, and of what they are joined to, each once. Norms and routers are not among them."""
+    """Return the tensors of all weights, and of their joined storages, each once. Norms and routers are not
+    included."""
     found: dict[int, Tensor] = {}
     for module in layer.modules():
         weights = module.joined if isinstance(module, Projection) else (module,)

@@ -1,4 +1,4 @@
-"""``LayerStream``: has each layer that streams in its slot on the device when its turn comes.
+"""``LayerStream``: brings each streamed layer to its slot on the device in time for its computation.
 
 Layers come in the order in which a step computes them, and after the last the first again. As soon as a slot is free,
 the next layer is on its way to it, also from one step to the next; on a GPU by a stream of its own, which waits for the
@@ -27,7 +27,7 @@ Part = TypeVar("Part")
 
 
 class LayerStream:
-    """The layers of ``plan``, of a model on ``meta`` that is about to get memory on ``device``.
+    """The streamed layers of ``plan``, of a model on ``meta`` that is about to get memory on ``device``.
 
     Args:
         layers: all layers of the model; the matrices of those that stay are left alone.
@@ -42,7 +42,7 @@ class LayerStream:
         sizes = [PlacedLayer(layers[layer]).nbytes for layer in plan.layers]
         self._placed: dict[int, PlacedLayer] = {}
         self._awaited: dict[int, set[int]] = {}
-        """Tensors of each layer, by their id, that have not been loaded yet."""
+        """Ids of tensors of each layer that have not been loaded yet."""
         self._slots = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         self._homes: Homes = HostHomes(sizes, device) if plan.folder is None else FileHomes(sizes, plan.folder, device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -55,7 +55,7 @@ class LayerStream:
         self._sent = 0
         """Number of layers sent to their slots so far."""
         self._last = [-1] * SLOTS
-        """The number of the layer that each slot has, or is about to have."""
+        """Number of the layer that each slot holds, or is about to hold."""
 
     @property
     def slot_bytes(self) -> int:
@@ -68,7 +68,7 @@ class LayerStream:
     # ---- while the model is loaded
 
     def place(self, layer: int, module: nn.Module) -> None:
-        """Let a layer's matrices, which have memory on the device, lie in its slot; if it streams."""
+        """Move the matrices of a streamed layer, which have memory on the device, into its slot."""
         place = self._places.get(layer)
         if place is not None:
             self._placed[place] = placed = PlacedLayer(module)
@@ -79,7 +79,7 @@ class LayerStream:
             }
 
     def keep(self, name: str, model: nn.Module) -> None:
-        """Take home what has just been loaded into a slot: the weight of this canonical name, if its layer streams."""
+        """Store a weight of this canonical name, just loaded into a slot, if its layer streams."""
         if not name.startswith("layers."):
             return
         place = self._places.get(int(name.split(".", 2)[1]))
@@ -133,7 +133,8 @@ class LayerStream:
         self._send_ahead()
 
     def _begin(self, place: int) -> None:
-        """At the first step, and after one that has failed: whatever the slots have is not what comes next."""
+        """Restart the stream at the first step, and after a failed one: the slots hold other layers than the next
+        ones."""
         if not self._settled:
             if self._copies is not None:
                 torch.cuda.synchronize(self._copies.device)  # what was loaded is on its way home
@@ -148,7 +149,7 @@ class LayerStream:
         self._last = [-1] * SLOTS
 
     def _send_ahead(self) -> None:
-        """Send the next layers to slots that are free, as long as they are there to be sent."""
+        """Send the next layers to free slots, as long as they are ready to be sent."""
         while self._sent < self._done + SLOTS:
             place = self._sent % len(self._places)
             if self._last[place % SLOTS] >= self._done or not self._homes.ready(place):
@@ -171,8 +172,8 @@ class LayerStream:
 
 
 def offload(model: nn.Module, layers: Sequence[nn.Module], plan: StreamPlan, device: torch.device) -> LayerStream:
-    """Give a model that was built on ``meta`` its memory: on ``device`` what stays there, one layer after the other, so
-    that no more than a slot's worth is held beyond that."""
+    """Allocate memory for a model that was built on ``meta``: on ``device`` for the resident weights, one layer after
+    the other, so that at most a slot's worth is held beyond that."""
     stream = LayerStream(layers, plan, device)
     for child in model.children():
         if child is not getattr(model, "layers", None):

@@ -1,4 +1,4 @@
-"""Kinds of weight: one matrix in some number format, and all that is asked of it.
+"""Kinds of weight: one matrix in some number format, and its operations.
 
 * ``weight.py``: ``Weight``, the seam between matrices and everything that computes with them, and its abilities
 * ``projection.py``: ``Projection``, named weights that share an input
@@ -12,8 +12,8 @@
 * ``rebuilt.py``: the product of those that are rebuilt
 * ``packed.py``: the formats of GGUF files on the C++ CPU kernels
 * ``as_stored.py``: whichever of these a checkpoint packs a matrix as; ``kinds.py``: which a model has
-* ``measure.py``: what a model's weights take, as a ``Storage``
 * ``low_rank.py``: the factors of an adapter; ``adapted.py``: them beside any of these kinds;
   ``adapted_product.py``: both as one operator on a CPU; ``dropout.py``: of its input.
-  ``adapted_embedding.py``: the same beside an embedding's table
+  ``adapted_embedding.py``: the same beside an embedding's table. ``row_adapted.py``: for each row of a step the factors
+  of its own adapter
 """

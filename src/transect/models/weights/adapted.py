@@ -70,14 +70,14 @@ class Adapted(Weight):
 
     @classmethod
     def over(cls, base: Weight, low: LowRank, **options: Any) -> Adapted:
-        """Over factors that are there; ``options`` as for the constructor."""
+        """Build an adapter over given factors; ``options`` as for the constructor."""
         made = cls(base, low.a.shape[0], 1.0, seed=0, **options)
         made.take(low)
         return made
 
     @torch.no_grad()
     def take(self, low: LowRank) -> None:
-        """These factors and their scale."""
+        """Copy these factors and their scale."""
         self.scale = low.scale
         self.a.copy_(low.a)
         self.b.copy_(low.b)
@@ -87,7 +87,7 @@ class Adapted(Weight):
 
     @property
     def factors(self) -> LowRank:
-        """Its factors as files hold them."""
+        """Factors in the form of files."""
         return LowRank(self.a.detach(), self.b.detach(), self.scale, None if self.m is None else self.m.detach())
 
     @property
@@ -120,13 +120,13 @@ class Adapted(Weight):
         return torch.linalg.vector_norm(moved, dim=1).to(self.b.dtype)
 
     def _share(self) -> Tensor | None:
-        """m / n ``[O]``; None without m."""
+        """Return m / n ``[O]``; None without m."""
         if self.m is None:
             return None
         return self.m / self._norms() if self._fixed is None else self._fixed
 
     def fix(self) -> Adapted:
-        """For inference: factors stay as they are, so norms are computed once. Returns itself."""
+        """Freeze the factors for inference, so that norms are computed once. Returns itself."""
         self.requires_grad_(False)
         self._fixed = None
         self._fixed = self._share()
@@ -147,7 +147,7 @@ class Adapted(Weight):
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """Its trained parameters."""
+        """Trained parameters."""
         return [self.a, self.b] if self.m is None else [self.a, self.b, self.m]
 
     @property
@@ -174,11 +174,14 @@ class Adapted(Weight):
     def load(self, values: Values, staging: Staging) -> None:
         self.base.load(values, staging)
 
+    def unadapted(self) -> tuple[Weight, LowRank | None]:
+        return (self.base, self.factors) if self.m is None else (self, None)
+
     def refuses_merging(self) -> str | None:
         if self.m is not None:
-            return "DoRA scales the outputs of a product, which merged layers keep in no place"
+            return "DoRA scales the outputs of a product, which merged layers do not keep"
         if self.dropout is not None and self.dropout.p > 0:
-            return "an adapter with dropout sees another input than the matrix beside it"
+            return "an adapter with dropout has another input than the matrix beside it"
         return self.base.refuses_merging()
 
     def tie(self, table: nn.Parameter) -> bool:

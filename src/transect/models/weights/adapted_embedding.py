@@ -20,6 +20,8 @@ from .low_rank import LowRank
 class AdaptedEmbedding(nn.Module):
     """``base`` with ``a [rank, D]`` and ``b [V, rank]``, which are trained."""
 
+    batch_invariant = False
+
     def __init__(self, base: Embedding, rank: int, alpha: float, *, seed: int, rank_stabilized: bool = False) -> None:
         super().__init__()
         self.base = base
@@ -32,22 +34,22 @@ class AdaptedEmbedding(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
-        """The base's table, which a head may share."""
+        """Table of the base, which a head may share."""
         return self.base.weight
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows, and numbers of one."""
+        """(rows, numbers of a row)."""
         return self.base.shape
 
     @property
     def factors(self) -> LowRank:
-        """Its factors as files hold them."""
+        """Factors in the form of files."""
         return LowRank(self.a.detach(), self.b.detach(), self.scale)
 
     @torch.no_grad()
     def take(self, low: LowRank) -> None:
-        """These factors and their scale."""
+        """Copy these factors and their scale."""
         self.scale = low.scale
         self.a.copy_(low.a)
         self.b.copy_(low.b)

@@ -55,7 +55,7 @@ def calling_thread_alone() -> Iterator[None]:
 
 
 def adapted_product(native: Kernels, x_TI: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """x ``[T, I]`` through a frozen weight ``[O, I]`` with a ``[r, I]`` and b ``[O, r]`` beside it -> ``[T, O]``;
+    """Multiply x ``[T, I]`` by a frozen weight ``[O, I]`` with a ``[r, I]`` and b ``[O, r]`` beside it -> ``[T, O]``;
     float32."""
     y: Tensor = _AdaptedProduct.apply(native, x_TI, weight, a, b, scale)
     return y

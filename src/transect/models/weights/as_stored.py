@@ -1,4 +1,4 @@
-"""``AsStored``: a matrix as the checkpoint packs it, be that otherwise in this layer than in most.
+"""``AsStored``: a matrix in the checkpoint's packing, which may differ between layers.
 
 It stands around a weight of the layout that is expected. If the file's is another one, such as plain numbers in a layer
 that was left out of quantization, it makes another weight when it is loaded. All else is asked of that weight.
@@ -57,7 +57,7 @@ class AsStored(Weight):
 
     @property
     def bias(self) -> nn.Parameter | None:  # type: ignore[override]
-        """That of the weight inside."""
+        """Bias of the inner weight."""
         return self.inner.bias
 
     def takes(self, layout: MatrixLayout) -> bool:

@@ -18,15 +18,17 @@ from .weight import Dimension, Product, StreamProduct, TrainingPart, Values, Wei
 
 if TYPE_CHECKING:
     from ...ops.comm.peer_memory import Push
-    from ...ops.linear.stream_products import Size, Stream, StreamProducts
+    from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
 
 
 class Dense(Weight):
-    """``weight [O, I]`` and ``bias [O]`` or None, parameters. Allocated and not initialised.
+    """Parameters ``weight [O, I]`` and ``bias [O]`` or None. Allocated and not initialised.
 
     Joined with others, its parameters are views of one storage; who holds them (an optimizer, a checkpoint) sees no
     difference.
     """
+
+    batch_invariant = True
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class Dense(Weight):
 
     @classmethod
     def over(cls, weight: Tensor, bias: Tensor | None, ops: OpSet) -> Dense:
-        """Over tensors that are there; frozen."""
+        """Build a frozen weight over existing tensors."""
         made = cls(*weight.shape, ops=ops, device="meta", dtype=weight.dtype)
         made.weight = nn.Parameter(weight, requires_grad=False)
         made.add_bias(bias)
@@ -139,7 +141,7 @@ class DenseStream:
 
     @property
     def biased(self) -> bool:
-        """Only ``linear`` adds a bias."""
+        """True if ``linear`` adds a bias; other products have none."""
         return self._bias is not None
 
     @property
@@ -150,24 +152,24 @@ class DenseStream:
     def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
         return wanted is None and self._products.takes(x, sizes)
 
-    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream:
         return self._products.add(x, self._weight, residual, scale, eps)
 
-    def linear(self, stream: Stream) -> Tensor:
+    def linear(self, stream: ResidualStream) -> Tensor:
         return self._products.linear(stream, self._weight, self._bias)
 
     def chain(self, after: Sequence[StreamProduct]) -> None:
-        """There is no such kernel."""
+        """Return None, because there is no such kernel."""
 
     def plain(self, x: Tensor) -> Tensor:
         return self._products.product(x, self._weight)
 
-    def gated(self, stream: Stream) -> Tensor:
+    def gated(self, stream: ResidualStream) -> Tensor:
         return self._products.gate_up(stream, self._weight)
 
 
 def _together(weights: Sequence[Tensor]) -> Tensor:
-    """Concatenate matrices ``[O, I]`` or biases ``[O]``: a view if they are contiguous in one memory, or a copy."""
+    """Concatenate matrices ``[O, I]`` or biases ``[O]``: a view if they are contiguous in one memory, else a copy."""
     first, at = weights[0], weights[0].storage_offset()
     memory = first.untyped_storage().data_ptr()
     for weight in weights:

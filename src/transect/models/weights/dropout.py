@@ -1,4 +1,4 @@
-"""Dropout whose masks are a function of a seed and the place in a run: a recomputed pass and a resumed run draw the
+"""Dropout whose masks are a function of a seed and the position in a run: a recomputed pass and a resumed run draw the
 same ones.
 
 Ranks that share the tokens of a micro-batch (``context``) draw masks of their own: these are not those of one rank.
@@ -15,8 +15,8 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Moment:
-    """The place in a run: ``step``, its ``part`` (a micro-batch), and the ``slice`` of its tokens that this rank has.
-    One object for all layers; the trainer moves it."""
+    """Position in a run: ``step``, its ``part`` (a micro-batch), and this rank's ``slice`` of its tokens. All layers
+    share one object, which the trainer advances."""
 
     step: int = 0
     part: int = 0

@@ -17,7 +17,7 @@ from ...ops.linear.few_rows.cuda import Beside
 from ...ops.linear.packed.gguf import gguf_chain, gguf_matmul
 from ...ops.linear.packed.gguf.gguf_chain import BlockPart, ChainWeights, Matrix
 from ...ops.linear.packed.gguf.gguf_layout import COLUMNS, ROWS, arrange, arranged_shape, dense
-from ...ops.linear.stream_products import Size, Stream, StreamProducts
+from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
 from ...ops.moe import grouped_blocks
 from ...ops.opset import OpSet
 from ...spec.numbers.gguf import UNITS
@@ -72,11 +72,11 @@ class GGUFBlocks(Weight):
 
     def load(self, values: Values | BlockCodes, staging: Staging) -> None:
         if not isinstance(values, BlockCodes):
-            raise ValueError(f"blocks of {self.block_type} are read, not made: the file holds other numbers")
+            raise ValueError(f"{self.block_type} blocks can only be read from a file, and the file holds other numbers")
         self.arranged.copy_(arrange(self.block_type, staging.bring(values.blocks), self.in_features))
 
     def draw(self, std: float, generator: torch.Generator | None = None) -> None:
-        """Random codes; their scales are small, whatever ``std`` is."""
+        """Fill with random codes and small scales; ``std`` has no effect."""
         device = None if generator is None else generator.device
         seed = int(torch.randint(1 << 31, (), generator=generator, device=device))
         outputs, inputs = self.shape
@@ -100,7 +100,7 @@ class GGUFBlocks(Weight):
 
     @property
     def workspace(self) -> int:
-        """With many rows the matrix is rebuilt."""
+        """Bytes of the matrix, which is rebuilt for many rows."""
         return self._dtype.itemsize * self.out_features * self.in_features
 
     @property
@@ -208,37 +208,38 @@ class BlockStream:
 
     @property
     def biased(self) -> bool:
-        """Only ``linear`` adds a bias."""
+        """True if ``linear`` adds a bias; other products have none."""
         return self._bias is not None
 
     @property
     def leaves(self) -> object:
-        """The norm's input and its sums of squares, in the dtype of the stream."""
+        """Norm's input and its sums of squares, in the dtype of the stream."""
         return BlockStream
 
     def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
-        """True if the kernel does a step on the stream x ``[M, D]`` with products of these sizes; all are wanted."""
+        """Return True if the kernel runs a step on the stream x ``[M, D]`` with products of these sizes, and all tokens
+        are wanted."""
         return wanted is None and gguf_chain.takes(x, sizes)
 
-    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream:
         beside = Beside(residual=residual, scale=scale)
         total, scaled, squares = self._kernel(x, self._matrix, None, beside, dependent_launch=True)
         assert scaled is not None and squares is not None
-        return Stream(total, scaled, squares, eps)
+        return ResidualStream(total, scaled, squares, eps)
 
-    def linear(self, stream: Stream) -> Tensor:
+    def linear(self, stream: ResidualStream) -> Tensor:
         beside = Beside(squares=stream.squares, eps=stream.eps)
         return self._kernel(stream.scaled, self._matrix, self._bias, beside, dependent_launch=True)[0]
 
     def plain(self, x: Tensor) -> Tensor:
         return self._kernel(x, self._matrix, dependent_launch=True)[0]
 
-    def gated(self, stream: Stream) -> Tensor:
+    def gated(self, stream: ResidualStream) -> Tensor:
         beside = Beside(squares=stream.squares, eps=stream.eps)
         return self._kernel(stream.scaled, self._matrix, None, beside, gated=True, dependent_launch=True)[0]
 
     def stack(self, below: Sequence[StreamProduct | None]) -> BlockStream | None:
-        """Itself with other matrices below it, of other block types."""
+        """Stack other matrices, of other block types, below this one."""
         parts = [self, *(each for each in below if isinstance(each, BlockStream))]
         biases = [part._bias for part in parts if part._bias is not None]
         matrix = tuple(block for part in parts for block in part._matrix)

@@ -1,4 +1,4 @@
-"""Matrices whose rows lie together in blocks, as ``GGUFBlocks`` and ``ServingInt4`` hold them: several become one."""
+"""Join matrices whose rows are arranged in blocks, such as those of ``GGUFBlocks`` and ``ServingInt4``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def join_blocks(parts: Sequence[Any], block: int, dim: int, *, gated: bool) -> tuple[Tensor, bool] | None:
-    """One storage of all rows of weights that are arranged alike: (its ``arranged``, whether blocks are in turns), None
-    where they cannot be joined. The parts' own ``arranged`` are views of it from now on.
+    """Join the rows of weights with equal arrangement in one storage: (its ``arranged``, True if blocks alternate);
+    None if they cannot be joined. The parts' own ``arranged`` become views of it.
 
     Args:
         block: rows of a block.

@@ -39,7 +39,7 @@ class Int4(Weight):
 
     @classmethod
     def of(cls, weight: Weight, group: int) -> Int4:
-        """Return the 4-bit form of another weight.
+        """Quantize another weight to 4 bits.
 
         Raises:
             ValueError: see ``quantize``.
@@ -49,11 +49,11 @@ class Int4(Weight):
 
     @property
     def group(self) -> int:
-        """G."""
+        """Weights in a group, G."""
         return self.in_features // self.scale.shape[1]
 
     def dense(self) -> Tensor:
-        """Return the weight that the codes stand for, in the compute dtype."""
+        """Return the weight that the codes represent, in the compute dtype."""
         rebuild = triton_dequantize if self.codes.is_cuda else dequantize_reference
         return rebuild(self.codes, self.scale, self.zero)
 
@@ -84,8 +84,8 @@ class Int4(Weight):
 
 @torch.no_grad()
 def quantize(weight: Tensor, group: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """``[N, K]`` -> packed codes uint8 ``[N, K/2]``, scale and zero ``[N, K/group]`` in ``dtype``, by default the
-    weight's.
+    """Quantize ``[N, K]`` to packed codes uint8 ``[N, K/2]``, scale and zero ``[N, K/group]`` in ``dtype``, by default
+    the weight's.
 
     The codes are taken with the scales as they are stored, so each weight is off by at most half a scale.
 
@@ -101,7 +101,7 @@ def quantize(weight: Tensor, group: int, dtype: torch.dtype | None = None) -> tu
 
 @torch.no_grad()
 def codes_of(weight: Tensor, group: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Does what ``quantize`` does, with one code in a byte, uint8 ``[N, K]``; a row may have any number of groups."""
+    """Quantize like ``quantize``, with one code in a byte, uint8 ``[N, K]``; a row may have any number of groups."""
     n, k = weight.shape
     dtype = dtype or weight.dtype
     groups = weight.float().view(n, k // group, group)

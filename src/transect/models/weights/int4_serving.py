@@ -2,8 +2,8 @@ r"""``ServingInt4``: a matrix of 4-bit codes in groups that is multiplied as it 
 (``ops/linear/packed/int4/int4_matmul.py``).
 
 It is quantized when it is loaded, to the nearest code, on the device, in groups of 128 along a row with a scale and a
-zero in bfloat16: 4.25 bits a number. Rows whose length is no multiple of 128 are filled up with their last number, and
-inputs with zeros.
+zero in bfloat16: 4.25 bits a number. Rows whose length is not a multiple of 128 are filled up with their last number,
+and inputs with zeros.
 
 The same rounding on other ways to compute: ``rounded`` gives the values that the codes stand for, and ``affine_groups``
 the codes for the C++ CPU kernels, which have a scale for each 32 numbers, here four times the same.
@@ -28,7 +28,7 @@ from ...ops.linear.packed.chain import ChainWeights
 from ...ops.linear.packed.int4 import int4_chain, int4_matmul, int4_rows
 from ...ops.linear.packed.int4.int4_chain import Matrix4
 from ...ops.linear.packed.int4.int4_packing import CHUNK, arrange_codes
-from ...ops.linear.stream_products import Size, Stream, StreamProducts
+from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
 from ...ops.moe.grouped_blocks import GROUPS_OF_4, triton_grouped_blocks
 from ...ops.opset import OpSet
 from ...spec.numbers.int4 import INT4, NATIVE_GROUP, SERVING_GROUP, int4_format
@@ -58,7 +58,7 @@ SCALES = torch.bfloat16
 PANEL = NATIVE_GROUP
 """Numbers that share a scale in the C++ CPU kernels."""
 BLOCK = 16
-"""Rows that lie together."""
+"""Rows that are stored together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +66,18 @@ class Int4Products:
     """Kernels of a model's products in 4 bits, resolved once for a device."""
 
     product: Callable[..., Tensor]
-    """``(x, arranged weight, outputs, bias)``, as ``int4_matmul.reference``."""
+    """Kernel ``(x, arranged weight, outputs, bias)``, as ``int4_matmul.reference``."""
     gated: Callable[[Tensor, Tensor, int], Tensor]
-    """``(x, arranged weight, outputs)`` -> ``silu(gate) * up [T, O / 2]``; blocks of rows are gate and up in turn."""
+    """Kernel ``(x, arranged weight, outputs)`` -> ``silu(gate) * up [T, O / 2]``; blocks of rows alternate between gate
+    and up."""
     rows: int4_rows.CudaCodes | None = None
-    """The kernel that can have norms beside its product."""
+    """Kernel that can include norms in its product."""
     chain: int4_chain.Int4Chain | None = None
-    """A layer's last three products and the next layer's first in one launch, for one row."""
+    """Kernel of a layer's last three products and the next layer's first in one launch, for one row."""
 
     @classmethod
     def on(cls, device: torch.device | str, *, dependent: bool = False) -> Int4Products:
-        """Return the fastest that run on ``device``; ``dependent``: with dependent launch where the device has it."""
+        """Return the fastest kernels for ``device``; ``dependent``: with dependent launch if the device has it."""
         if not runs_triton(torch.empty(0, device=device)):
             return cls(int4_matmul.reference, _gated_by_torch)
         dependent = dependent and has_dependent_launch(torch.device(device))
@@ -102,27 +103,28 @@ class Int4Stream:
 
     @property
     def biased(self) -> bool:
-        """Only ``linear`` adds a bias."""
+        """True if ``linear`` adds a bias; other products have none."""
         return self._weight.bias is not None
 
     @property
     def leaves(self) -> object:
-        """The norm's input and its sums of squares, in the dtype of the stream."""
+        """Norm's input and its sums of squares, in the dtype of the stream."""
         return Int4Stream
 
     def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
-        """True if the kernel does a step on the stream x ``[M, D]`` with products of these sizes; all are wanted."""
+        """Return True if the kernel runs a step on the stream x ``[M, D]`` with products of these sizes, and all tokens
+        are wanted."""
         if wanted is not None or x.dtype != torch.bfloat16 or not 0 < len(x) <= int4_rows.ROWS[0]:
             return False
         gated = [(n, k) for n, k, gate in sizes if gate]
         return all(self._kernel.gates(len(x), n, k, self._weight.group, x.device) is not None for n, k in gated)
 
-    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream:
         total, scaled, squares = self._run(x, Beside(residual=residual, scale=scale))
         assert scaled is not None and squares is not None
-        return Stream(total, scaled, squares, eps)
+        return ResidualStream(total, scaled, squares, eps)
 
-    def linear(self, stream: Stream) -> Tensor:
+    def linear(self, stream: ResidualStream) -> Tensor:
         return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), self._weight.bias)[0]
 
     def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
@@ -142,7 +144,7 @@ class Int4Stream:
     def plain(self, x: Tensor) -> Tensor:
         return self._run(x, Beside())[0]
 
-    def gated(self, stream: Stream) -> Tensor:
+    def gated(self, stream: ResidualStream) -> Tensor:
         return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), gated=True)[0]
 
     def _run(
@@ -165,7 +167,7 @@ class ServingInt4(Weight):
 
     arranged: Tensor
     order: Tensor | None
-    """The inputs that the columns are for, where a checkpoint's groups are not of neighbours (act-order)."""
+    """Input of each column, if a checkpoint's groups are not of neighbours (act-order)."""
 
     def __init__(
         self,
@@ -201,7 +203,9 @@ class ServingInt4(Weight):
                 self.order.copy_(values.order)
             return
         if self.group != SERVING_GROUP or self.order is not None:
-            raise ValueError("other groups than of 128 neighbours are read, not made: the file holds plain numbers")
+            raise ValueError(
+                "groups of another size than 128 can only be read from a file, and the file holds plain numbers"
+            )
         codes, scale, zero = served_codes(staging.bring(dense_values(values)))
         self.arranged.copy_(arrange_codes(codes, scale, zero))
 
@@ -224,7 +228,7 @@ class ServingInt4(Weight):
 
     @property
     def workspace(self) -> int:
-        """With many rows the matrix is rebuilt."""
+        """Bytes of the matrix, which is rebuilt for many rows."""
         return self._dtype.itemsize * self.out_features * self.arranged.shape[0] * CHUNK
 
     @property
@@ -255,7 +259,7 @@ class ServingInt4(Weight):
 
     @property
     def chained(self) -> int4_chain.Int4Chain | None:
-        """The kernel of a layer's last three products and the next layer's first; None if there is none."""
+        """Kernel of a layer's last three products and the next layer's first; None if there is none."""
         return self._products.chain
 
     def stream_product(self, products: StreamProducts) -> Int4Stream | None:
@@ -265,7 +269,7 @@ class ServingInt4(Weight):
 
     @property
     def _spare(self) -> int:
-        """Columns that fill the last group up."""
+        """Columns of padding in the last group."""
         return -self.in_features % CHUNK
 
     def _filled(self, x: Tensor) -> Tensor:
@@ -333,25 +337,25 @@ class Int4Holder:
 
 
 def served_codes(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a dense matrix ``[N, K]`` in codes uint8 ``[N, K']``, scales and zeros bfloat16 ``[N, K' / 128]``, on its
-    device; K' is K rounded up to whole groups."""
+    """Quantize a dense matrix ``[N, K]`` for serving: codes uint8 ``[N, K']``, scales and zeros bfloat16 ``[N, K' /
+    128]``, on its device; K' is K rounded up to whole groups."""
     spare = -weight.shape[1] % SERVING_GROUP
     whole = torch.cat((weight, weight[:, -1:].expand(-1, spare)), 1) if spare else weight
     return codes_of(whole, SERVING_GROUP, SCALES)
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """Return the values that a dense matrix has when it is served in 4 bits, ``[N, K]`` float32."""
+    """Return the values of a dense matrix after quantization to 4 bits for serving, ``[N, K]`` float32."""
     codes, scale, zero = served_codes(weight)
     groups = codes.view(*scale.shape, -1).float()
     return torch.addcmul(zero.float()[..., None], scale.float()[..., None], groups).flatten(1)[:, : weight.shape[1]]
 
 
 def affine_groups(weight: Tensor) -> AffineGroups:
-    """Return the same for the C++ CPU kernels.
+    """Return the same quantization for the C++ CPU kernels.
 
     Raises:
-        ValueError: K is no multiple of 32.
+        ValueError: K is not a multiple of 32.
     """
     k = weight.shape[1]
     if k % PANEL:

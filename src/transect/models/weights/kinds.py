@@ -1,4 +1,4 @@
-"""Which kinds of weight a model has: as a setting names them, or as its checkpoint packs them."""
+"""Choice of a model's kinds of weight, by a setting or by its checkpoint's packing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .weight import Holder, Kinds, Weight, WeightKind, WeightSite
 
 
 def holders() -> tuple[Callable[[WeightSite], Holder], ...]:
-    """All ways to hold packed matrices on a GPU and in plain torch; each names its own formats and layouts."""
+    """Return all ways to hold packed matrices on a GPU and in plain torch; each names its own formats and layouts."""
     from .gguf_blocks import BlockHolder
     from .int4_serving import Int4Holder
     from .listed import ListedHolder
@@ -36,7 +36,7 @@ def _rounded_to_4(weight: Tensor) -> Tensor:
 
 
 ROUNDED: Mapping[NumberFormat, Callable[[Tensor], Tensor]] = {INT4: _rounded_to_4}
-"""The values that a matrix has in the formats whose codes plain torch does not hold on a CPU."""
+"""Functions from a matrix to its rounded values, for formats whose codes plain torch does not hold on a CPU."""
 
 
 def rounded_values(quantization: str | None) -> Callable[[Tensor], Tensor] | None:
@@ -83,7 +83,7 @@ def _as_stored(layouts: Mapping[str, MatrixLayout], holders: list[Holder]) -> Ki
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Weight:
-        """Make a weight that holds a matrix packed so; None stands for plain numbers."""
+        """Build a weight for a matrix in this packing; None means plain numbers."""
         own: WeightKind = Dense
         if layout is not None:
             own = next(kind for kind in (holder.stored(layout) for holder in holders) if kind is not None)

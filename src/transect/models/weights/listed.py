@@ -71,7 +71,7 @@ class Listed(Weight):
 
     @property
     def workspace(self) -> int:
-        """The matrix is rebuilt: its codes as whole numbers, its values and its scales."""
+        """Bytes for rebuilding the matrix: its codes as whole numbers, its values and its scales."""
         return 3 * 4 * self.out_features * self.in_features
 
     @property

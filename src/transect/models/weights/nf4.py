@@ -46,7 +46,7 @@ class NF4(Weight):
 
     @classmethod
     def of(cls, weight: Weight) -> NF4:
-        """Return the NF4 form of another weight.
+        """Quantize another weight to NF4.
 
         Raises:
             ValueError: it has an odd number of numbers.
@@ -56,7 +56,7 @@ class NF4(Weight):
         return cls(weight.shape, quantize(dense), dense.dtype, bias)
 
     def dense(self) -> Tensor:
-        """Return the weight that the codes stand for, in the compute dtype."""
+        """Return the weight that the codes represent, in the compute dtype."""
         return dequantize(NF4State(self.codes, self.scales, self.nested, self.offset), self.shape).to(self.like.dtype)
 
     def forward(self, x_TI: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class NF4(Weight):
 
 @torch.no_grad()
 def quantize(weight: Tensor) -> NF4State:
-    """Return a matrix of any float dtype in NF4.
+    """Quantize a matrix of any float dtype to NF4.
 
     Raises:
         ValueError: it has an odd number of numbers, which have no whole bytes.
@@ -113,7 +113,7 @@ def _scaled(numbers: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _nearest(numbers: Tensor, values: Tensor) -> Tensor:
-    """Return the place of the nearest of ascending values; of two as near, that of the lower."""
+    """Return the index of the nearest of ascending values; the lower one if two are equally near."""
     above = torch.bucketize(numbers, values).clamp(1, len(values) - 1)
     return torch.where(values[above] - numbers < numbers - values[above - 1], above, above - 1)
 
@@ -123,12 +123,12 @@ def _table(values: Any, like: Tensor) -> Tensor:
 
 
 def _borders(values: Tensor) -> Tensor:
-    """Half-way between neighbours; what lies on one is rounded down."""
+    """Return the midpoints between neighbours; a number on a midpoint is rounded down."""
     return (values[:-1] + values[1:]) / 2
 
 
 def dynamic_map() -> np.ndarray:
-    """Return the 256 numbers that a scale's code may stand for, float32, ascending.
+    """Return the 256 numbers that a scale's code may represent, float32, ascending.
 
     With each exponent from 1e-6 to 1 the number of steps doubles: 1, 2, 4, ... 64 midpoints of equal parts of [0.1, 1],
     of both signs; and 0 and 1.

@@ -33,13 +33,15 @@ EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 class Packed(Weight):
-    """Without values until it is loaded or ``take`` is called.
+    """A packed matrix, without values until it is loaded or ``take`` is called.
 
     Args:
         half: dense matrices are kept in bfloat16, not as they come.
         rounding: all matrices are rounded to this format, one that ``refuses`` has nothing against.
-        whole: it is no part of a matrix, so a checkpoint's scales of blocks are whole too.
+        whole: it is not part of a matrix, so a checkpoint's scales of blocks are whole too.
     """
+
+    batch_invariant = True
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class Packed(Weight):
         self.add_bias(bias, "cpu", torch.float32)
 
     def take(self, matrix: PackedWeight) -> None:
-        """This packed matrix, which may be mapped from a file."""
+        """Use this packed matrix, which may be mapped from a file."""
         assert (matrix.n, matrix.k) == self.shape
         self._matrix = replace(matrix, bias=None if self.bias is None else self.bias.detach())
 
@@ -86,7 +88,7 @@ class Packed(Weight):
 
     @property
     def matrix(self) -> PackedWeight:
-        """The packed matrix with its bias."""
+        """Packed matrix with its bias."""
         if self._matrix is None:
             raise ValueError("this matrix has no values yet")
         return self._matrix
@@ -95,7 +97,7 @@ class Packed(Weight):
         return self._library.linear(x_TI, self.matrix)
 
     def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
-        """One product for each expert that has rows, with the groups of rows that the expert is in."""
+        """Compute one product for each expert with rows, with the groups of rows of that expert."""
         each, matrix = self.out_features // (len(starts) - 1), self.matrix
         size = matrix.data.numel() // -(-self.out_features // GROUP_ROWS)
         rows = x if order is None else x[order.long() // max(1, len(order) // max(1, len(x)))]
@@ -166,7 +168,7 @@ class PackedEmbedding(torch.nn.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, and numbers of one."""
+        """(rows, numbers of a row)."""
         return self.table.shape
 
     @property
@@ -175,12 +177,12 @@ class PackedEmbedding(torch.nn.Module):
         return self.table.format.bits
 
     def load(self, values: Tensor | QuantizedTensor, staging: Staging) -> None:
-        """Take the values of a file, of this shape."""
+        """Copy the values of a file, of this shape."""
         self.table.load(values, staging)
 
 
 def _by_panel(values: Codes8) -> Tensor:
-    """A scale for each ``NATIVE_GROUP`` numbers of each row, from one for a row or for a block."""
+    """Expand scales of rows or blocks to a scale for each ``NATIVE_GROUP`` numbers of each row."""
     panels = values.codes.shape[1] // NATIVE_GROUP
     if values.scale.ndim == 1:
         return values.scale[:, None].expand(-1, panels).contiguous()
@@ -195,7 +197,7 @@ def _pack_codes(library: Library, values: Codes8 | Codes4) -> PackedWeight:
 
 
 def groups_of_codes(values: Codes8 | Codes4) -> AffineGroups:
-    """Codes of a checkpoint, whole numbers of 8 or 4 bits, for the C++ kernels: nothing is rounded."""
+    """Convert a checkpoint's codes, whole numbers of 8 or 4 bits, for the C++ kernels, without rounding."""
     if isinstance(values, Codes8):
         codes = (values.codes.to(torch.int16) + 128).to(torch.uint8)
         wide = values.scale[:, None].expand(-1, codes.shape[1] // NATIVE_GROUP).contiguous()
@@ -221,11 +223,11 @@ _ROUNDED: Mapping[NumberFormat, Callable[[Library, Tensor], PackedWeight]] = {
     FP8: lambda library, values: _rounded8(library, values, FP8),
     INT8: lambda library, values: _rounded8(library, values, INT8),
 }
-"""A matrix rounded and packed, by the format."""
+"""Functions that round and pack a matrix, by format."""
 
 
 def refuses(form: NumberFormat) -> str | None:
-    """Why the C++ kernels do not round matrices to a format, as a sentence; None if they do."""
+    """Return the reason why the C++ kernels do not round matrices to a format, as a sentence; None if they do."""
     if form in _ROUNDED:
         return None
     return f"the C++ kernels do not take {form.name}; they take {listed((each.name for each in _ROUNDED), 'and')}"

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class Half(nn.Module):
-    """Half a layer: a module whose weights are parts of projections. Who puts another weight in the place of one puts
-    it into the projection too."""
+    """One of the two blocks of a layer: a module whose weights are parts of projections. Code that replaces a weight
+    replaces it in the projection too."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -50,8 +50,12 @@ class Projection(Weight):
     def matrices(self) -> tuple[Weight, ...]:
         return self._matrices
 
+    @property
+    def batch_invariant(self) -> bool:  # type: ignore[override]
+        return all(each.batch_invariant for each in (*self._matrices, *self._joined))
+
     def replace(self, name: str, weight: Weight) -> None:
-        """Another weight in the place of the part ``name``, if there is such a part."""
+        """Replace the part ``name`` by another weight, if there is such a part."""
         if name in self.names:
             self._matrices = tuple(
                 weight if own == name else part for own, part in zip(self.names, self._matrices, strict=True)
@@ -86,11 +90,11 @@ class Projection(Weight):
         return torch.cat([given[0].new_zeros(p.out_features) if p.bias is None else p.bias for p in parts])
 
     def apart(self, x_TI: Tensor) -> tuple[Tensor, ...]:
-        """Each part's product by itself, with its gradient."""
+        """Compute each part's product separately, with its gradient."""
         return tuple(part(x_TI) for part in self.matrices)
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        """All products side by side, ``[T, O]``, with their gradients."""
+        """Compute all products, concatenated ``[T, O]``, with their gradients."""
         products = self.apart(x_TI)
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
@@ -114,8 +118,8 @@ class Projection(Weight):
     # ---- abilities: those of the joined weight, if there is one ----
 
     def join(self) -> Weight | None:
-        """Lay the parts in one storage, where their kind can; None where it cannot. Done once, and again after parts or
-        their parameters were replaced. At most these parts are held twice meanwhile."""
+        """Lay the parts in one storage; None if their kind cannot. Called once, and again after parts or their
+        parameters were replaced. At most these parts are held twice meanwhile."""
         parts = self.matrices
         if len(parts) == 1:
             return parts[0]
@@ -133,11 +137,11 @@ class Projection(Weight):
 
     @property
     def joined(self) -> tuple[Weight, ...]:
-        """The weight that its parts are views of, if they have been joined."""
+        """Weight whose views the parts are, if they have been joined."""
         return self._joined
 
     def unjoin(self) -> None:
-        """Forget the joined storage: the parts are about to live elsewhere."""
+        """Drop the joined storage: the parts are about to be moved."""
         self._joined, self._joined_from, self._is_joined = (), (), False
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Any:
@@ -157,7 +161,7 @@ class Projection(Weight):
         return lambda x: torch.cat([product(x) for product in products], -1)
 
     def products(self) -> list[Product]:
-        """Each part's product by itself, of inference, resolved once."""
+        """Resolve each part's inference product."""
         return [part.product() for part in self.matrices]
 
     def gated_product(self) -> Product | None:

@@ -1,4 +1,4 @@
-"""The product with a frozen matrix that is made from its codes for each use and never kept: ``Int4`` and ``NF4``."""
+"""The product with a frozen matrix that is rebuilt from its codes for each use: ``Int4`` and ``NF4``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .weight import Weight
 
 
 class _Product(torch.autograd.Function):
-    """``x W^T`` with the gradient of x alone; W lives only within each direction."""
+    """``x W^T`` with the gradient of x alone; W exists only during each pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Weight) -> Tensor:
@@ -24,6 +24,6 @@ class _Product(torch.autograd.Function):
 
 
 def rebuilt_product(x_TI: Tensor, weight: Weight) -> Tensor:
-    """``x W^T + b`` ``[T, O]`` with ``W = weight.dense()``, which is made once in each direction."""
+    """Compute ``x W^T + b`` ``[T, O]`` with ``W = weight.dense()``, which is rebuilt in each pass."""
     out: Tensor = _Product.apply(x_TI, weight)
     return out if weight.bias is None else out + weight.bias

@@ -28,7 +28,7 @@ from ...ops.linear.packed.eight_bit import scaled8_chain, scaled8_hopper, scaled
 from ...ops.linear.packed.eight_bit.scaled8 import triton_scaled8
 from ...ops.linear.packed.eight_bit.scaled8_chain import Matrix8
 from ...ops.linear.packed.eight_bit.scaled8_rounding import BLOCK, Rounded
-from ...ops.linear.stream_products import Size, Stream, StreamProducts
+from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
 from ...ops.moe import grouped_scaled8
 from ...ops.opset import OpSet
 from ...ops.registry import Unavailable
@@ -66,13 +66,13 @@ class Products8:
     few: scaled8_rows.CudaRows8 | None = None
     many: scaled8_tiles.Tiles8 | None = None
     dependent: bool = False
-    """Launches begin while the kernel before still ends."""
+    """True if launches begin before the previous kernel ends."""
     chain: scaled8_chain.CudaChain | None = None
-    """A layer's last three products and the next layer's first in one launch, for one row."""
+    """Kernel of a layer's last three products and the next layer's first in one launch, for one row."""
 
     @classmethod
     def on(cls, device: torch.device | str, *, dependent: bool = False, fp8: bool = True) -> Products8:
-        """Return the fastest that run on ``device``.
+        """Return the fastest kernels for ``device``.
 
         Args:
             dependent: with dependent launch where the device has it.
@@ -127,7 +127,7 @@ class Scaled8(Weight):
             staging.copy(values.scale, self.scale)
             return
         if self.blocks:
-            raise ValueError("scales of blocks are read, not made: the file holds plain numbers")
+            raise ValueError("scales of blocks can only be read from a file, and the file holds plain numbers")
         codes, scale = (to_fp8 if self.fp8 else to_int8)(staging.bring(dense_values(values)))
         self.codes.copy_(codes.view(torch.int8))
         self.scale.copy_(scale[:, 0])
@@ -183,7 +183,7 @@ class Scaled8(Weight):
 
     @property
     def chained(self) -> scaled8_chain.CudaChain | None:
-        """The kernel of a layer's last three products and the next layer's first; None if there is none."""
+        """Kernel of a layer's last three products and the next layer's first; None if there is none."""
         return self._products.chain
 
     def stream_product(self, products: StreamProducts) -> Stream8 | None:
@@ -272,17 +272,17 @@ class Stream8:
 
     @property
     def biased(self) -> bool:
-        """Only ``linear`` adds a bias."""
+        """True if ``linear`` adds a bias; other products have none."""
         return self._weight.bias is not None
 
     @property
     def leaves(self) -> object:
-        """Codes of its own kind, where it rounds its input."""
+        """Codes of its own kind, if it rounds its input."""
         return (Stream8, *self._rounding, self._many is None)
 
     def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
-        """True if a step on the stream x ``[M, D]`` with products of these sizes runs here, to its end for ``wanted``
-        rows."""
+        """Return True if a step on the stream x ``[M, D]`` with products of these sizes runs here, up to its end for
+        ``wanted`` rows."""
         if x.dtype != torch.bfloat16 or not len(x):
             return False
         if len(x) > scaled8_rows.MOST_ROWS:
@@ -293,18 +293,18 @@ class Stream8:
         whole = 2 * BLOCK if self._weight.blocks else 16
         return all(k % 64 == 0 and n % (whole if gate else 16) == 0 for n, k, gate in sizes)
 
-    def add(self, x: Tensor | Rounded, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+    def add(self, x: Tensor | Rounded, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream:
         if len(residual) > scaled8_rows.MOST_ROWS:
             y = self._many_rows(x)
             total, rounded = scaled8_rounding.norm_rounded(
                 y, residual, scale, eps, *self._rounding, dependent_launch=self._dependent
             )
-            return Stream(total, rounded.codes, None, eps, rounded.scale)
+            return ResidualStream(total, rounded.codes, None, eps, rounded.scale)
         total, scaled, squares = self._run(x, Beside(residual=residual, scale=scale))
         assert scaled is not None and squares is not None
-        return Stream(total, scaled, squares, eps)
+        return ResidualStream(total, scaled, squares, eps)
 
-    def linear(self, stream: Stream) -> Tensor:
+    def linear(self, stream: ResidualStream) -> Tensor:
         if len(stream.total) > scaled8_rows.MOST_ROWS:
             return self._many_rows(_rows_of(stream), self._weight.bias)
         return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), self._weight.bias)[0]
@@ -314,7 +314,7 @@ class Stream8:
             return self._many_rows(x)
         return self._run(x, Beside())[0]
 
-    def gated(self, stream: Stream) -> Tensor | Rounded:
+    def gated(self, stream: ResidualStream) -> Tensor | Rounded:
         if len(stream.total) > scaled8_rows.MOST_ROWS:
             rows, weight = self._rounded(_rows_of(stream)), self._weight
             if self._many is not None and weight.fp8 and weight.dtype == torch.bfloat16:
@@ -342,7 +342,7 @@ class Stream8:
     def _run(
         self, x: Tensor | Rounded, norm: Beside, bias: Tensor | None = None, *, gated: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Up to 16 rows, which are never rounded."""
+        """Compute the product of up to 16 rows, without rounding them."""
         assert isinstance(x, Tensor)
         weight = self._weight
         return self._few.beside(
@@ -350,7 +350,7 @@ class Stream8:
         )
 
     def _many_rows(self, x: Tensor | Rounded, bias: Tensor | None = None) -> Tensor:
-        """Return the product alone of more than 16 rows."""
+        """Compute the product alone, of more than 16 rows."""
         assert self._many is not None
         weight = self._weight
         return self._many.product(*self._rounded(x), weight.codes, weight.scale, bias, weight.fp8, dtype=weight.dtype)
@@ -361,7 +361,7 @@ class Stream8:
         return scaled8_rounding.triton_rounded(x, *self._rounding, dependent_launch=self._dependent)
 
 
-def _rows_of(stream: Stream) -> Tensor | Rounded:
+def _rows_of(stream: ResidualStream) -> Tensor | Rounded:
     return stream.scaled if stream.row_scale is None else Rounded(stream.scaled, stream.row_scale)
 
 

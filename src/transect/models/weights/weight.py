@@ -13,6 +13,7 @@ ability                what it returns                                          
 ``stream_product``     products that begin and end at the residual stream                   fused stack
 ``join_with``          itself and others, concatenated along rows in one storage            ``Projection``
 ``packed``             the matrix in the layout of the C++ kernels                          CPU stack
+``unadapted``          itself without the adapter beside it, and the adapter's factors      CPU stack
 ``training_part``      what it brings to a merged training product                          merged layers
 ``held``               the matrix itself, where it lies in memory as numbers                adapters on a CPU
 ``tie``                whether it can share an embedding's table                            ``Decoder``
@@ -42,11 +43,12 @@ from ...spec.numbers.layouts import MatrixLayout
 from ...spec.numbers.number_format import NumberFormat, WeightFormat
 from ..staging import Staging
 from ..stored import Values
+from .low_rank import LowRank
 
 if TYPE_CHECKING:
     from ...ops.comm.peer_memory import Push
     from ...ops.cpu.library import Library, PackedWeight
-    from ...ops.linear.stream_products import Size, Stream, StreamProducts
+    from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
     from ...ops.sampling.sampling import LogitShards
 
 Product = Callable[[Tensor], Tensor]
@@ -65,53 +67,53 @@ class StreamProduct(Protocol):
 
     @property
     def leaves(self) -> object:
-        """Equal for products that can be on one stream: what they leave of it is what the others read."""
+        """Kind of the stream; equal for products that can share one, because each reads what the others leave."""
         ...
 
     def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
-        """True if a step on the stream x ``[T, D]`` with products of these sizes runs on it.
+        """Return True if a step on the stream x ``[T, D]`` with products of these sizes can run on it.
 
         ``wanted``: number of tokens that the last layer ends for; None if those are all.
         """
         ...
 
-    def add(self, x: Gated, residual: Tensor, scale: Tensor, eps: float) -> Stream: ...
+    def add(self, x: Gated, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream: ...
 
-    def linear(self, stream: Stream) -> Tensor: ...
+    def linear(self, stream: ResidualStream) -> Tensor: ...
 
     def plain(self, x: Gated) -> Tensor: ...
 
-    def gated(self, stream: Stream) -> Gated: ...
+    def gated(self, stream: ResidualStream) -> Gated: ...
 
     def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
-        """This product on a stream and the three after it (gate with up, down, q with k and v of the next layer) in one
-        launch for one row; None where they are launches of their own."""
+        """Return this product on a stream and the three after it (gate with up, down, q with k and v of the next layer)
+        in one launch for one row; None if there is no such kernel."""
         ...
 
 
 @runtime_checkable
 class Stackable(StreamProduct, Protocol):
-    """Products on a stream by a matrix that may be made of parts of several kinds."""
+    """Products on a stream by a matrix that may consist of parts of several kinds."""
 
     def stack(self, below: Sequence[StreamProduct | None]) -> StreamProduct | None:
-        """Those by this matrix and others below it as if they were one; None where there is no such kernel."""
+        """Return the products of this matrix stacked on others; None if there is no such kernel."""
         ...
 
 
 class Unsummed(NamedTuple):
-    """A product without the sum over ranks, which can be part of the residual add and norm behind it."""
+    """A product without its all-reduce, which can be fused with the following residual add and norm."""
 
     product: Product
     sum: Product
-    """The sum over ranks alone."""
+    """All-reduce alone."""
     add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor] | None]
     """``(branch, residual, weight, eps) -> (RMSNorm of total, total)`` with total = residual + the sum of ``branch``;
-    None where that is not quicker than one after the other."""
+    None if the fusion is not faster."""
 
 
 class Ungathered(NamedTuple):
-    """The product of a head that is cut between ranks: this rank's logits, and where all ranks can read those of the
-    others."""
+    """The product of a head that is sharded over ranks: this rank's logits, and the memory in which all ranks can read
+    the others'."""
 
     product: Product
     spread: LogitShards
@@ -133,26 +135,27 @@ class TrainingPart:
     outputs: int
     inputs: int
     like: Tensor
-    """Any tensor of the dtype and on the device in which the product is computed."""
+    """A tensor with the dtype and device of the product."""
     fill: Callable[[Tensor], object]
-    """Writes the matrix into ``[O, I]``, whose rows may lie apart."""
+    """Function that writes the matrix into ``[O, I]``, whose rows may be strided."""
     settle: Callable[[Tensor], object] | None = None
-    """Called when the matrix has moved into this place for good; None if it is written again for each product."""
+    """Function called when the matrix has moved into this memory for good; None if it is written again for each
+    product."""
     parameter: nn.Parameter | None = None
-    """The matrix as a parameter, trained or frozen, where it is one."""
+    """The matrix as a parameter, trained or frozen, if it is one."""
     adapter: Adapter | None = None
 
 
 class Seams(Protocol):
-    """Where the part of a layer that ranks share begins and ends, in the forward pass and in the backward pass. Each
-    takes a tensor ``[T or the own rows, D]`` that it may change, and returns one."""
+    """Start and end of the part of a layer that ranks share, in the forward and the backward pass. Each method takes a
+    tensor ``[T or this rank's rows, D]`` that it may change, and returns one."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """Gather the input of all ranks from each rank's rows of a norm's result."""
+        """Gather the rows of a norm's result from all ranks."""
         ...
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the sum of the ranks' products, or its own rows."""
+        """Return the sum of the ranks' products, or this rank's rows of it."""
         ...
 
     def leave_back(self, g: Tensor) -> Tensor:
@@ -173,6 +176,8 @@ class Weight(nn.Module):
     in_features: int
     out_features: int
     bias: nn.Parameter | None
+    batch_invariant: bool = False
+    """On a CPU no row of the product depends on the others, if the operators are batch-invariant."""
 
     def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__()
@@ -181,7 +186,7 @@ class Weight(nn.Module):
     def add_bias(
         self, bias: bool | Tensor | None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """For ``__init__``, when the kind's own tensors are there: a bias that is not filled, this one, or none."""
+        """Set the bias, in ``__init__`` after the kind's own tensors: an unfilled one, this one, or none."""
         if isinstance(bias, bool):
             bias = torch.empty(self.out_features, device=device, dtype=dtype) if bias else None
             self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
@@ -191,23 +196,23 @@ class Weight(nn.Module):
     # ---- what every kind must know -----------------------------------------------------------------------------------
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        """Return the product, with its gradient where it has one."""
+        """Return the product, with its gradient if it has one."""
         raise NotImplementedError
 
     def dense(self) -> Tensor:
-        """Return the values that it stands for, ``[O, I]``; with a gradient where the kind is trained as such."""
+        """Return the values that the weight represents, ``[O, I]``; with a gradient if the kind is trained."""
         raise NotImplementedError
 
     # ---- what every kind knows, or says why not ----------------------------------------------------------------------
 
     @property
     def matrices(self) -> tuple[Weight, ...]:
-        """The weights that it is made of, in the order of their rows: itself."""
+        """Weights that it consists of, in the order of their rows; by default itself."""
         return (self,)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(O, I)."""
+        """(outputs, inputs)."""
         return self.out_features, self.in_features
 
     @property
@@ -218,12 +223,12 @@ class Weight(nn.Module):
 
     @property
     def workspace(self) -> int:
-        """Bytes that its product takes beside input and output while it runs, at the most."""
+        """Most bytes that its product takes beside input and output."""
         return 0
 
     @property
     def format(self) -> WeightFormat:
-        """Its number format, and the bits that a number takes in it."""
+        """Number format, and the bits of a number."""
         return WeightFormat(type(self).__name__, 8 * self.nbytes / (self.out_features * self.in_features))
 
     def cost(self, tokens: int, *, activation: float = 16) -> Cost:
@@ -244,7 +249,7 @@ class Weight(nn.Module):
         raise ValueError(f"{type(self).__name__} [{self.out_features}, {self.in_features}] cannot be cut into shards")
 
     def load(self, values: Values, staging: Staging) -> None:
-        """Take the values of a file, of this shape.
+        """Copy the values of a file, of this shape.
 
         Raises:
             ValueError: this kind is not filled from files.
@@ -252,11 +257,11 @@ class Weight(nn.Module):
         raise ValueError(f"{type(self).__name__} is not filled from files")
 
     def takes(self, layout: MatrixLayout) -> bool:
-        """True if ``load`` takes a matrix as a checkpoint packs it, ``Stored.codes``, and not only its values."""
+        """Return True if ``load`` accepts a checkpoint's packed matrix, ``Stored.codes``, and not only its values."""
         return False
 
     def draw(self, std: float, generator: torch.Generator | None = None) -> None:
-        """Random values, normal with deviation ``std``."""
+        """Draw random values, normal with deviation ``std``."""
         like = self.training_part().like
         values = torch.empty(self.out_features, self.in_features, device=like.device, dtype=like.dtype)
         draw_normal(values, std, generator)
@@ -273,22 +278,22 @@ class Weight(nn.Module):
         return call(x, self.dense().to(x.dtype), starts, order, self.bias)
 
     def rows(self, index_T: Tensor) -> Tensor:
-        """Rows of the matrix, ``[T, I]``: an embedding look-up."""
+        """Return rows of the matrix, ``[T, I]``: an embedding look-up."""
         return self.dense()[index_T]
 
     # ---- abilities ---------------------------------------------------------------------------------------------------
 
     def product(self) -> Product:
-        """Return the product of inference, resolved once: what it is called with may change, weights and bias may
-        not."""
+        """Return the inference product, resolved once: its input may change, weights and bias may not."""
         return self.forward
 
     def gated_product(self) -> Product | None:
-        """``x [T, I] -> silu(first half of outputs) * second half [T, O / 2]``, of inference, resolved once."""
+        """Return ``x [T, I] -> silu(first half of outputs) * second half [T, O / 2]``, resolved once for inference;
+        None if there is none."""
         return None
 
     def stream_product(self, products: StreamProducts) -> StreamProduct | None:
-        """Its products on the residual stream by ``products``."""
+        """Return the weight's products on the residual stream by ``products``; None if there are none."""
         return None
 
     def unsummed(self) -> Unsummed | None:
@@ -296,15 +301,15 @@ class Weight(nn.Module):
         return None
 
     def pushed_product(self, push: Push) -> Callable[[Tensor], Tensor | None] | None:
-        """Return the product whose kernel gives its result to other ranks (``ops/comm/peer_memory.py``).
+        """Return the product whose kernel writes its result to other ranks (``ops/comm/peer_memory.py``).
 
         It returns None for an x that no kernel takes. None if no kernel takes any.
         """
         return None
 
     def ungathered(self) -> Ungathered | None:
-        """Return the product without the logits of other ranks; None if it has all, or those of others cannot be
-        read."""
+        """Return the product without the logits of other ranks; None if it has all of them, or cannot read those of
+        others."""
         return None
 
     def grouped_gate_up(self, up: Weight) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
@@ -313,14 +318,15 @@ class Weight(nn.Module):
         return None
 
     def join(self) -> Weight | None:
-        """Itself as one matrix in one storage, None if that cannot be; for what has several parts."""
+        """Return itself as one matrix in one storage, None if that is impossible; for weights of several parts."""
         return self
 
     def unjoin(self) -> None:
-        """Forget a joined storage: what it is made of is about to live elsewhere."""
+        """Drop a joined storage: its parts are about to be moved."""
 
     def join_with(self, others: Sequence[Weight], *, gated: bool = False) -> Weight | None:
-        """One weight of its own rows and then those of ``others``, all of them views of it from now on.
+        """Join this weight's rows with those of ``others``, which all become views of the result; None if they cannot
+        be joined.
 
         ``gated``: it will be asked for its ``gated_product`` above all, and may lie in memory as suits that."""
         return None
@@ -334,12 +340,17 @@ class Weight(nn.Module):
         bias = None if self.bias is None else self.bias.detach().float().contiguous()
         return replace(pack(library, self.dense().detach().float()), bias=bias)
 
+    def unadapted(self) -> tuple[Weight, LowRank | None]:
+        """Return the matrix without the factors beside it, and these; itself and None if none can be taken apart."""
+        return self, None
+
     def refuses_merging(self) -> str | None:
-        """Why it cannot be part of a merged training product, as a sentence; None if it can."""
+        """Return the reason why it cannot be part of a merged training product, as a sentence; None if it can."""
         return None
 
     def seams(self) -> Seams | None:
-        """Communication of the ranks that share a layer which this matrix ends; None if no ranks share it."""
+        """Return the communication of the ranks that share the layer that this matrix ends; None if no ranks share
+        it."""
         return None
 
     def training_part(self) -> TrainingPart:
@@ -363,11 +374,11 @@ class Weight(nn.Module):
         return TrainingPart(self.out_features, self.in_features, self.dense() if like is None else like, fill)
 
     def held(self) -> Tensor | None:
-        """Return the matrix in memory, ``[O, I]`` dense, where it is held so."""
+        """Return the dense matrix in memory, ``[O, I]``; None if there is none."""
         return None
 
     def tie(self, table: nn.Parameter) -> bool:
-        """Take an embedding's table ``[O, I]`` as the matrix, if this kind can; else it holds a copy of its own."""
+        """Use an embedding's table ``[O, I]`` as the matrix; False if this kind cannot, and holds a copy."""
         return False
 
     def extra_repr(self) -> str:
@@ -391,37 +402,40 @@ class WeightKind(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightSite:
-    """Where weights will be multiplied, and how."""
+    """Device and options of the products with a model's weights."""
 
     device: torch.device | str = "cpu"
     dependent: bool = False
-    """Launches begin while the kernel before still ends, where the device has that."""
+    """True if launches begin before the previous kernel ends, if the device supports that."""
     chained: bool = False
     """``gguf_chain.cu`` takes one row of blocks of GGUF files."""
 
 
 class Holder(Protocol):
-    """A way to hold packed matrices in one place: each kind of weight that holds such brings one (``kinds.py``).
+    """A way to hold packed matrices in one place; each such kind of weight has one (``kinds.py``).
 
     It is made of a ``WeightSite`` alone. Products are resolved when the first weight is asked for.
     """
 
     def rounded(self, form: NumberFormat) -> WeightKind | None:
-        """Weights that are rounded to ``form`` when they are loaded; None if that is another kind's format."""
+        """Return the kind of weights that are rounded to ``form`` when they are loaded; None for another kind's
+        format."""
         ...
 
     def stored(self, layout: MatrixLayout) -> WeightKind | None:
-        """Weights that hold what a checkpoint packs so; None if that is another kind's layout."""
+        """Return the kind of weights that hold a checkpoint's matrices in this packing; None for another kind's
+        layout."""
         ...
 
 
 Kinds = Callable[[str], WeightKind]
-"""The kind of each matrix by its name in the model, without the layer: ``attention.q``, ``mlp.down``, ``head``."""
+"""Function from a matrix's name in the model, without the layer (``attention.q``, ``mlp.down``, ``head``), to its
+kind."""
 
 
 def by_expert(weight: Weight, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
-    """``Weight.grouped`` without a gradient, by the values of one expert after another, of those that have rows; the
-    bounds are read on the host.
+    """Compute ``Weight.grouped`` without a gradient, from the values of each expert with rows; the bounds are read on
+    the host.
 
     Raises:
         ValueError: the weight cannot be cut between experts.
@@ -471,7 +485,7 @@ def join_biases(parts: Sequence[Weight]) -> Tensor | None:
 
 @torch.no_grad()
 def draw_normal(into: Tensor, std: float, generator: torch.Generator | None = None) -> None:
-    """Fill a tensor with normal numbers of deviation ``std``, drawn where the generator is."""
+    """Fill a tensor with normal numbers of deviation ``std``, drawn on the generator's device."""
     if generator is None or generator.device.type == into.device.type:
         into.normal_(0.0, std, generator=generator)
     else:

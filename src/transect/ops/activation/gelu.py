@@ -36,7 +36,7 @@ from ..tuning import Config, choose, flat_rule
 
 
 def reference(x: Tensor, tanh: bool) -> Tensor:
-    """x ``[..., F]`` -> ``[..., F]`` in x's dtype; ``tanh`` picks the tanh form."""
+    """Compute GELU of x ``[..., F]`` -> ``[..., F]`` in x's dtype; ``tanh`` selects the tanh form."""
     wide = x.to(compute_dtype(x.dtype))
     if tanh:
         p = 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
@@ -47,7 +47,7 @@ def reference(x: Tensor, tanh: bool) -> Tensor:
 
 @kernel
 def _half_erfc(z):
-    """erfc(z) / 2 for z >= 0 (Abramowitz & Stegun 7.1.26, error below 1.5e-7): one division, one exp."""
+    """Compute erfc(z) / 2 for z >= 0 (Abramowitz & Stegun 7.1.26, error below 1.5e-7): one division, one exp."""
     t = 1.0 / (1.0 + 0.3275911 * z)
     p = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
     return p * tl.exp2(-1.4426950408889634 * z * z)
@@ -55,7 +55,8 @@ def _half_erfc(z):
 
 @kernel
 def _probability(x, TANH: tl.constexpr, EXACT: tl.constexpr):
-    """P(x). For half types the cheap erfc is far below their rounding; float32 takes the exact erf."""
+    """Compute P(x). Half types use the cheap erfc, whose error is far below their rounding; float32 uses the exact
+    erf."""
     if TANH:
         return 1.0 / (1.0 + tl.exp2(-2.302208198 * (x + 0.044715 * x * x * x)))
     elif EXACT:
@@ -88,7 +89,7 @@ def _backward_kernel(g_ptr, x_ptr, dx_ptr, n, TANH: tl.constexpr, EXACT: tl.cons
 
 
 def triton_gelu(x: Tensor, tanh: bool, *, config: Config | None = None) -> Tensor:
-    """``reference`` in Triton; copies an input that is not contiguous."""
+    """Compute ``reference`` in Triton; an input that is not contiguous is copied."""
     require("gelu", x)
     x = x.contiguous()
     y = torch.empty_like(x)
@@ -102,7 +103,7 @@ def triton_gelu(x: Tensor, tanh: bool, *, config: Config | None = None) -> Tenso
 
 
 def triton_backward(grad: Tensor, x: Tensor, tanh: bool, *, config: Config | None = None) -> Tensor:
-    """dL/dx in Triton."""
+    """Compute dL/dx in Triton."""
     require("gelu backward", grad, x)
     grad, x = grad.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
@@ -116,7 +117,7 @@ def triton_backward(grad: Tensor, x: Tensor, tanh: bool, *, config: Config | Non
 
 
 def reference_backward(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
-    """dL/dx, the formula above."""
+    """Compute dL/dx by the formula above."""
     wide, g = x.to(compute_dtype(x.dtype)), grad.to(compute_dtype(x.dtype))
     if tanh:
         t = torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))
@@ -136,7 +137,7 @@ def gelu(x: Tensor, tanh: bool) -> Tensor:
 
 @torch.library.custom_op("transect::gelu_backward", mutates_args=())
 def gelu_backward(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
-    """Its gradient."""
+    """Compute the operator's gradient, dL/dx."""
     made = triton_backward(grad, x, tanh) if runs_triton(grad, x) else reference_backward(grad, x, tanh)
     return made.contiguous()
 
@@ -166,7 +167,7 @@ gelu.register_autograd(_backward, setup_context=_setup)
 
 @torch.library.custom_op("transect::gelu_cuda", mutates_args=())
 def cuda_gelu(x: Tensor, tanh: bool) -> Tensor:
-    """``gelu.cu``: bfloat16 on an NVIDIA GPU, as ``reference``; copies an input that is not contiguous."""
+    """Compute ``reference`` by ``gelu.cu``: bfloat16 on an NVIDIA GPU; an input that is not contiguous is copied."""
     x = cuda.aligned(x)
     y = torch.empty_like(x)
     cuda.launcher("gelu", "transect_gelu")(x, y, x.numel(), int(tanh))
@@ -175,7 +176,7 @@ def cuda_gelu(x: Tensor, tanh: bool) -> Tensor:
 
 @torch.library.custom_op("transect::gelu_cuda_backward", mutates_args=())
 def cuda_backward(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
-    """dL/dx by ``gelu.cu``."""
+    """Compute dL/dx by ``gelu.cu``."""
     grad, x = cuda.aligned(grad), cuda.aligned(x)
     dx = torch.empty_like(x)
     cuda.launcher("gelu", "transect_gelu_gradient")(grad, x, dx, x.numel(), int(tanh))
@@ -194,7 +195,7 @@ cuda_gelu.register_autograd(_backward_by_cuda, setup_context=_setup)
 
 
 def cost(x: Tensor, tanh: bool) -> Cost:
-    """10 FLOPs an element, tanh and erf counted as one each."""
+    """Count 10 FLOPs an element, tanh and erf counted as one each."""
     return Cost(10 * x.numel(), x.nbytes, x.nbytes)
 
 

@@ -33,13 +33,13 @@ from ..tuning import Config, choose, flat_rule
 
 
 def reference(gate: Tensor, up: Tensor) -> Tensor:
-    """gate, up ``[..., F]`` -> ``[..., F]`` in gate's dtype."""
+    """Compute ``silu(gate) * up`` of gate, up ``[..., F]`` -> ``[..., F]`` in gate's dtype."""
     wide = gate.to(compute_dtype(gate.dtype))
     return (wide * wide.sigmoid() * up.to(wide.dtype)).to(gate.dtype)
 
 
 def by_exp(gate: Tensor, up: Tensor) -> Tensor:
-    """``reference`` through exp: torch's sigmoid on the CPU has other last bits at the end of a tensor than inside.
+    """Compute ``reference`` through exp: torch's CPU sigmoid rounds differently at the end of a tensor than inside it.
 
     Below -80 the gate is 0 in float32 either way; the clamp keeps exp and its gradient finite.
     """
@@ -73,7 +73,7 @@ def _backward_kernel(g_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, n, BLOCK: tl.c
 
 
 def triton_swiglu(gate: Tensor, up: Tensor, *, config: Config | None = None) -> Tensor:
-    """``reference`` in Triton; copies inputs that are not contiguous. ValueError if the shapes differ."""
+    """Compute ``reference`` in Triton; inputs that are not contiguous are copied. ValueError if the shapes differ."""
     require("swiglu", gate, up)
     if gate.shape != up.shape:
         raise ValueError(f"swiglu: gate and up must have one shape; got {list(gate.shape)} and {list(up.shape)}")
@@ -88,7 +88,7 @@ def triton_swiglu(gate: Tensor, up: Tensor, *, config: Config | None = None) -> 
 
 
 def triton_backward(grad: Tensor, gate: Tensor, up: Tensor, *, config: Config | None = None) -> tuple[Tensor, Tensor]:
-    """(dL/dgate, dL/dup) in Triton."""
+    """Compute (dL/dgate, dL/dup) in Triton."""
     require("swiglu backward", grad, gate, up)
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
@@ -102,8 +102,8 @@ def triton_backward(grad: Tensor, gate: Tensor, up: Tensor, *, config: Config | 
 
 @kernel
 def _merged_kernel(x_ptr, y_ptr, n_cols, x_row, y_row, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """BLOCK columns of a row: the first ``n_cols`` columns hold gates, the next ``n_cols`` the factors that they are
-    multiplied with."""
+    """Compute BLOCK columns of a row: the first ``n_cols`` columns hold gates, the next ``n_cols`` the factors that the
+    gates are multiplied by."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     x = x_ptr + row * x_row + col
@@ -115,7 +115,7 @@ def _merged_kernel(x_ptr, y_ptr, n_cols, x_row, y_row, blocks, BLOCK: tl.constex
 
 @kernel
 def _merged_backward_kernel(g_ptr, x_ptr, n_cols, g_row, x_row, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """In place: the gradients of gate and up over them, and the forward pass's result over the upstream gradient."""
+    """Overwrite gate and up with their gradients, and the upstream gradient with the forward pass's result."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = col < n_cols
@@ -132,7 +132,8 @@ def _merged_backward_kernel(g_ptr, x_ptr, n_cols, g_row, x_row, blocks, BLOCK: t
 
 
 def triton_merged(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """x ``[T, 2 F]``, gate beside up, -> ``[T, F]``. ``out``: where the result goes; rows of either may be apart.
+    """Compute ``silu(gate) * up`` of x ``[T, 2 F]``, gate and up side by side, -> ``[T, F]``. ``out``: the tensor to
+    write the result to; rows of either may have any stride.
 
     Raises:
         ValueError: shapes that do not fit, or neighbours of a row that are apart.
@@ -149,8 +150,8 @@ def triton_merged(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def triton_merged_backward(grad: Tensor, x: Tensor) -> None:
-    """In place: x ``[T, 2 F]`` becomes its gradient, and ``grad`` ``[T, F]`` what ``triton_merged`` gave. ValueError as
-    there."""
+    """Replace x ``[T, 2 F]`` by its gradient, and ``grad`` ``[T, F]`` by the result of ``triton_merged``, in place.
+    ValueError as there."""
     _check_merged(x, grad)
     rows, width = grad.shape
     if grad.numel():
@@ -170,7 +171,7 @@ def _check_merged(x: Tensor, y: Tensor) -> None:
 
 
 def reference_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """(dL/dgate, dL/dup), the formulas above."""
+    """Compute (dL/dgate, dL/dup) by the formulas above."""
     wide = compute_dtype(gate.dtype)
     g, a, u = grad.to(wide), gate.to(wide), up.to(wide)
     s = a.sigmoid()
@@ -186,7 +187,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op("transect::swiglu_backward", mutates_args=())
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Its gradients."""
+    """Compute the operator's gradients, (dL/dgate, dL/dup)."""
     if runs_triton(grad, gate, up):
         return triton_backward(grad, gate, up)
     dgate, dup = reference_backward(grad, gate, up)
@@ -218,7 +219,7 @@ swiglu.register_autograd(_backward, setup_context=_setup)
 
 
 def cost(gate: Tensor, up: Tensor) -> Cost:
-    """5 FLOPs an element: exp, add, divide, and two products."""
+    """Count 5 FLOPs an element: exp, add, divide, and two products."""
     return Cost(5 * gate.numel(), gate.nbytes + up.nbytes, gate.nbytes)
 
 

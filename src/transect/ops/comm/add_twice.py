@@ -29,7 +29,7 @@ BLOCK = 4096
 
 
 def reference(a: Tensor, b: Tensor, first: Tensor, second: Tensor, squares: Tensor | None = None) -> None:
-    """Writes the sum to ``first`` and ``second``."""
+    """Write the sum to ``first`` and ``second``."""
     total = a.to(compute_dtype(a.dtype)) + b.to(compute_dtype(a.dtype))
     first.copy_(total)
     second.copy_(first)
@@ -42,7 +42,7 @@ def reference(a: Tensor, b: Tensor, first: Tensor, second: Tensor, squares: Tens
 def _add_twice(  # type: ignore[no-untyped-def]
     a, b, first, second, squares, n, SQUARES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """BLOCK numbers a program."""
+    """Add BLOCK numbers a program."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     total = tl.load(a + at, inside, 0.0).to(tl.float32) + tl.load(b + at, inside, 0.0).to(tl.float32)
@@ -55,7 +55,7 @@ def _add_twice(  # type: ignore[no-untyped-def]
 
 
 def refusal(a: Tensor, b: Tensor, first: Tensor, second: Tensor, squares: Tensor | None = None) -> str | None:
-    """Why the kernel does not take these vectors, as a sentence, or None."""
+    """Return the reason, as a sentence, why the kernel does not take these vectors; None if it does."""
     for x in (a, b, first, second):
         if x.shape != a.shape or x.dtype != a.dtype or x.dim() != 1 or not x.is_contiguous():
             return (
@@ -69,7 +69,7 @@ def refusal(a: Tensor, b: Tensor, first: Tensor, second: Tensor, squares: Tensor
 
 
 def triton_add_twice(a: Tensor, b: Tensor, first: Tensor, second: Tensor, squares: Tensor | None = None) -> None:
-    """``reference`` in one launch.
+    """Compute ``reference`` in one launch.
 
     Raises:
         ValueError: ``refusal`` says why.
@@ -86,7 +86,7 @@ def triton_add_twice(a: Tensor, b: Tensor, first: Tensor, second: Tensor, square
 
 
 def add_twice(a: Tensor, b: Tensor, first: Tensor, second: Tensor, squares: Tensor | None = None) -> None:
-    """On a GPU by the Triton kernel, else by torch; the same bits."""
+    """Add by the Triton kernel on a GPU, else by torch; the results are bit-identical."""
     if a.is_cuda and runs_triton(a, b, first, second):
         triton_add_twice(a, b, first, second, squares)
         return
@@ -98,7 +98,7 @@ def add_twice(a: Tensor, b: Tensor, first: Tensor, second: Tensor, squares: Tens
 
 
 def cost(a: Tensor, b: Tensor, first: Tensor, second: Tensor, squares: Tensor | None = None) -> Cost:
-    """A sum for two reads and two writes, and what the squares take."""
+    """Count a sum for two reads and two writes, and the cost of the squares."""
     more = 0 if squares is None else squares.nbytes
     return Cost((3 if more else 1) * a.numel(), a.nbytes + b.nbytes, first.nbytes + second.nbytes + more)
 

@@ -52,8 +52,8 @@ SIGNATURE = "piiilpppppplifiiiiiip"
 def reference(
     parts: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, eps: float = 0.0
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """parts ``[R, T, D]`` -> the sums on every rank ``[R, T, D]``; with a residual ``[T, D]`` and a weight ``[D]``
-    (norm, residual + sum), each ``[R, T, D]``."""
+    """Reduce parts ``[R, T, D]`` to the sums on every rank ``[R, T, D]``; with a residual ``[T, D]`` and a weight
+    ``[D]`` return (norm, residual + sum), each ``[R, T, D]``."""
     total = parts[0].to(compute_dtype(parts.dtype))
     for part in parts[1:]:
         total = total + part.to(total.dtype)
@@ -102,7 +102,7 @@ class Peers:
         self._launch = bind("all_reduce", "transect_all_reduce", SIGNATURE)
 
     def refusal(self, x: Tensor, norm: bool = False) -> str | None:
-        """Why the kernels do not take ``x`` ``[..., D]``, as a sentence, or None."""
+        """Return the reason, as a sentence, why the kernels do not take ``x`` ``[..., D]``; None if they do."""
         return refusal(x, self.ranks, self.lines, norm)
 
     @property
@@ -143,7 +143,7 @@ class Peers:
         pushed: bool = False,
         delay: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """(RMSNorm of total, total) with total = residual + the sum of every rank's ``x``.
+        """Return (RMSNorm of total, total) with total = residual + the sum of every rank's ``x``.
 
         Raises:
             ValueError: ``refusal`` says why, or the tensors do not fit each other.
@@ -187,7 +187,7 @@ class Peers:
 
 
 def played_by_one(ranks: int, device: torch.device, lines: int) -> tuple[Peers, list[Tensor]]:
-    """Ranks that are all this GPU, and their memory, which must stay."""
+    """Simulate ranks that all use this GPU; return them and their memory, which must stay alive."""
     memory = [torch.full((sums_bytes(lines),), 255, dtype=torch.uint8, device=device) for _ in range(ranks)]
     for each in memory:
         each[:STATE] = 0
@@ -207,7 +207,7 @@ def _refusal(
 def cuda_all_reduce(
     parts: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, eps: float = 0.0
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``reference`` by the kernels, with one GPU as all ranks.
+    """Compute ``reference`` by the kernels, with one GPU as all ranks.
 
     Raises:
         ValueError: ``refusal`` says why.
@@ -236,7 +236,7 @@ def cost(parts: Tensor, residual: Tensor | None = None, weight: Tensor | None = 
 def _by_torch(
     parts: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, eps: float = 0.0
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """On one GPU; between GPUs NCCL's all-reduce is the peer (``transect bench collectives``)."""
+    """Reduce on one GPU with torch; between GPUs the peer is NCCL's all-reduce (``transect bench collectives``)."""
     total = parts.sum(0)
     if residual is None or weight is None:
         return total

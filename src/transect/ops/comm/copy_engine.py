@@ -81,7 +81,7 @@ class EngineCopies:
         return torch.cuda.stream(stream)
 
     def view(self, address: int, nbytes: int) -> Tensor:
-        """Memory of the current GPU as bytes; it must outlive the tensor."""
+        """View memory of the current GPU as bytes; it must outlive the tensor."""
         return memory_at(address, nbytes)
 
 

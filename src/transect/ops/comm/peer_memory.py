@@ -79,7 +79,7 @@ class Push(NamedTuple):
 
 
 def memory_at(address: int, nbytes: int) -> Tensor:
-    """Memory of the current GPU as bytes; it must outlive the tensor."""
+    """View memory of the current GPU as bytes; it must outlive the tensor."""
     return torch.as_tensor(_Memory(address, nbytes), device="cuda")
 
 

@@ -29,7 +29,7 @@ from ..registry import Case, Implementation, Kernel, Op, register
 
 
 def reference(source: Tensor, target: Tensor, turn: Tensor, advance: bool = False) -> None:
-    """Copies; with ``advance`` it is then the next row's turn. Reads the turn on the host."""
+    """Copy one row; with ``advance`` the turn moves on to the next row. The turn is read on the host."""
     row = int(turn)
     if source.dim() == 2:
         target.copy_(source[row, : len(target)])
@@ -44,7 +44,8 @@ def _copy_row(
     source_ptr, target_ptr, turn_ptr, n, source_row, target_row, rows,
     BLOCK: tl.constexpr, ADVANCE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements at a time. With ADVANCE this is one program of one warp: what changes the turn has read it."""
+    """Copy BLOCK elements at a time. With ADVANCE there is one program of one warp, so the turn is read before it is
+    changed."""
     wait_for_previous(DEPENDENT_LAUNCH)
     let_next_begin(DEPENDENT_LAUNCH)
     turn = tl.load(turn_ptr)
@@ -58,7 +59,7 @@ def _copy_row(
 
 
 def refusal(source: Tensor, target: Tensor, turn: Tensor, advance: bool = False) -> str | None:
-    """Why the kernel does not take these arguments, as a sentence, or None."""
+    """Return the reason, as a sentence, why the kernel does not take these arguments; None if it does."""
     ring, vector = (source, target) if source.dim() == 2 else (target, source)
     if ring.dim() != 2 or vector.dim() != 1 or ring.dtype != vector.dtype or len(vector) > ring.shape[1]:
         return (
@@ -75,7 +76,7 @@ def refusal(source: Tensor, target: Tensor, turn: Tensor, advance: bool = False)
 def triton_ring_copy(
     source: Tensor, target: Tensor, turn: Tensor, advance: bool = False, *, dependent_launch: bool = False
 ) -> None:
-    """``reference`` in one launch, which a CUDA graph can capture. The ring may be pinned host memory.
+    """Compute ``reference`` in one launch, which a CUDA graph can capture. The ring may be pinned host memory.
 
     ``dependent_launch``: begin while the kernel before still runs (Hopper), and let the next one begin when that one
     has ended.
@@ -131,7 +132,7 @@ def _cases() -> Sequence[Case]:
 
 
 def _by_copy_engine(source: Tensor, target: Tensor, turn: Tensor, advance: bool = False) -> None:
-    """A copy of row 0, whatever the turn."""
+    """Copy row 0, regardless of the turn."""
     if source.dim() == 2:
         target.copy_(source[0, : len(target)], non_blocking=True)
     else:

@@ -48,7 +48,7 @@ class HostKernels:
     def step(
         self, gradient: Tensor, weight: Tensor, m: Tensor, v: Tensor, out: Tensor | None, step: HostStep, decay: float
     ) -> None:
-        """One step, in place.
+        """Do one step, in place.
 
         Args:
             gradient: float32 or bfloat16, as many numbers as ``weight``.
@@ -71,7 +71,7 @@ class HostKernels:
         )  # fmt: skip
 
     def take_in(self, source: Tensor, into: Tensor, add: bool) -> float:
-        """``into`` becomes ``source``, or with ``add`` their sum; float32 or bfloat16.
+        """Replace ``into`` by ``source``, or with ``add`` by their sum; float32 or bfloat16.
 
         Returns:
             The sum of the squares of these numbers before they are rounded, the same to the bit for any team.
@@ -97,7 +97,7 @@ class TorchKernels:
     def step(
         self, gradient: Tensor, weight: Tensor, m: Tensor, v: Tensor, out: Tensor | None, step: HostStep, decay: float
     ) -> None:
-        """See ``HostKernels``."""
+        """Do one step, in place; see ``HostKernels``."""
         g = gradient.float() * step.scale
         m.lerp_(g, 1 - step.beta1)
         v.mul_(step.beta2).addcmul_(g, g, value=1 - step.beta2)
@@ -107,7 +107,7 @@ class TorchKernels:
             out.copy_(weight)
 
     def take_in(self, source: Tensor, into: Tensor, add: bool) -> float:
-        """See ``HostKernels``."""
+        """Copy or add ``source`` to ``into``; see ``HostKernels``."""
         into.add_(source) if add else into.copy_(source)
         return float(into.double().square().sum()) if into.numel() else 0.0
 
@@ -124,7 +124,7 @@ def _check(*tensors: Tensor, size: int | None = None, dtypes: tuple[torch.dtype,
 
 
 def host_kernels(threads: int) -> HostKernels | TorchKernels:
-    """Kernels with a team of threads of their own; torch's where the library cannot be built."""
+    """Return kernels with their own team of threads; torch's where the library cannot be built."""
     from ..registry import Unavailable
 
     try:

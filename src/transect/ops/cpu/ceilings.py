@@ -17,7 +17,7 @@ FMA_ROUNDS = 2_000_000
 
 
 def multiply_adds(library: Library) -> float:
-    """FLOP/s of float32 multiply-adds on registers alone, by the library's team of threads."""
+    """Measure the FLOP/s of float32 multiply-adds on registers alone, by the library's team of threads."""
     return library.fma_probe(FMA_ROUNDS) / best_seconds(lambda: library.fma_probe(FMA_ROUNDS))
 
 

@@ -88,7 +88,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _differentiable(function: type[torch.autograd.Function], plain: Plain, floats: int) -> Plain:
-    """``function`` where the first ``floats`` arguments are float32, else ``plain``."""
+    """Return ``function`` where the first ``floats`` arguments are float32, else ``plain``."""
     native = kernels(torch.get_num_threads())
 
     def call(*values: Any) -> Any:
@@ -106,24 +106,24 @@ def implementation(differentiable: Callable[[Plain], Plain], plain: Plain) -> Im
 
 
 def rms_norm(plain: Plain) -> Plain:
-    """``(x, weight, eps)``; the weight's gradient, where it is wanted, is torch's."""
+    """Wrap ``(x, weight, eps)``; the weight's gradient, if wanted, is torch's."""
     chosen = _differentiable(_RMSNorm, plain, 2)
     return lambda x, weight, eps: chosen(x, weight, eps)
 
 
 def swiglu(plain: Plain) -> Plain:
-    """``(gate, up)``."""
+    """Wrap ``(gate, up)``."""
     chosen = _differentiable(_SwiGLU, plain, 2)
     return lambda gate, up: chosen(gate, up)
 
 
 def rotary(plain: Plain) -> Plain:
-    """``(q, k, cos, sin)``."""
+    """Wrap ``(q, k, cos, sin)``."""
     chosen = _differentiable(_Rotary, plain, 4)
     return lambda q, k, cos, sin: chosen(q, k, cos, sin)
 
 
 def attention(plain: Plain) -> Plain:
-    """``(q, k, v, cu_seqlens, scale, window)``."""
+    """Wrap ``(q, k, v, cu_seqlens, scale, window)``."""
     chosen = _differentiable(_Attention, plain, 3)
     return lambda q, k, v, cu_seqlens, scale, window=None: chosen(q, k, v, cu_seqlens, scale, window)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
@@ -66,6 +66,15 @@ class _Layer(Structure):
         ("window", c_int64),
         *((n, c_void_p) for n in ("k_scale", "v_scale")),
     )
+
+
+PLACES = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+"""Products of a layer that an adapter may stand beside, and their parts, in the order of ``low_rank.h``."""
+PARTS = 3
+
+
+class _LowRank(Structure):
+    _fields_ = (("a", _Packed), ("scale", c_void_p), ("b", _Packed * PARTS), ("first", c_int32 * PARTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +168,17 @@ class Library:
             "fma_probe": (c_double, [c_void_p, c_int64]),
             "stack_new": (c_void_p, [POINTER(_StackConfig), POINTER(_Layer), c_void_p]),
             "stack_free": (None, [c_void_p]),
-            "stack_run": (None, [c_void_p, c_void_p, c_int, c_void_p, *batch, *[c_void_p] * 4, c_int64]),
+            "stack_run": (
+                None,
+                [c_void_p, c_void_p, c_int, c_void_p, *batch, *[c_void_p] * 4, c_int64, c_void_p, c_void_p],
+            ),
         }
         for name, (result, arguments) in signatures.items():
             function = getattr(c, "transect_" + name)
             function.restype, function.argtypes = result, arguments
 
     def panel(self, kind: Kind) -> int:
-        """Columns of a weight of this kind that lie together and are never parted."""
+        """Return the number of adjacent columns of a weight of this kind that are never split."""
         return next(k for k in (1, 2, 4, 8, 16, 32, 256) if self._c.transect_packed_bytes(kind, GROUP_ROWS, k))
 
     def pack_affine(self, kind: Kind, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -201,7 +213,7 @@ class Library:
         return kind, out
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """x [rows, k] -> x W^T + bias, float32 [rows, n]. A row's result does not depend on the other rows."""
+        """Compute x [rows, k] -> x W^T + bias, float32 [rows, n]. A row's result does not depend on the other rows."""
         if x.dim() != 2 or x.shape[1] != weight.k:
             raise ValueError(f"x must be [rows, {weight.k}], got {tuple(x.shape)}")
         x = x.to(torch.float32).contiguous()
@@ -230,7 +242,7 @@ class Library:
         scale: float,
         window: int | None = None,
     ) -> Tensor:
-        """q [T, heads, D] against one layer's caches [blocks, kv_heads, block_size, D] -> float32 [T, heads, D].
+        """Attend with q [T, heads, D] to one layer's caches [blocks, kv_heads, block_size, D] -> float32 [T, heads, D].
 
         ``k_cache`` must be stored with positions innermost, as ``empty_cache`` makes it; both of one of ``KV_DTYPES``.
         """
@@ -251,12 +263,51 @@ class Library:
         return out
 
     def fma_probe(self, rounds: int) -> float:
-        """Multiply-adds on registers alone, on every thread; returns the float operations done (the caller times)."""
+        """Run multiply-adds on registers alone, on every thread, and return the number of float operations (the caller
+        times)."""
         return self._c.transect_fma_probe(self._pool, rounds)
 
     def stack(self, layers: Sequence[StackLayer], **config: Any) -> LayerStack:
-        """All decoder layers as one call; ``config`` are the fields of ``StackConfig`` in ``stack.h``."""
+        """Build all decoder layers as one call; ``config`` are the fields of ``StackConfig`` in ``stack.h``."""
         return LayerStack(self, layers, config)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLowRank:
+    """Factors beside the parts of one product: ``a`` ``[sum of ranks, inputs]``, float32 ``scale`` for each of its
+    rows, and each part's ``b`` ``[outputs, rank]``, None where a part has none."""
+
+    a: PackedWeight
+    scale: Tensor
+    b: tuple[PackedWeight | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the factors."""
+        return self.a.data.numel() + sum(each.data.numel() for each in self.b if each is not None)
+
+    def c_struct(self) -> _LowRank:
+        made, first = _LowRank(a=self.a.c_struct(), scale=self.scale.data_ptr()), 0
+        for part, own in enumerate(self.b):
+            if own is not None:
+                made.b[part], made.first[part] = own.c_struct(), first
+                first += own.k
+        return made
+
+
+class StackAdapter:
+    """An adapter of a whole stack: factors by layer, then by name of ``PLACES``, which it keeps alive."""
+
+    def __init__(self, layers: Sequence[Mapping[str, PackedLowRank]]) -> None:
+        self._layers = tuple(layers)
+        flat = (layer[name].c_struct() if name in layer else _LowRank() for layer in layers for name in PLACES)
+        self._structs = (_LowRank * (len(layers) * len(PLACES)))(*flat)
+        self.address = ctypes.addressof(self._structs)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the factors."""
+        return sum(each.nbytes for layer in self._layers for each in layer.values())
 
 
 class LayerStack:
@@ -301,28 +352,40 @@ class LayerStack:
         query_starts: Tensor,
         seq_lens: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
+        slots: Tensor | None = None,
+        adapters: Sequence[StackAdapter | None] = (),
     ) -> None:
-        """Adds every layer's output to ``x`` [T, dim] float32 in place, and writes this step's K and V to the caches.
+        """Add every layer's output to ``x`` [T, dim] float32 in place, and write this step's K and V to the caches.
 
         Caches are [layers, blocks, kv_heads, block_size, head_dim] as ``empty_cache`` makes them; ``rotation`` is the
-        cosine and sine of every position, float32 [positions, head_dim / 2], or None.
+        cosine and sine of every position, float32 [positions, head_dim / 2], or None. ``slots`` int32 [T]: the adapter
+        of each token among ``adapters``, or -1; None if no token has one.
         """
         if x.dtype != torch.float32 or not x.is_contiguous() or x.shape[1] != self._dim:
             raise ValueError(f"x must be contiguous float32 [tokens, {self._dim}]")
         _check_cache(k_cache, v_cache)
         positions = positions.to(torch.int64).contiguous()
         cosine, sine = (None, None) if rotation is None else (table.data_ptr() for table in rotation)
+        table = None
+        if slots is not None:
+            if slots.dtype != torch.int32 or not slots.is_contiguous() or slots.shape != x.shape[:1]:
+                raise ValueError("slots must be int32 [tokens]")
+            used = set(slots.tolist()) - {-1}
+            if any(not 0 <= slot < len(adapters) or adapters[slot] is None for slot in used):
+                raise ValueError(f"there are no adapters in some of the slots {sorted(used)}")
+            table = (c_void_p * len(adapters))(*(None if each is None else each.address for each in adapters))
         self.library._c.transect_stack_run(
             *(self._stack, x.data_ptr(), x.shape[0], positions.data_ptr()),
             *_batch_arguments(block_tables, query_starts, seq_lens),
             *(cosine, sine),
             *(k_cache.data_ptr(), v_cache.data_ptr(), v_cache.shape[1]),
+            *(None if slots is None else slots.data_ptr(), table),
         )
 
 
 def empty_cache(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """K and V caches of ``shape`` [..., block_size, head_dim], K stored with positions innermost; not filled, so that
-    memory is taken only as blocks are written.
+    """Allocate K and V caches of ``shape`` [..., block_size, head_dim], K stored with positions innermost. They are not
+    filled, so memory is used only as blocks are written.
 
     Raises:
         ValueError: block size or head size is not a multiple of 16, or the dtype is none of ``KV_DTYPES``.

@@ -148,7 +148,7 @@ def read_packed(path: Path, expected: Iterable[str]) -> dict[str, PackedWeight] 
 
 
 def _sums(parts: Sequence[memoryview]) -> list[int]:
-    """CRC-32 of each, on all cores: zlib lets other threads run meanwhile."""
+    """Compute the CRC-32 of each part, on all cores: zlib releases the interpreter lock."""
     with ThreadPoolExecutor(usable_cores()) as pool:
         return list(pool.map(zlib.crc32, parts))
 

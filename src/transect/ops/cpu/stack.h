@@ -3,6 +3,7 @@
 #pragma once
 #include <memory>
 #include "attention.h"
+#include "low_rank.h"
 #include "norm.h"
 #include "packed.h"
 #include "pool.h"
@@ -36,9 +37,11 @@ class Stack {
     scratch_.resize(size_t(pool_.threads()) * widest_ * TILE_COLUMNS + 64);
   }
 
-  // x [tokens][dim] float32 in and out; caches [layers][blocks][kv_heads][head_dim x block_size].
+  // x [tokens][dim] float32 in and out; caches [layers][blocks][kv_heads][head_dim x block_size]; `slots` as in low_rank.h,
+  // or null: no token has an adapter.
   void run(float* x, int tokens, const int64_t* positions, const Batch& batch, Rotation rotation, void* k_cache, void* v_cache,
-           int64_t blocks) {
+           int64_t blocks, const int32_t* slots, const LowRank* const* table) {
+    runs_ = slots ? runs_of(tokens, slots, table) : std::vector<Run>();
     reserve(tokens, batch);
     rotation_ = rotation;
     with_kv(c_.kv, [&]<class E>() { run_layers<E>(x, tokens, positions, batch, (E*)k_cache, (E*)v_cache, blocks); });
@@ -59,6 +62,10 @@ class Stack {
     grow(hidden_, size_t(tokens) * c_.ffn);
     if (c_.gated) grow(gate_, size_t(tokens) * c_.ffn);
     grow(partials_, Attention<float>::partial_floats(c_.head_dim, c_.heads, longest));
+    low_stride_ = 0;
+    for (const Run& run : runs_)
+      for (int i = 0; run.places && i < c_.layers * PLACES; i++) low_stride_ = std::max(low_stride_, run.places[i].a.n);
+    grow(low_, size_t(tokens) * low_stride_);
   }
 
   template <class E>
@@ -72,43 +79,61 @@ class Stack {
       for (int i = 0; i < c_.layers; i++) {
         const Layer& layer = layers_[i];
         const Cache<E> cache{k_cache + i * layer_size, v_cache + i * layer_size, c_.kv_heads, c_.head_dim, c_.block_size};
-        normalize(x, tokens, layer.attention_norm, layer.attention_norm_bias);
-        project({{layer.q, q_.data()}, {layer.k, k_.data()}, {layer.v, v_.data()}}, normed_.data(), tokens, STORE, scratch);
+        const int places = i * PLACES;
+        normalize(x, tokens, layer.attention_norm, layer.attention_norm_bias, places + QKV);
+        project({{layer.q, q_.data()}, {layer.k, k_.data()}, {layer.v, v_.data()}}, normed_.data(), tokens, STORE, scratch,
+                places + QKV);
         pool_.share(tokens, [&](int t) { place(layer, t, positions[t], row_of[t], batch, cache); });
         Attention<E>{batch, cache, c_.heads, c_.scale, int(layer.window), q_.data(), attended_.data(), partials_.data()}.run(pool_);
         if (layer.v_scale) pool_.share(tokens, [&](int t) { multiply_heads(attended_.data(), t, c_.heads, layer.v_scale, false); });
-        project({{layer.o, x}}, attended_.data(), tokens, ADD, scratch);
-        normalize(x, tokens, layer.mlp_norm, layer.mlp_norm_bias);
-        feed_forward(layer, tokens, scratch);
-        project({{layer.down, x}}, hidden_.data(), tokens, ADD, scratch);
+        shrink_all(places + O, attended_.data(), layer.o->k);
+        project({{layer.o, x}}, attended_.data(), tokens, ADD, scratch, places + O);
+        normalize(x, tokens, layer.mlp_norm, layer.mlp_norm_bias, places + GATE_UP);
+        feed_forward(layer, tokens, scratch, places + GATE_UP);
+        shrink_all(places + DOWN, hidden_.data(), layer.down->k);
+        project({{layer.down, x}}, hidden_.data(), tokens, ADD, scratch, places + DOWN);
       }
     });
   }
 
-  void normalize(const float* x, int tokens, const float* weight, const float* bias) {
-    pool_.share(tokens, [&](int t) {
+  // The norm, and the low-rank values of the product after it.
+  void normalize(const float* x, int tokens, const float* weight, const float* bias, int place) {
+    auto normalize_one = [&](int t) {
       const float* from = x + int64_t(t) * c_.dim;
       float* to = normed_.data() + int64_t(t) * c_.dim;
       if (c_.layer_norm) layer_norm(from, weight, bias, c_.norm_eps, c_.dim, to);
       else rms_norm(from, weight, c_.norm_eps, c_.dim, to);
+    };
+    if (runs_.empty()) return pool_.share(tokens, normalize_one);
+    pool_.share(int(runs_.size()), [&](int i) {
+      for (int t = runs_[i].first; t < runs_[i].first + runs_[i].count; t++) normalize_one(t);
+      shrink(runs_[i], place, normed_.data(), c_.dim, low_.data(), low_stride_);
     });
   }
 
-  // Several products of the same rows, their row groups shared out as one list.
-  void project(std::initializer_list<Part> parts, const float* x, int tokens, Epilogue epilogue, float* scratch) {
+  void shrink_all(int place, const float* x, int64_t ldx) {
+    if (low_stride_) pool_.share(int(runs_.size()), [&](int i) { shrink(runs_[i], place, x, ldx, low_.data(), low_stride_); });
+  }
+
+  // Several products of the same rows, their row groups shared out as one list, with the adapters beside them.
+  void project(std::initializer_list<Part> parts, const float* x, int tokens, Epilogue epilogue, float* scratch, int place) {
     int total = 0, items = 0;
     for (const Part& part : parts) total += part.weight->groups();
     const int chunk = chunk_groups(total, pool_.threads());
     for (const Part& part : parts) items += (part.weight->groups() + chunk - 1) / chunk;
     pool_.share(items, [&](int item) {
+      int index = 0;
       for (const Part& part : parts) {
         const int here = (part.weight->groups() + chunk - 1) / chunk;
         if (item < here) {
           const Packed& w = *part.weight;
-          linear_span(w, item * chunk, std::min(chunk, w.groups() - item * chunk), x, w.k, part.y, w.n, tokens, epilogue, scratch);
+          const int first = item * chunk, count = std::min(chunk, w.groups() - first);
+          linear_span(w, first, count, x, w.k, part.y, w.n, tokens, epilogue, scratch);
+          expand(runs_, place, index, first, count, low_.data(), low_stride_, part.y, w.n);
           return;
         }
         item -= here;
+        index++;
       }
     });
   }
@@ -144,14 +169,17 @@ class Stack {
   }
 
   // hidden = act(gate) * up, or act(up): the same columns of gate and up go to the same thread, so no barrier between.
-  void feed_forward(const Layer& layer, int tokens, float* scratch) {
+  void feed_forward(const Layer& layer, int tokens, float* scratch, int place) {
     const Packed& up = *layer.up;
     const int chunk = chunk_groups(up.groups(), pool_.threads());
     pool_.share((up.groups() + chunk - 1) / chunk, [&](int item) {
       const int first = item * chunk, count = std::min(chunk, up.groups() - first);
       linear_span(up, first, count, normed_.data(), up.k, hidden_.data(), c_.ffn, tokens, STORE, scratch);
-      if (c_.gated)
+      expand(runs_, place, 1, first, count, low_.data(), low_stride_, hidden_.data(), c_.ffn);
+      if (c_.gated) {
         linear_span(*layer.gate, first, count, normed_.data(), up.k, gate_.data(), c_.ffn, tokens, STORE, scratch);
+        expand(runs_, place, 0, first, count, low_.data(), low_stride_, gate_.data(), c_.ffn);
+      }
       const int begin = first * GROUP_ROWS, end = std::min(c_.ffn, (first + count) * GROUP_ROWS);
       for (int t = 0; t < tokens; t++) {
         float* h = hidden_.data() + int64_t(t) * c_.ffn;
@@ -171,7 +199,9 @@ class Stack {
   Pool& pool_;
   int widest_;
   Rotation rotation_{};
-  std::vector<float> scratch_, normed_, q_, k_, v_, attended_, hidden_, gate_, partials_;
+  std::vector<float> scratch_, normed_, q_, k_, v_, attended_, hidden_, gate_, partials_, low_;
+  std::vector<Run> runs_;  // of this step; empty: no token has an adapter
+  int low_stride_ = 0;
 };
 
 }  // namespace transect

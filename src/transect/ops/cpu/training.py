@@ -91,14 +91,14 @@ class Kernels:
         return out
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """``silu(gate) * up``; both contiguous and of one shape."""
+        """Compute ``silu(gate) * up``; both contiguous and of one shape."""
         _check(gate, up)
         y = torch.empty_like(gate)
         self._c.transect_swiglu(self._pool, gate.numel(), gate.data_ptr(), up.data_ptr(), y.data_ptr())
         return y
 
     def swiglu_backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """(dL/dgate, dL/dup)."""
+        """Compute (dL/dgate, dL/dup)."""
         _check(grad, gate, up)
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         pointers = (t.data_ptr() for t in (grad, gate, up, dgate, dup))
@@ -106,7 +106,7 @@ class Kernels:
         return dgate, dup
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(norm of x ``[..., D]``, the reciprocal of each row's root mean square ``[rows]``)."""
+        """Return (norm of x ``[..., D]``, the reciprocal of each row's root mean square ``[rows]``)."""
         _check(x)
         weight = _vector(weight, x)
         width = x.shape[-1]
@@ -116,7 +116,7 @@ class Kernels:
         return y, r
 
     def rms_norm_backward(self, grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> Tensor:
-        """dL/dx, with ``r`` from ``rms_norm``."""
+        """Compute dL/dx, with ``r`` from ``rms_norm``."""
         _check(grad, x)
         weight = _vector(weight, x)
         dx = torch.empty_like(x)
@@ -125,7 +125,8 @@ class Kernels:
         return dx
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-        """x ``[T, heads, d]`` turned by the angles of its tokens (``sign`` -1: back); cos, sin ``[T, d/2]``."""
+        """Rotate x ``[T, heads, d]`` by the angles of its tokens (``sign`` -1: by the opposite angles); cos, sin ``[T,
+        d/2]``."""
         tokens, heads, size = x.shape
         if x.stride(2) != 1 or (heads > 1 and x.stride(1) != size):
             x = x.contiguous()
@@ -140,7 +141,8 @@ class Kernels:
     def round_by_chance(
         self, x: Tensor, out: Tensor, first: int, seed: int, step: int, tensor: int, shift: int
     ) -> None:
-        """``out`` bfloat16 <- ``x``; see ``ops/optim/rounding.py``. Both contiguous; ``first`` is a multiple of 4."""
+        """Round ``x`` stochastically to bfloat16 ``out``; see ``ops/optim/rounding.py``. Both contiguous; ``first`` is
+        a multiple of 4."""
         _check(x)
         if out.dtype != torch.bfloat16 or out.numel() != x.numel() or not out.is_contiguous() or first % 4:
             raise ValueError("round_by_chance needs a contiguous bfloat16 of the same size, from a multiple of 4 on")
@@ -149,7 +151,8 @@ class Kernels:
         )
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """Each row's loss ``[rows]``; ``logits [rows, V]`` become ``scale`` times their gradient, in place.
+        """Return each row's loss ``[rows]``, and replace ``logits [rows, V]`` by ``scale`` times their gradient, in
+        place.
 
         ``labels`` int64, each in 0..V-1 (not checked here).
         """
@@ -163,7 +166,7 @@ class Kernels:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """(result ``[T, H, d]``, log of each query's softmax sum ``[H, T]``), as ``ops/attention`` has them.
+        """Return (result ``[T, H, d]``, log of each query's softmax sum ``[H, T]``), as in ``ops/attention``.
 
         Raises:
             ValueError: documents that do not end where the tokens do, or a window below 1.
@@ -188,7 +191,7 @@ class Kernels:
         scale: float,
         window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dL/dq, dL/dk, dL/dv), with ``out`` and ``lse`` from ``attention``."""
+        """Compute (dL/dq, dL/dk, dL/dv), with ``out`` and ``lse`` from ``attention``."""
         q, k, v, grad = _heads_together(q), _heads_together(k), _heads_together(v), grad.contiguous()
         bounds = cu_seqlens.contiguous()
         made = [torch.empty(q.shape, dtype=torch.float32) for _ in range(3)]
@@ -202,7 +205,7 @@ class Kernels:
 
 
 def _heads_together(x: Tensor) -> Tensor:
-    """``x [T, heads, d]``, copied unless the heads of a token are side by side."""
+    """Return ``x [T, heads, d]``, copied unless the heads of a token are contiguous."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 

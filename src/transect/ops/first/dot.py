@@ -26,7 +26,7 @@ from .sum import CHOICES, combine, rule
 
 
 def reference(x: Tensor, y: Tensor) -> Tensor:
-    """x, y of one shape -> scalar in x's dtype."""
+    """Compute the dot product of x and y of one shape -> scalar in x's dtype."""
     wide = compute_dtype(x.dtype)
     return (x.to(wide) * y.to(wide)).sum().to(x.dtype)
 
@@ -44,7 +44,7 @@ def _partial_kernel(x_ptr, y_ptr, part_ptr, n, BLOCK: tl.constexpr):
 
 @kernel
 def _backward_kernel(g_ptr, x_ptr, y_ptr, dx_ptr, dy_ptr, n, BLOCK: tl.constexpr):
-    """Both gradients: what a tile of x is multiplied with, y's tile is too."""
+    """Compute both gradients: each is the upstream gradient times the other input."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(g_ptr).to(tl.float32)
     x = tl.load(x_ptr + index, mask=index < n, other=0.0).to(tl.float32)
@@ -54,7 +54,8 @@ def _backward_kernel(g_ptr, x_ptr, y_ptr, dx_ptr, dy_ptr, n, BLOCK: tl.constexpr
 
 
 def triton_dot(x: Tensor, y: Tensor, *, config: Config | None = None) -> Tensor:
-    """``reference`` in Triton; copies inputs that are not contiguous. ValueError if shapes or dtypes differ."""
+    """Compute ``reference`` in Triton; inputs that are not contiguous are copied. ValueError if shapes or dtypes
+    differ."""
     require("dot", x, y)
     if x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(f"dot: shapes and dtypes must agree; got {list(x.shape)} {x.dtype}, {list(y.shape)} {y.dtype}")
@@ -70,7 +71,7 @@ def triton_dot(x: Tensor, y: Tensor, *, config: Config | None = None) -> Tensor:
 
 
 def triton_backward(grad: Tensor, x: Tensor, y: Tensor, *, config: Config | None = None) -> tuple[Tensor, Tensor]:
-    """(dL/dx, dL/dy) in one launch; grad is dL/ds, a scalar on the device."""
+    """Compute (dL/dx, dL/dy) in one launch; grad is dL/ds, a scalar on the device."""
     require("dot backward", grad, x, y)
     x, y = x.contiguous(), y.contiguous()
     dx, dy = torch.empty_like(x), torch.empty_like(y)
@@ -96,7 +97,7 @@ def _(x: Tensor, y: Tensor) -> Tensor:
 
 @torch.library.custom_op("transect::dot_backward", mutates_args=())
 def dot_backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Its gradients."""
+    """Compute the operator's gradients, (dL/dx, dL/dy)."""
     return triton_backward(grad, x, y) if runs_triton(grad, x, y) else (grad * y.contiguous(), grad * x.contiguous())
 
 

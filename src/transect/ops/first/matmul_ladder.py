@@ -20,7 +20,7 @@ RUNGS = {"cuda_naive": 1, "cuda_coalesced": 2, "cuda_shared_tiles": 3, "cuda_reg
 
 
 def cuda_matmul(x: Tensor, weight: Tensor, *, rung: int, **epilogue: Any) -> Tensor:
-    """``x @ weight.T`` by one rung of ``matmul.cu``; a weight that is not stored as ``[K, N]`` is copied.
+    """Compute ``x @ weight.T`` by one rung of ``matmul.cu``; a weight that is not stored as ``[K, N]`` is copied.
 
     Rung 5 writes float32, which a second launch rounds to bfloat16.
 
@@ -40,7 +40,7 @@ def cuda_matmul(x: Tensor, weight: Tensor, *, rung: int, **epilogue: Any) -> Ten
 
 
 def refusal(x: Tensor, weight: Tensor, *, rung: int, **epilogue: Any) -> str | None:
-    """Why a rung does not take these arguments, or None."""
+    """Return the reason why a rung does not take these arguments; None if it does."""
     (m, k), n = x.shape, weight.shape[0]
     if any(value is not None and value != "" for value in epilogue.values()):
         return "the ladder has no fused epilogue"
@@ -52,7 +52,7 @@ def refusal(x: Tensor, weight: Tensor, *, rung: int, **epilogue: Any) -> str | N
 
 
 def rung(number: int) -> Implementation:
-    """A rung as an implementation of the operator ``matmul``."""
+    """Return a rung as an implementation of the operator ``matmul``."""
     call: Callable[..., Tensor] = functools.partial(cuda_matmul, rung=number)
     return Implementation(
         "cuda",

@@ -60,21 +60,21 @@ ONE_PASS = 32768
 
 
 def reference(x: Tensor) -> Tensor:
-    """x ``[..., D]`` -> ``[..., D]`` in x's dtype."""
+    """Compute the softmax of x ``[..., D]`` -> ``[..., D]`` in x's dtype."""
     wide = x.to(compute_dtype(x.dtype))
     e = (wide - wide.amax(-1, keepdim=True).detach()).exp() if wide.numel() else wide.exp()
     return (e / e.sum(-1, keepdim=True)).to(x.dtype)
 
 
 def reference_backward(grad: Tensor, y: Tensor) -> Tensor:
-    """dL/dx from dL/dy and the result y, both ``[..., D]``."""
+    """Compute dL/dx from dL/dy and the result y, both ``[..., D]``."""
     wide = compute_dtype(y.dtype)
     g, p = grad.to(wide), y.to(wide)
     return (p * (g - (g * p).sum(-1, keepdim=True))).to(y.dtype)
 
 
 def rule(width: int) -> Config:
-    """Knobs from the row's width alone, so that a row's result does not depend on how many rows there are.
+    """Choose the knobs from the row's width alone, so that a row's result does not depend on the number of rows.
 
     ``block`` counts 16-bit numbers; a program holds half as many of float32. ``registers`` is the most a thread may
     have: with fewer a multiprocessor holds more programs, with too few they spill.
@@ -85,7 +85,7 @@ def rule(width: int) -> Config:
 
 
 def backward_rule(width: int) -> Config:
-    """``rule`` for the backward pass, which holds two tensors."""
+    """Return ``rule`` for the backward pass, which holds two tensors."""
     return {"block": 4096, "warps": 2, "registers": 96} if width > ONE_PASS else rule(width)
 
 
@@ -94,7 +94,7 @@ TWICE: Config = {"block": 8192, "warps": 16}
 
 
 def _parts(x: Tensor, block: int) -> int:
-    """Into how many parts the long rows of x are split; 1: not at all."""
+    """Return the number of parts that the long rows of x are split into; 1: no split."""
     if not x.is_cuda or torch.version.hip:
         return 1
     parts = -(-x.shape[-1] // block)
@@ -114,7 +114,7 @@ def _cleared_words(rows: int, parts: int, device: torch.device) -> tuple[Tensor,
 
 
 def triton_softmax(x: Tensor, *, config: Config | None = None) -> Tensor:
-    """``reference`` in Triton. Any strides; a copy is made only if neighbours of a row are apart."""
+    """Compute ``reference`` in Triton. Any strides; a copy is made only if the elements of a row are not contiguous."""
     require("softmax", x)
     flat = rows_of(x)
     y = torch.empty(x.shape, device=x.device, dtype=x.dtype)
@@ -143,7 +143,7 @@ def triton_softmax(x: Tensor, *, config: Config | None = None) -> Tensor:
 
 
 def triton_backward(grad: Tensor, y: Tensor, *, config: Config | None = None) -> Tensor:
-    """``reference_backward`` in Triton."""
+    """Compute ``reference_backward`` in Triton."""
     require("softmax backward", grad, y)
     g, flat = rows_of(grad), rows_of(y)
     dx = torch.empty(y.shape, device=y.device, dtype=y.dtype)
@@ -181,7 +181,7 @@ def softmax(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("transect::softmax_backward", mutates_args=())
 def softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
-    """Its gradient, as an operator of its own."""
+    """Compute the operator's gradient, as a separate operator."""
     return triton_backward(grad, y) if runs_triton(grad, y) else reference_backward(grad, y)
 
 
@@ -208,7 +208,7 @@ softmax.register_autograd(_backward, setup_context=_setup)
 
 
 def cost(x: Tensor) -> Cost:
-    """5 FLOPs an element: maximum, subtract, exp, add, product."""
+    """Count 5 FLOPs an element: maximum, subtract, exp, add, product."""
     return Cost(5 * x.numel(), x.nbytes, x.nbytes)
 
 
@@ -256,7 +256,7 @@ _CHOICES = {
 
 
 def _valid(config: Mapping[str, Any], width: int) -> bool:
-    """Rows: 8 to 64 elements a thread. Parts of rows: 32 to 128, and registers for them."""
+    """Check the work of a thread: whole rows give it 8 to 64 elements; split rows 32 to 128, and registers for them."""
     if "rows" in config:
         return 8 <= config["rows"] * next_power_of_2(width) / (32 * config["warps"]) <= 64
     held = config["block"] / (32 * config["warps"])

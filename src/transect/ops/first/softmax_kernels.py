@@ -21,7 +21,7 @@ from ..registry import Kernel
 
 @kernel
 def _exp(x, EXACT: tl.constexpr):
-    """exp(x) for x <= 0. EXACT, for float32, also mends what rounding ``x * log2(e)`` loses."""
+    """Compute exp(x) for x <= 0. EXACT, for float32, also corrects the rounding of ``x * log2(e)``."""
     power = x * 1.4426950408889634
     e = tl.exp2(power)
     if EXACT:
@@ -32,7 +32,7 @@ def _exp(x, EXACT: tl.constexpr):
 
 @kernel
 def _over(e, total, EXACT: tl.constexpr):
-    """e / total; EXACT rounds once."""
+    """Divide e by total; EXACT rounds once."""
     if EXACT:
         y = tl.div_rn(e, total)
     else:
@@ -42,7 +42,7 @@ def _over(e, total, EXACT: tl.constexpr):
 
 @kernel
 def _total(x, EXACT: tl.constexpr):
-    """The sum of a part of a row; EXACT in two steps: shorter sums, smaller errors."""
+    """Sum a part of a row; EXACT in two steps: shorter sums, smaller errors."""
     if EXACT:
         total = tl.sum(tl.sum(tl.reshape(x, (x.shape[0] // 8, 8)), 1), 0)
     else:
@@ -52,7 +52,7 @@ def _total(x, EXACT: tl.constexpr):
 
 @kernel
 def rows_kernel(x_ptr, y_ptr, n_rows, n_cols, x_stride, y_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """ROWS whole rows a program."""
+    """Compute ROWS whole rows a program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < n_rows) & (col < n_cols)
@@ -65,7 +65,7 @@ def rows_kernel(x_ptr, y_ptr, n_rows, n_cols, x_stride, y_stride, ROWS: tl.const
 
 @kernel
 def long_kernel(x_ptr, y_ptr, n_cols, x_stride, y_stride, BLOCK: tl.constexpr):
-    """One long row a program: a pass for maximum and sum, and one, backwards, for the result."""
+    """Compute one long row a program: one pass for maximum and sum, and one, backwards, for the result."""
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
@@ -105,7 +105,7 @@ WAIT = tl.constexpr(_WAIT) if tl is not None else _WAIT
 
 @kernel
 def _again(x):
-    """x, but the compiler does not know it: it then converts 16-bit numbers once more instead of keeping them as
+    """Return x, hidden from the compiler: it then converts 16-bit numbers a second time instead of keeping them as
     float32, in twice the registers."""
     if x.dtype == tl.float32:
         same = x
@@ -140,8 +140,8 @@ def split_kernel(
     x_ptr, y_ptr, words_ptr, n_cols, x_stride, y_stride,
     PARTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements of a row a program, held in registers while the row's maximum and sum come together. Nothing is
-    read or written again, so the caches are told to drop it first."""
+    """Compute BLOCK elements of a row a program, held in registers while the programs combine the row's maximum and
+    sum. No data is read or written twice, so the caches are told to evict it first."""
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
@@ -169,7 +169,7 @@ def split_backward_kernel(
     g_ptr, y_ptr, dx_ptr, words_ptr, n_cols, g_stride, y_stride,
     PARTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """The backward ``split_kernel``; here the programs share the sum of g times y."""
+    """Compute the backward pass of ``split_kernel``; here the programs share the sum of g times y."""
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     col = part * BLOCK + tl.arange(0, BLOCK)
@@ -189,8 +189,8 @@ def split_backward_kernel(
 def rows_backward_kernel(
     g_ptr, y_ptr, dx_ptr, n_rows, n_cols, g_stride, y_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The backward ``rows_kernel``. In float32 the product of g and y is divided by the sum of y, which rounding makes
-    differ from 1."""
+    """Compute the backward pass of ``rows_kernel``. In float32 the product of g and y is divided by the sum of y, which
+    rounding makes differ from 1."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < n_rows) & (col < n_cols)
@@ -205,7 +205,8 @@ def rows_backward_kernel(
 
 @kernel
 def long_backward_kernel(g_ptr, y_ptr, dx_ptr, n_cols, g_stride, y_stride, BLOCK: tl.constexpr):
-    """The backward ``long_kernel``: a pass for the product of g and y, and one, backwards, for the result."""
+    """Compute the backward pass of ``long_kernel``: one pass for the product of g and y, and one, backwards, for the
+    result."""
     row = tl.program_id(0).to(tl.int64)
     g_ptr += row * g_stride
     y_ptr += row * y_stride

@@ -31,13 +31,13 @@ from ..tuning import Config, choose
 
 
 def reference(x: Tensor) -> Tensor:
-    """x of any shape -> scalar in x's dtype."""
+    """Sum x of any shape -> scalar in x's dtype."""
     return x.to(compute_dtype(x.dtype)).sum().to(x.dtype)
 
 
 @kernel
 def _partial_kernel(x_ptr, part_ptr, n, BLOCK: tl.constexpr):
-    """Program p adds the blocks p, p + P, p + 2P, ... of the input."""
+    """Add the blocks p, p + P, p + 2P, ... of the input in program p."""
     total = tl.zeros([BLOCK], tl.float32)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, step):
@@ -48,14 +48,14 @@ def _partial_kernel(x_ptr, part_ptr, n, BLOCK: tl.constexpr):
 
 @kernel
 def _combine_kernel(part_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    """One program adds the partial sums."""
+    """Add the partial sums in one program."""
     index = tl.arange(0, BLOCK)
     total = tl.sum(tl.load(part_ptr + index, mask=index < n, other=0.0), 0)
     tl.store(out_ptr, total.to(out_ptr.dtype.element_ty))
 
 
 def rule(n: int) -> Config:
-    """Eight programs a multiprocessor, 16 elements a thread."""
+    """Choose eight programs a multiprocessor, 16 elements a thread."""
     return {"block": 4096, "warps": 8, "waves": 8}
 
 
@@ -67,7 +67,7 @@ def combine(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def triton_sum(x: Tensor, *, config: Config | None = None) -> Tensor:
-    """``reference`` in Triton; copies an input that is not contiguous."""
+    """Compute ``reference`` in Triton; an input that is not contiguous is copied."""
     require("sum", x)
     x = x.contiguous()
     n = x.numel()
@@ -84,7 +84,7 @@ CUDA_BLOCKS = 1024
 
 
 def cuda_sum(x: Tensor) -> Tensor:
-    """``sum.cu``: float32 on an NVIDIA GPU, as ``reference``; copies an input that is not contiguous."""
+    """Compute ``reference`` by ``sum.cu``: float32 on an NVIDIA GPU; an input that is not contiguous is copied."""
     x = cuda.aligned(x)
     parts, out = x.new_empty(CUDA_BLOCKS), x.new_empty(())
     cuda.launcher("sum", "transect_sum")(x, parts, out, x.numel(), CUDA_BLOCKS)
@@ -115,7 +115,7 @@ total.register_autograd(_backward, setup_context=_setup)
 
 
 def cost(x: Tensor) -> Cost:
-    """One FLOP an element."""
+    """Count one FLOP an element."""
     return Cost(x.numel(), x.nbytes, x.element_size())
 
 

@@ -28,12 +28,12 @@ from ..lang import cuda
 from ..lang.jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from ..numerics import sample
 from ..peers import compiled
-from ..registry import Case, Implementation, Kernel, Knobs, Op, Trace, register
+from ..registry import Case, Implementation, Kernel, KernelTrace, Knobs, Op, register
 from ..tuning import Config, choose, flat_rule
 
 
 def reference(x: Tensor, y: Tensor) -> Tensor:
-    """x, y of one shape -> their sum."""
+    """Add x and y of one shape."""
     return x + y
 
 
@@ -47,7 +47,7 @@ def _add_kernel(x_ptr, y_ptr, z_ptr, n, BLOCK: tl.constexpr):
 
 
 def triton_add(x: Tensor, y: Tensor, *, config: Config | None = None) -> Tensor:
-    """``reference`` by ``_add_kernel``; copies strided inputs. ValueError if shapes or dtypes differ."""
+    """Compute ``reference`` by ``_add_kernel``; strided inputs are copied. ValueError if shapes or dtypes differ."""
     require("vector_add", x, y)
     if x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(
@@ -63,7 +63,7 @@ def triton_add(x: Tensor, y: Tensor, *, config: Config | None = None) -> Tensor:
 
 
 def cuda_add(x: Tensor, y: Tensor) -> Tensor:
-    """``vector_add.cu``: float32 on an NVIDIA GPU, as ``reference``; copies strided inputs."""
+    """Compute ``reference`` by ``vector_add.cu``: float32 on an NVIDIA GPU; strided inputs are copied."""
     x, y = cuda.aligned(x), cuda.aligned(y)
     z = torch.empty_like(x)
     cuda.launcher("vector_add", "transect_vector_add")(x, y, z, x.numel())
@@ -90,7 +90,7 @@ vector_add.register_autograd(_backward)
 
 
 def cost(x: Tensor, y: Tensor) -> Cost:
-    """One FLOP an element."""
+    """Count one FLOP an element."""
     return Cost(x.numel(), x.nbytes + y.nbytes, x.nbytes)
 
 
@@ -118,13 +118,13 @@ def _cases() -> Sequence[Case]:
     return made
 
 
-def _trace() -> Trace:
-    """Five programs with tiles of 8, over 37 elements."""
-    return Trace(
+def _trace() -> KernelTrace:
+    """Trace five programs with tiles of 8, over 37 elements."""
+    return KernelTrace(
         lambda: {"x": sample(37), "y": sample(37, seed=1)},
         functools.partial(triton_add, config={"block": 8, "warps": 1}),
         watch=("_add_kernel", "index", "inside", "x", "y"),
-        note="Each element has one program. 37 is no multiple of 8: look at the last one (--program 4), whose mask "
+        note="Each element has one program. 37 is not a multiple of 8: look at the last one (--program 4), whose mask "
         "leaves 3 elements off.",
     )
 

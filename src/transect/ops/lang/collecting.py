@@ -72,7 +72,7 @@ def _hooked(found: Callable[[CollectedKernel], None]) -> Iterator[None]:
 
 
 def _functions() -> list[Any]:
-    """All Triton functions of this package."""
+    """List all Triton functions of this package."""
     package = __name__.partition(".")[0] + "."
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(package)]
     return [value for module in modules for value in vars(module).values() if isinstance(value, triton.JITFunction)]

@@ -22,7 +22,7 @@ _skipping: ContextVar[bool] = ContextVar("skipping CUDA C++ launches", default=F
 
 @contextmanager
 def skipped() -> Iterator[None]:
-    """Inside the block, functions from ``bind`` launch nothing and report success, without waiting for nvcc.
+    """Make functions from ``bind`` launch nothing inside the block and report success, without waiting for nvcc.
 
     Their libraries are built in the background.
     """
@@ -41,7 +41,7 @@ def _target() -> str:
 
 
 def library(name: str) -> ctypes.CDLL:
-    """``NAME.cu``, built for torch's current GPU (once, kept in the user's cache) and loaded.
+    """Load ``NAME.cu``, built for torch's current GPU (once, and cached in the user's folder).
 
     Raises:
         Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
@@ -94,7 +94,8 @@ def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
 
 
 def bind_on_hopper(name: str, symbol: str, signature: str, device: torch.device | None) -> Callable[..., int]:
-    """``bind`` for a source for sm_90 alone, whose caller makes memory of its own for the launches on ``device``.
+    """Call ``bind`` for a source for sm_90 alone, whose caller allocates memory of its own for the launches on
+    ``device``.
 
     Raises:
         Unavailable: not a Hopper GPU, or the errors of ``bind``.
@@ -111,7 +112,7 @@ def bind_on_hopper(name: str, symbol: str, signature: str, device: torch.device 
 
 
 def launcher(name: str, symbol: str) -> Callable[..., None]:
-    """``extern "C"`` function ``symbol`` of ``NAME.cu``, built for torch's current GPU.
+    """Return the ``extern "C"`` function ``symbol`` of ``NAME.cu``, built for torch's current GPU.
 
     Tensors become pointers, and the current stream is added.
 
@@ -144,7 +145,7 @@ def _launcher(name: str, symbol: str, target: str) -> Callable[..., None]:
 
 
 def available(name: str, call: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    """``Implementation.load`` of a CUDA C++ implementation: builds ``NAME.cu``, then gives ``call``.
+    """Return the ``Implementation.load`` of a CUDA C++ implementation, which builds ``NAME.cu`` and returns ``call``.
 
     Raises (when called):
         Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
@@ -158,7 +159,6 @@ def available(name: str, call: Callable[..., Any]) -> Callable[[], Callable[...,
 
 
 def aligned(x: Tensor) -> Tensor:
-    """``x`` contiguous and beginning at a multiple of 16 bytes, which the kernels read at a time; copied if it is
-    not."""
+    """Return ``x`` contiguous and aligned to 16 bytes, the width of the kernels' reads; copied if it is not."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -34,7 +34,7 @@ _PARTS = re.compile(r"^#define TRANSECT_PARTS (\d+)$", re.MULTILINE)
 
 
 def sources() -> list[Path]:
-    """All CUDA C++ files, whatever their family."""
+    """List all CUDA C++ files of every family."""
     return sorted(SOURCES.rglob("*.cu"))
 
 
@@ -51,7 +51,7 @@ def source(name: str) -> Path:
 
 
 def architecture(target: str) -> str:
-    """``90a`` for ``sm_90``: Hopper's own instructions (wgmma, TMA) are only in its ``a`` variant."""
+    """Return ``90a`` for ``sm_90``: Hopper's own instructions (wgmma, TMA) are only in its ``a`` variant."""
     number = target.removeprefix("sm_")
     return "90a" if number == "90" else number
 
@@ -83,7 +83,7 @@ def check(target: str) -> None:
 
 @cache
 def _hindrance(nvcc: str, target: str, folder: Path) -> str:
-    """Why ``nvcc`` builds nothing for ``target`` in ``folder``, or ``""``."""
+    """Return the reason why ``nvcc`` builds nothing for ``target`` in ``folder``, or ``""``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -174,7 +174,7 @@ def compile_library(source: Path, target: str, output: Path) -> None:
 
 
 def _asks(name: str, parameters: str, parts: int) -> str:
-    """C++ of a launcher that calls those of all parts, until the answer of one is not -1."""
+    """Generate the C++ of a launcher that calls those of all parts until one returns something other than -1."""
     arguments = ", ".join(re.findall(r"(\w+)\s*(?:,|$)", parameters))
     lines = [f'extern "C" int {name}_{part}({parameters});' for part in range(parts)]
     lines += [f'extern "C" int {name}({parameters}) {{', "  int code = -1;"]

@@ -71,7 +71,7 @@ try:
 
     @builtin
     def reinterpreted(memory, dtype, shape, layout, _semantic=None):  # type: ignore[no-redef, no-untyped-def]
-        """Shared memory seen with another dtype, shape and layout."""
+        """View shared memory with another dtype, shape and layout."""
         return _reinterpret(memory, dtype, shape, layout, _semantic=_semantic)
 
 except (ImportError, AttributeError) as error:
@@ -89,7 +89,7 @@ GLUON_MISSING = _missing
 
 
 def gluon_kernel(function: Callable[..., Any], sizes: Sequence[str] = ()) -> Any:
-    """``gluon.jit`` where Gluon can be used, else the function unchanged.
+    """Apply ``gluon.jit`` where Gluon can be used, else return the function unchanged.
 
     ``sizes``: integers that are compiled for any value; of others Triton compiles one kernel for 1, one for multiples
     of 16 and one for the rest, seconds each.

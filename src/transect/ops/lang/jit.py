@@ -40,7 +40,8 @@ if (
 
 
 def interpreter_refusal(triton_version: str, numpy_version: str) -> str:
-    """Why these two cannot interpret a kernel, or ``""``: Triton 3.6 and numpy from 2.4 on do not fit."""
+    """Return the reason why these two versions cannot interpret a kernel, or ``""``: Triton 3.6 is incompatible with
+    numpy 2.4 and later."""
 
     def numbers(version: str) -> tuple[int, ...]:
         return tuple(int(part) for part in version.split(".")[:2])
@@ -60,7 +61,7 @@ TRITON_TARGETS = ("sm_80", "sm_90", "gfx942")
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """``triton.jit`` where Triton is installed, else the function unchanged."""
+    """Apply ``triton.jit`` where Triton is installed, else return the function unchanged."""
     return function if triton is None else triton.jit(function)
 
 
@@ -94,7 +95,7 @@ def count_compilations() -> Callable[[], int]:
 
 
 def available(launcher: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    """``Implementation.load`` of a Triton launcher.
+    """Return the ``Implementation.load`` of a Triton launcher.
 
     Raises (when called):
         Unavailable: Triton is missing, or there is neither a GPU nor the interpreter.
@@ -113,7 +114,7 @@ def available(launcher: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
 
 
 def available_from(module: str, launcher: str) -> Callable[[], Callable[..., Any]]:
-    """``available`` of a launcher in a module of kernels, which is imported when it is loaded."""
+    """Return ``available`` of a launcher in a module of kernels, which is imported when it is loaded."""
     return lambda: available(getattr(import_module(module), launcher))()
 
 
@@ -140,7 +141,7 @@ def require(name: str, *tensors: Tensor) -> None:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """``[..., D]`` as ``[rows, D]`` with neighbouring elements side by side; copies only when the strides need it."""
+    """View ``[..., D]`` as ``[rows, D]`` with contiguous rows; copied only if the strides need it."""
     if x.dim() == 0:
         raise ValueError("a tensor of at least one dimension is needed")
     flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty((0, x.shape[-1]))
@@ -154,7 +155,7 @@ def next_power_of_2(n: int) -> int:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 4 in the interpreter, where more would only be slower."""
+    """Return the number of multiprocessors of a GPU; 4 in the interpreter, where more would only be slower."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 

@@ -38,7 +38,7 @@ GROUP_STREAM = 1
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
-    """Ten rounds over arrays of 32-bit words.
+    """Run ten rounds over arrays of 32-bit words.
 
     Args:
         counter: four arrays (numpy uint64 or torch int64, values below 2**32) of one broadcastable shape.
@@ -67,7 +67,7 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tupl
 def random_words(
     seeds: list[int], choices: list[int], positions: list[int], ids_RK: torch.Tensor, stream: int = TOKEN_STREAM
 ) -> torch.Tensor:
-    """One 32-bit word for each id of each row.
+    """Return one 32-bit word for each id of each row.
 
     Args:
         seeds: R seeds; any Python int, of which the low 64 bits count.
@@ -107,7 +107,7 @@ def _words_torch(columns: tuple[list[int], ...], ids_RK: torch.Tensor, stream: i
 def gumbel(
     seeds: list[int], choices: list[int], positions: list[int], ids_RK: torch.Tensor, stream: int = TOKEN_STREAM
 ) -> torch.Tensor:
-    """Standard Gumbel noise, one value for each id of each row: ``argmax(log p + noise)`` is a draw from p.
+    """Return standard Gumbel noise, one value for each id of each row: ``argmax(log p + noise)`` is a draw from p.
 
     The word w becomes u = (w + 1/2) / 2**32, strictly inside (0, 1), and u becomes -log(-log u): between about -3.1 and
     22.9. Arguments as for ``random_words``.
@@ -122,7 +122,8 @@ def gumbel(
 
 @kernel
 def words_of(quarter, position, choice, low, high, STREAM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """In a kernel: the four words of each ``quarter`` (id // 4); all uint32, ``low`` and ``high`` from the seed."""
+    """Compute, in a kernel, the four words of each ``quarter`` (id // 4); all uint32, ``low`` and ``high`` from the
+    seed."""
     c0 = quarter
     c1 = c0 * 0 + position
     c2 = c0 * 0 + choice
@@ -138,7 +139,7 @@ def words_of(quarter, position, choice, low, high, STREAM: tl.constexpr):  # typ
 
 @kernel
 def word_of(ids, position, choice, low, high, STREAM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """In a kernel: the word of each id (int32, of any order)."""
+    """Compute, in a kernel, the word of each id (int32, in any order)."""
     w0, w1, w2, w3 = words_of((ids >> 2).to(tl.uint32), position, choice, low, high, STREAM)
     lane = ids & 3
     return tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3)))
@@ -146,6 +147,6 @@ def word_of(ids, position, choice, low, high, STREAM: tl.constexpr):  # type: ig
 
 @kernel
 def noise_of(word):  # type: ignore[no-untyped-def]
-    """In a kernel: Gumbel noise in float64 from a word, as ``gumbel`` makes it."""
+    """Compute, in a kernel, Gumbel noise in float64 from a word, as ``gumbel`` does."""
     uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     return -tl.log(-tl.log(uniform))

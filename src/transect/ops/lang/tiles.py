@@ -17,8 +17,8 @@ INTERPRETS = tl.constexpr(INTERPRETED) if tl is not None else INTERPRETED
 
 @kernel
 def after_previous(DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """With DEPENDENT_LAUNCH this launch began while the kernel before it still ran (Hopper): let the next one begin
-    likewise, then wait for the one before. Not in the interpreter, where DEPENDENT_LAUNCH is False."""
+    """Let the next kernel begin, then wait for the previous one, if DEPENDENT_LAUNCH: this launch began while the
+    previous kernel still ran (Hopper). The interpreter does neither: DEPENDENT_LAUNCH is False there."""
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -26,21 +26,22 @@ def after_previous(DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-d
 
 @kernel
 def let_next_begin(DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first half of ``after_previous``. Between the halves, read only what the kernel before does not write."""
+    """Let the next kernel begin, the first half of ``after_previous``. Between the halves, read only data that the
+    previous kernel does not write."""
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @kernel
 def wait_for_previous(DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The second half of ``after_previous``."""
+    """Wait for the previous kernel, the second half of ``after_previous``."""
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_wait()
 
 
 @kernel
 def also(mask, condition):  # type: ignore[no-untyped-def]
-    """``mask`` where a condition of the whole program holds too, and nowhere else.
+    """Return ``mask`` where a condition of the whole program holds too, and False elsewhere.
 
     The interpreter of Triton 3.9 forgets that such a condition is a boolean and refuses the mask, so there the mask is
     made one again. Compiled code is that of ``&``.
@@ -53,7 +54,7 @@ def also(mask, condition):  # type: ignore[no-untyped-def]
 
 @kernel
 def dot(a, b, acc):  # type: ignore[no-untyped-def]
-    """``acc + a @ b`` in float32; products of float32 inputs are not rounded to tf32."""
+    """Compute ``acc + a @ b`` in float32; products of float32 inputs are not rounded to tf32."""
     if INTERPRETS:
         a = a.to(tl.float32)
         b = b.to(tl.float32)

@@ -6,4 +6,5 @@
 * ``many_rows/``          bound by arithmetic: tensor cores and fused epilogues
 * ``few_rows/``           up to 256 rows, bound by the bytes of the weight
 * ``packed/``             weights of 4 and 8 bits, and blocks of GGUF files
+* ``adapters/``           low-rank adapters beside a product, another one for each row
 """

@@ -34,7 +34,7 @@ from .linear import triton_fixed_rows as triton_fixed_linear
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x ``[T, D]``, weight ``[2 F, D]``, bias ``[2 F]`` -> ``[T, F]`` in x's dtype."""
+    """Compute ``silu(gate) * up`` of x ``[T, D]``, weight ``[2 F, D]``, bias ``[2 F]`` -> ``[T, F]`` in x's dtype."""
     dtype = compute_dtype(x.dtype)
     both = x.to(dtype) @ weight.to(dtype).T
     if bias is not None:
@@ -44,20 +44,20 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def by_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``reference`` through ``linear``; the product is rounded to x's dtype before the gate."""
+    """Compute ``reference`` through ``linear``; the product is rounded to x's dtype before the gate."""
     gate, up = torch.nn.functional.linear(x, weight, bias).chunk(2, dim=-1)
     return swiglu.by_exp(gate, up)
 
 
 def by_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``by_linear`` with ``linear.fixed_rows``: a row's result does not depend on the others."""
+    """Compute ``by_linear`` with ``linear.fixed_rows``: a row's result does not depend on the others."""
     gate, up = fixed_rows(x, weight, bias).chunk(2, dim=-1)
     return swiglu.by_exp(gate, up)
 
 
 @kernel
 def _halves(both, out, F, TURNS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A piece of one row (axis 0): ``[T, 2 F]`` -> ``[T, F]``, both contiguous."""
+    """Compute part of one row (axis 0): ``[T, 2 F]`` -> ``[T, F]``, both contiguous."""
     after_previous(DEPENDENT_LAUNCH)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -70,7 +70,7 @@ def _halves(both, out, F, TURNS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LA
 
 
 def gate_halves(both: Tensor, *, turns: int = 0, dependent_launch: bool = False) -> Tensor:
-    """``[T, 2 F]`` -> ``silu(first half) * second half``, ``[T, F]``.
+    """Compute ``silu(first half) * second half`` of ``[T, 2 F]`` -> ``[T, F]``.
 
     ``turns``: the halves alternate in groups of this many columns, a power of two, instead of one after the other.
     ``dependent_launch``: begin while the kernel before still runs (Hopper).
@@ -88,7 +88,7 @@ def gate_halves(both: Tensor, *, turns: int = 0, dependent_launch: bool = False)
 
 
 def _triton() -> Callable[..., Tensor]:
-    """The kernels of ``small_matmul.py`` up to their number of rows, those of ``matmul.py`` above."""
+    """Load the kernels of ``small_matmul.py`` for few rows, and those of ``matmul.py`` for more."""
     from .few_rows import small_matmul
     from .many_rows import matmul
     from .many_rows.tiling import cublas_is_quicker, leaves_idle
@@ -97,7 +97,8 @@ def _triton() -> Callable[..., Tensor]:
     at_once = small_matmul.gated_launcher()
 
     def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False) -> Tensor:
-        """``reference`` on the GPU. ``dependent_launch``: the weight may be read while the kernel before still runs."""
+        """Compute ``reference`` on the GPU. ``dependent_launch``: the weight may be read while the previous kernel
+        still runs."""
         if x.shape[0] <= small_matmul.MOST_ROWS:
             y = at_once(x, weight, dependent_launch=dependent_launch) if bias is None else None
             return (
@@ -116,7 +117,7 @@ def _triton() -> Callable[..., Tensor]:
 
 
 def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``reference`` on the GPU; a row's result does not depend on the number of rows (see ``linear``)."""
+    """Compute ``reference`` on the GPU; a row's result does not depend on the number of rows (see ``linear``)."""
     from .many_rows import matmul
 
     rows = x.shape[0]

@@ -42,13 +42,14 @@ ROWS = 16
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x ``[T, I]``, weight ``[O, I]``, bias ``[O]`` -> ``[T, O]``."""
+    """Multiply x ``[T, I]``, weight ``[O, I]``, bias ``[O]`` -> ``[T, O]``."""
     y = x @ weight.T
     return y if bias is None else y + bias
 
 
 def fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``reference``, where a row's result depends neither on the number of rows nor on what the others hold."""
+    """Compute ``reference``, where a row's result depends neither on the number of rows nor on the other rows'
+    values."""
     if len(weight) == 1:  # a product by a vector sums in an order of its own, by where the row lies
         return fixed_rows(x, weight.expand(2, -1), bias)[:, :1]
     tokens, inputs = x.shape
@@ -75,8 +76,8 @@ def _examples() -> Sequence[dict[str, Any]]:
 
 
 def _triton() -> Callable[..., Tensor]:
-    """The kernels of ``small_matmul.py`` up to their number of rows; above those of ``matmul.py``, or cuBLAS where it
-    is quicker."""
+    """Load the kernels of ``small_matmul.py`` for few rows; for more those of ``matmul.py``, or cuBLAS where it is
+    faster."""
     from .few_rows import small_matmul
     from .many_rows import matmul
     from .many_rows.tiling import cublas_is_quicker
@@ -84,7 +85,8 @@ def _triton() -> Callable[..., Tensor]:
     few = available(small_matmul.best_launcher())()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False) -> Tensor:
-        """``reference`` on the GPU. ``dependent_launch``: the weight may be read while the kernel before still runs."""
+        """Compute ``reference`` on the GPU. ``dependent_launch``: the weight may be read while the previous kernel
+        still runs."""
         if x.shape[0] <= small_matmul.MOST_ROWS:
             return few(x, weight, bias, dependent_launch=dependent_launch)
         if cublas_is_quicker(x, weight):
@@ -124,7 +126,7 @@ def fixed_tiling(x: Tensor, outputs: int, gated: bool = False) -> ManyRowsTiling
 
 
 def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``reference`` on the GPU; a row's result does not depend on the number of rows."""
+    """Compute ``reference`` on the GPU; a row's result does not depend on the number of rows."""
     from .many_rows import matmul
 
     rows = x.shape[0]
@@ -132,7 +134,7 @@ def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def whole_tile(x: Tensor) -> Tensor:
-    """x padded with rows of zeros to 64 if there are fewer, because bulk copies past the end of a tensor are slow: an
+    """Pad x with rows of zeros to 64 if there are fewer, because bulk copies past the end of a tensor are slow: an
     output head of an 8B model with 8 rows takes 522 us without padding and 275 with it (H200)."""
     short = 64 - x.shape[0]
     return x if short <= 0 or x.element_size() == 4 or INTERPRETED else F.pad(x, (0, 0, 0, short))

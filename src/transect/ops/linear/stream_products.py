@@ -5,12 +5,12 @@ Between two products of a decoder stand a residual add and an RMSNorm,
     t = X W^T + residual            Y = (t s / rms(t)) V^T + c,     rms(t) = sqrt(mean(t^2) + eps) of each row,
 
 and rms(t) is one number for a row. So the second product can divide its sums by it instead of its input. The first
-product adds to the stream and leaves t, t s and the sums of squares of every 16 elements of t (a ``Stream``). The
-second one multiplies t s, and adds up a row's squares while its weights arrive. ``small_matmul.cu`` does this for few
-rows, ``few_rows/triton.py`` and ``few_rows/gluon.py`` for more. t and t s are rounded to bfloat16, as
+product adds to the stream and leaves t, t s and the sums of squares of every 16 elements of t (a ``ResidualStream``).
+The second one multiplies t s, and adds up a row's squares while its weights arrive. ``small_matmul.cu`` does this for
+few rows, ``few_rows/triton.py`` and ``few_rows/gluon.py`` for more. t and t s are rounded to bfloat16, as
 ``add_rms_norm.py`` rounds t and the norm. Squares are added in one order, so every run gives the same bits.
 
-Shapes: x ``[M, K]``, weight ``[N, K]``, all bfloat16; a ``Stream`` is ``[M, D]``, D a multiple of 64.
+Shapes: x ``[M, K]``, weight ``[N, K]``, all bfloat16; a ``ResidualStream`` is ``[M, D]``, D a multiple of 64.
 
 Bound by bytes, as the products are. The gain is latency: in a decode step of a small model each kernel waits for the
 one before it. So it runs for the sizes where it was measured to be quicker: the choices in ``ops/tuned/small_matmul``
@@ -39,7 +39,7 @@ Size = tuple[int, int, bool]
 """The size of a product: N, K, whether it has a gate."""
 
 
-class Stream(NamedTuple):
+class ResidualStream(NamedTuple):
     """Rows of a residual stream, and what the product after the next norm needs."""
 
     total: Tensor
@@ -89,22 +89,23 @@ class StreamProducts:
             return GluonTiling not in kinds or not device_refusal(x.device)
         return kinds == {CudaTiling} and rows <= CUDA_ROWS and self._made() is not None
 
-    def add(self, x: Tensor, weight: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
-        """``x weight^T + residual``, and what the product after the norm (weight ``scale``, ``eps``) needs of it."""
+    def add(self, x: Tensor, weight: Tensor, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream:
+        """Compute ``x weight^T + residual``, and the inputs of the product after the norm (weight ``scale``,
+        ``eps``)."""
         total, scaled, squares = self._run(x, weight, None, Beside(residual=residual, scale=scale))
         assert scaled is not None and squares is not None
-        return Stream(total, scaled, squares, eps)
+        return ResidualStream(total, scaled, squares, eps)
 
-    def linear(self, stream: Stream, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``rms_norm(stream) weight^T + bias``."""
+    def linear(self, stream: ResidualStream, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute ``rms_norm(stream) weight^T + bias``."""
         return self._run(stream.scaled, weight, bias, Beside(squares=stream.squares, eps=stream.eps))[0]
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``x weight^T``, with no norm beside it."""
+        """Compute ``x weight^T``, with no norm beside it."""
         return self._run(x, weight, None, Beside())[0]
 
-    def gate_up(self, stream: Stream, weight: Tensor) -> Tensor:
-        """``gate_up`` (see ``gate_up.py``) of ``rms_norm(stream)``."""
+    def gate_up(self, stream: ResidualStream, weight: Tensor) -> Tensor:
+        """Compute ``gate_up`` (see ``gate_up.py``) of ``rms_norm(stream)``."""
         return self._run(stream.scaled, weight, None, Beside(squares=stream.squares, eps=stream.eps), gated=True)[0]
 
     def _run(

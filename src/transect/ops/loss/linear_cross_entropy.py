@@ -55,7 +55,7 @@ ROW_STAGES = 4
 
 
 def reference(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE) -> Tensor:
-    """x ``[T, D]``, weight ``[V, D]``, target ``[T]`` -> mean loss (0 where every token is ignored)."""
+    """Compute the mean loss of x ``[T, D]``, weight ``[V, D]``, target ``[T]`` (0 where every token is ignored)."""
     dtype = compute_dtype(x.dtype)
     total = F.cross_entropy(x.to(dtype) @ weight.to(dtype).T, target, ignore_index=ignore_index, reduction="sum")
     return total / (target != ignore_index).sum().clamp(min=1)
@@ -66,7 +66,7 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
     logits, target, loss, count, T, V, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows: the loss of each over ``count``, and in place of the logits the gradient of that.
+    """Compute the loss of each row over ``count``, and replace the logits by its gradient.
 
     Few programs take the rows in turn: their rows in progress together then fit the L2 cache, where the second pass,
     backwards, finds it. Maximum and sum are kept for each lane of 8 neighbours (see ``softmax_kernels.py``).
@@ -111,8 +111,8 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """dw ``[V, D]`` = dz ``[T, V]``^T x ``[T, D]``, all given as tensor descriptors; with ADD the L2 cache adds it to
-    what is there. Two stores of half a tile need half the shared memory, which buys another stage of loads."""
+    """Compute dw ``[V, D]`` = dz ``[T, V]``^T x ``[T, D]``, all given as tensor descriptors; with ADD the L2 cache adds
+    it to the old values. Two stores of half a tile need half the shared memory, which allows another stage of loads."""
     rows_of_tiles = tl.cdiv(V, BM)
     columns_of_tiles = tl.cdiv(D, BN)
     tiles = rows_of_tiles * columns_of_tiles
@@ -177,13 +177,14 @@ Size = tuple[int, int, int]
 
 
 def chunk_of(dim: int) -> int:
-    """Tokens of a chunk: more where the model is narrow, because dW would be added to too often otherwise."""
+    """Return the tokens of a chunk: more where the model is narrow, because otherwise dW would be added to too
+    often."""
     return CHUNK if dim >= 4096 else 2 * CHUNK
 
 
 def rule(size: Size) -> Config:
-    """Knobs for T, V, D. Measured on an H200, where cuBLAS is faster at some of the products: dX has few tiles and a
-    long sum, which it splits; dW of a narrow model is written so often that reading it costs little."""
+    """Choose the knobs for T, V, D. Measured on an H200, where cuBLAS is faster at some of the products: dX has few
+    tiles and a long sum, which cuBLAS splits; dW of a narrow model is written so often that reading it costs little."""
     dim = size[2]
     knobs: dict[str, Any] = {"group": 8, "stages": 4}
     if dim >= 4096:
@@ -192,7 +193,7 @@ def rule(size: Size) -> Config:
 
 
 def choose(weight: Tensor, x: Tensor) -> LossTiling:
-    """Knobs for a product with ``weight``: tuned, or by ``rule``."""
+    """Choose the knobs for a product with ``weight``: tuned, or by ``rule``."""
     if INTERPRETED or x.element_size() != 2 or torch.cuda.get_device_capability(x.device)[0] < 9:
         return LossTiling()
     size = (x.shape[0], *weight.shape)
@@ -200,7 +201,7 @@ def choose(weight: Tensor, x: Tensor) -> LossTiling:
 
 
 def add_weight_gradient(dz: Tensor, x: Tensor, dw: Tensor, first: bool, tiling: LossTiling) -> None:
-    """dw ``[V, D]`` = (``first``) or += dz ``[T, V]``^T x ``[T, D]``."""
+    """Compute dw ``[V, D]`` = (``first``) or += dz ``[T, V]``^T x ``[T, D]``."""
     if "dw" in tiling.library:
         torch.addmm(dw, dz.T, x, beta=0 if first else 1, out=dw)
         return
@@ -217,7 +218,7 @@ def add_weight_gradient(dz: Tensor, x: Tensor, dw: Tensor, first: bool, tiling: 
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, library: bool) -> None:
-    """out = a b, by torch or by ``matmul.py``."""
+    """Compute out = a b, by torch or by ``matmul.py``."""
     if library:
         torch.mm(a, b, out=out)
     else:
@@ -227,7 +228,8 @@ def _product(a: Tensor, b: Tensor, out: Tensor, library: bool) -> None:
 def row_losses(
     logits: Tensor, target: Tensor, losses: Tensor, count: Tensor, ignore_index: int, gradient: bool, tiling: LossTiling
 ) -> None:
-    """The loss of each row of ``logits`` ``[T, V]`` over ``count``; with ``gradient`` its gradient in place of it."""
+    """Compute the loss of each row of ``logits`` ``[T, V]`` over ``count``; with ``gradient`` replace the row by its
+    gradient."""
     tokens, vocab = logits.shape
     _loss_and_gradient[(min(tokens, tiling.rows * multiprocessors(logits.device)),)](
         logits, target, losses, count, tokens, vocab, logits.stride(0), ignore_index, GRADIENT=gradient,
@@ -239,7 +241,7 @@ def loss_and_gradients(
     x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, need_x: bool, need_weight: bool,
     tiling: LossTiling | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Loss, and the gradients of x and weight for an upstream gradient of 1 (empty where not needed)."""
+    """Return the loss, and the gradients of x and weight for an upstream gradient of 1 (empty where not needed)."""
     require("linear_cross_entropy", x, weight)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or target.shape != x.shape[:1]:
         raise ValueError(
@@ -271,7 +273,7 @@ def loss_and_gradients(
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE) -> Tensor:
-    """``reference`` with the logits of CHUNK tokens at a time; the loss only."""
+    """Compute ``reference`` with the logits of CHUNK tokens at a time; the loss only."""
     return loss_and_gradients(x, weight, target, ignore_index, False, False)[0]
 
 
@@ -304,7 +306,7 @@ def _(
 
 
 def scale_in_place(values: Tensor, g: Tensor) -> None:
-    """``values *= g`` for a contiguous tensor and a number on its device; the host does not look at it."""
+    """Compute ``values *= g`` for a contiguous tensor and a number on its device, without a read on the host."""
     if values.numel():
         programs = min(-(-values.numel() // 4096), 8 * multiprocessors(values.device))
         _scale[(programs,)](values, g, values.numel(), BLOCK=4096, num_warps=8)
@@ -339,7 +341,7 @@ _op.register_autograd(_backward, setup_context=_save)
 
 
 def linear_cross_entropy_autograd(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE) -> Tensor:
-    """``linear_cross_entropy`` with gradients, which the forward pass makes; ``backward`` can run once."""
+    """Compute ``linear_cross_entropy`` with gradients, which the forward pass computes; ``backward`` can run once."""
     need_x, need_weight = (torch.is_grad_enabled() and t.requires_grad for t in (x, weight))
     # Through a view: autograd takes over a gradient only if no Python object refers to it (torch 2.11), else it copies.
     return _op(x.view(x.shape), weight.view(weight.shape), target, ignore_index, need_x, need_weight)[0]
@@ -352,17 +354,17 @@ linear_cross_entropy_autograd.operator = _op  # type: ignore[attr-defined]
 
 
 def cost(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE) -> Cost:
-    """One product; the softmax is not counted."""
+    """Count one product, without the softmax."""
     return Cost(2 * x.shape[0] * weight.numel(), x.nbytes + weight.nbytes + target.nbytes, 4)
 
 
 def gradient_cost(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE) -> Cost:
-    """Two products."""
+    """Count two products."""
     return Cost(4 * x.shape[0] * weight.numel(), x.nbytes + weight.nbytes, x.nbytes + weight.nbytes)
 
 
 def _peer(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE) -> Tensor:
-    """torch: all logits, then its cross entropy."""
+    """Compute all logits with torch, then its cross entropy."""
     return F.cross_entropy(F.linear(x, weight), target, ignore_index=ignore_index)
 
 
@@ -436,8 +438,8 @@ def _size(inputs: Mapping[str, Any]) -> Size:
 
 
 def _valid(config: Config, size: Size) -> bool:
-    """8 elements a thread and access, and 16 warps a multiprocessor for the rows' losses; knobs of dW only where
-    it is not left to the library."""
+    """Check that a thread reads 8 elements an access, and that a multiprocessor has 16 warps for the rows' losses;
+    knobs of dW only where it is not computed by the library."""
     rows = config["block"] == 512 * config["row_warps"] and config["rows"] * config["row_warps"] == 16
     return rows and ("dw" not in config["library"] or (config["group"], config["stages"]) == (8, 4))
 

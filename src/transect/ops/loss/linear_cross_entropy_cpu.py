@@ -28,12 +28,13 @@ class LinearCrossEntropy:
         self._native = kernels(torch.get_num_threads())
 
     def __call__(self, x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
-        """x ``[T, D]``, weight ``[V, D]``, target ``[T]`` int64 -> a float32 scalar; NaN if no target counts.
+        """Compute the loss of x ``[T, D]``, weight ``[V, D]``, target ``[T]`` int64 -> a float32 scalar; NaN if no
+        target counts.
 
         Other dtypes than float32 are computed by torch.
 
         Raises:
-            ValueError: a target that is no row of the weight.
+            ValueError: a target that is not a row of the weight.
         """
         if x.dtype != torch.float32 or weight.dtype != torch.float32:
             return linear_cross_entropy_torch.linear_cross_entropy(x, weight, target, ignore_index)

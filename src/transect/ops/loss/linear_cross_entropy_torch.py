@@ -18,7 +18,8 @@ CHUNK_ELEMENTS = 2**23
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = -100, *, softcap: float | None = None
 ) -> Tensor:
-    """Mean cross entropy of ``softmax(x weight^T)`` against ``target``, over the targets that are not ignored.
+    """Compute the mean cross entropy of ``softmax(x weight^T)`` against ``target``, over the targets that are not
+    ignored.
 
     Args:
         x: ``[T, D]``. weight: ``[V, D]``. target: ``[T]`` int64.

@@ -34,7 +34,7 @@ MOST_COLUMNS = 1024
 
 
 def reference(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """y ``[T k, D]`` -> ``[T, D]``."""
+    """Combine y ``[T k, D]`` -> ``[T, D]``."""
     wide = compute_dtype(y.dtype)
     tokens, k = weights.shape
     apart = y.to(wide)[places.long()].unflatten(0, (tokens, k))
@@ -43,7 +43,7 @@ def reference(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 @kernel
 def _combine(y, places, weights, out, D, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A piece (axis 1) of one token's sum (axis 0)."""
+    """Compute a part (axis 1) of one token's sum (axis 0)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < D
@@ -59,7 +59,7 @@ def _combine(y, places, weights, out, D, K: tl.constexpr, BLOCK: tl.constexpr): 
 def _combine_backward(  # type: ignore[no-untyped-def]
     g, y, places, weights, dy, dw, D, K: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One pair: its row's gradient, and its weight's."""
+    """Compute one pair: its row's gradient, and its weight's."""
     pair = tl.program_id(0).to(tl.int64)
     token = pair // K
     place = tl.load(places + pair).to(tl.int64)
@@ -75,7 +75,7 @@ def _combine_backward(  # type: ignore[no-untyped-def]
 
 
 def triton_combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """``reference`` in Triton; can be captured in a CUDA graph."""
+    """Compute ``reference`` in Triton; can be captured in a CUDA graph."""
     require("expert_combine", y, weights)
     y, weights = y.contiguous(), weights.float().contiguous()
     tokens, k = weights.shape
@@ -88,7 +88,7 @@ def triton_combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 
 def triton_combine_backward(grad: Tensor, y: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """(dL/dy, dL/dweights) in Triton."""
+    """Compute (dL/dy, dL/dweights) in Triton."""
     grad, y, weights = grad.contiguous(), y.contiguous(), weights.contiguous()
     dy, dw = torch.empty_like(y), torch.empty_like(weights)
     if y.numel():
@@ -107,7 +107,7 @@ def expert_combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 @torch.library.custom_op("transect::expert_combine_backward", mutates_args=())
 def expert_combine_backward(grad: Tensor, y: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Its gradients."""
+    """Compute the operator's gradients, (dL/dy, dL/dweights)."""
     if runs_triton(grad, y, weights):
         return triton_combine_backward(grad, y, places, weights)
     wide = compute_dtype(y.dtype)

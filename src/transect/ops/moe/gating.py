@@ -44,7 +44,7 @@ def reference(
     groups: int = 1,
     groups_kept: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """logits ``[T, E]`` -> (weights ``[T, k]`` float32 or float64, experts ``[T, k]`` int32)."""
+    """Choose experts from logits ``[T, E]`` -> (weights ``[T, k]`` float32 or float64, experts ``[T, k]`` int32)."""
     scores = _scores(logits, score)
     worth = scores.detach() if bias is None else scores.detach() + bias.to(scores.dtype)
     if groups > 1:
@@ -54,8 +54,8 @@ def reference(
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """In any shape and dtype. torch's on the CPU has other last bits at the end of a tensor than inside, and a token's
-    would depend on how many tokens there are. The clamp keeps exp and its gradient finite."""
+    """Compute the sigmoid in any shape and dtype. torch's CPU sigmoid rounds differently at the end of a tensor than
+    inside it, so a token's would depend on the number of tokens. The clamp keeps exp and its gradient finite."""
     if x.is_cuda:
         return x.sigmoid()
     wide = x.to(compute_dtype(x.dtype))
@@ -68,7 +68,7 @@ def _scores(logits: Tensor, score: str) -> Tensor:
 
 
 def _best_groups(worth: Tensor, groups: int, kept: int) -> Tensor:
-    """-inf for experts outside of the best groups."""
+    """Set experts outside of the best groups to -inf."""
     grouped = worth.unflatten(1, (groups, -1))
     best_two = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
     chosen = best_two.argsort(dim=-1, descending=True, stable=True)[:, :kept]
@@ -88,7 +88,7 @@ def _gating(  # type: ignore[no-untyped-def]
     K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, BIAS: tl.constexpr,
     CHOICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token: k times the best of what is left."""
+    """Process one token: k times the best of the remaining experts."""
     row = tl.program_id(0)
     e = tl.arange(0, BLOCK)
     inside = e < E
@@ -120,7 +120,7 @@ def _gating(  # type: ignore[no-untyped-def]
 
 
 def refusal(groups: int = 1, **_: Any) -> str | None:
-    """Why the kernel does not take these arguments."""
+    """Return the reason why the kernel does not take these arguments; None if it does."""
     return "groups of experts are chosen by torch alone" if groups > 1 else None
 
 
@@ -134,7 +134,7 @@ def triton_gating(
     groups: int = 1,
     groups_kept: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """``reference`` in Triton; groups of experts by torch."""
+    """Compute ``reference`` in Triton; groups of experts by torch."""
     if groups > 1:
         return reference(logits, bias, k, score, renormalize, scale, groups, groups_kept)
     require("expert_gating", logits)
@@ -170,7 +170,7 @@ def expert_gating(
 
 
 def gradient(grad: Tensor, logits: Tensor, experts: Tensor, score: str, renormalize: bool, scale: float) -> Tensor:
-    """dL/dlogits of the weights' gradient ``[T, k]``, by torch: T E numbers are few."""
+    """Compute dL/dlogits from the weights' gradient ``[T, k]``, by torch: T E numbers are few."""
     s = _scores(logits, score)
     index = experts.long()
     chosen = s.gather(1, index)
@@ -214,7 +214,7 @@ expert_gating.register_autograd(_backward, setup_context=_setup)
 
 
 def cost(logits: Tensor, bias: Tensor | None, k: int, **options: Any) -> Cost:
-    """5 FLOPs a logit for the scores, one for each choice."""
+    """Count 5 FLOPs a logit for the scores, one for each choice."""
     tokens = logits.shape[0]
     read = logits.nbytes + (0 if bias is None else bias.nbytes)
     return Cost((5 + k) * logits.numel(), read, 8 * tokens * k)

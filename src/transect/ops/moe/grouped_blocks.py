@@ -61,7 +61,7 @@ def reference(
     order: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Shapes as above, one expert after another; ``outputs``: E O."""
+    """Compute the product one expert at a time; shapes as above; ``outputs``: E O."""
     wide = compute_dtype(x.dtype)
     weight = dense(arranged, name, outputs, x.shape[1], wide)
     y = grouped_linear.reference(x.to(wide), weight, starts, order, None if bias is None else bias.to(wide))
@@ -70,8 +70,8 @@ def reference(
 
 @kernel
 def _codes(words, unit, half, there, WIDTH: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers of WIDTH bits of 16 R outputs by 128 inputs, ``[R 16, 128]``, from a plane of units (``gguf_layout.py``);
-    ``unit``: where a sixteen's plane begins, ``[R, 1]``."""
+    """Extract numbers of WIDTH bits of 16 R outputs by 128 inputs, ``[R 16, 128]``, from a plane of units
+    (``gguf_layout.py``); ``unit``: the offset of the plane for 16 rows, ``[R, 1]``."""
     pair = tl.arange(0, 8)
     if WIDTH == 4:  # words [j / 2][g][c][j % 2][h], pairs s
         w = tl.load(words + unit + half * 256 + tl.arange(0, 256)[None, :], there, 0)
@@ -103,7 +103,7 @@ def _codes(words, unit, half, there, WIDTH: tl.constexpr, R: tl.constexpr):  # t
 
 @kernel
 def _by_row(numbers, R: tl.constexpr, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``[R, 64 GROUPS]`` numbers of [j][g][group of 32 columns][h] -> ``[R 16, 4 GROUPS, 1]``."""
+    """Reorder ``[R, 64 GROUPS]`` numbers of [j][g][group of 32 columns][h] -> ``[R 16, 4 GROUPS, 1]``."""
     return tl.reshape(tl.permute(tl.reshape(numbers, (R, 4, 8, GROUPS, 2)), (0, 4, 2, 1, 3)), (R * 16, 4 * GROUPS, 1))
 
 
@@ -115,9 +115,10 @@ def _product(  # type: ignore[no-untyped-def]
     CHOSEN: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
     R: tl.constexpr,
 ):  # fmt: skip
-    """See ``triton._grouped_product``. A program has R sixteens of outputs, and takes 128 inputs at a time: half a unit
-    of 16 outputs by 256 inputs, UNIT words each, or with INT4 a whole one of 128; ``down`` and ``across``: units of all
-    experts. LOW, HIGH: bits of the planes; GROUP: inputs that share a scale, which is a byte (BYTES) LESS an offset."""
+    """Compute as ``triton._grouped_product``. A program has R groups of 16 outputs, and takes 128 inputs at a time:
+    half a unit of 16 outputs by 256 inputs, UNIT words each, or with INT4 a whole one of 128; ``down`` and ``across``:
+    units of all experts. LOW, HIGH: bits of the planes; GROUP: inputs that share a scale, which is a byte (BYTES) LESS
+    an offset."""
     expert, row, end = expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
     if expert < E:
         r, inside, source = rows_of_tile(order, row, end, k_choices, BM, ORDERED)
@@ -212,10 +213,10 @@ def triton_grouped_blocks(
     order: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``reference`` in Triton; can be captured in a CUDA graph.
+    """Compute ``reference`` in Triton; can be captured in a CUDA graph.
 
     Raises:
-        ValueError: a type that is not taken, or experts whose outputs are no whole sixteens.
+        ValueError: a type that is not taken, or experts whose outputs are not whole sixteens.
     """
     require("grouped_blocks", x)
     experts = len(starts) - 1

@@ -34,20 +34,20 @@ from .ordering import reference as order_of
 
 
 def reference(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
-    """Shapes as above, one expert after another: ``-> [R, O]``."""
+    """Compute ``-> [R, O]`` one expert at a time; shapes as above."""
     wide = compute_dtype(x.dtype)
     g, u = (grouped_linear.reference(x.to(wide), weight.to(wide), starts, order) for weight in (gate, up))
     return (g * g.sigmoid() * u).to(x.dtype)
 
 
 def by_grouped_linear(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
-    """``reference`` by two products, rounded to x's dtype before the gate."""
+    """Compute ``reference`` by two products, rounded to x's dtype before the gate."""
     products = (grouped_linear.reference(x, weight, starts, order) for weight in (gate, up))
     return swiglu.by_exp(*products)
 
 
 def by_fixed_rows(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
-    """``by_grouped_linear``, where a row's result does not depend on the other rows."""
+    """Compute ``by_grouped_linear``, where a row's result does not depend on the other rows."""
     products = (grouped_linear.by_fixed_rows(x, weight, starts, order) for weight in (gate, up))
     return swiglu.by_exp(*products)
 
@@ -56,8 +56,8 @@ def by_fixed_rows(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Te
 def gate_up(
     x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(result, gate's products, up's products) for autograd and ``torch.compile``: the Triton kernel where it can run,
-    else torch."""
+    """Return (result, gate's products, up's products) for autograd and ``torch.compile``: by the Triton kernel where it
+    can run, else by torch."""
     if runs_triton(x, gate, up):
         from .triton import gate_up_and_sums
 
@@ -70,7 +70,7 @@ def gate_up(
 def gate_up_backward(
     grad: Tensor, x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None, a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dL/dx, dL/dgate, dL/dup); a, b: what the products gave."""
+    """Compute (dL/dx, dL/dgate, dL/dup); a, b: the results of the two products."""
     da, db = swiglu.swiglu_backward(grad, a, b)
     if runs_triton(grad, x, gate, up):
         from .triton import triton_input_gradient, triton_weight_gradient
@@ -121,8 +121,8 @@ def with_gradient(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Te
 
 
 def cost(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None) -> Cost:
-    """Two products and sums for each row and weight of its expert, five FLOPs for the gate; the matrices that random
-    routing touches."""
+    """Count two products and sums for each row and weight of its expert, five FLOPs for the gate; the matrices that
+    random routing reads."""
     experts = len(starts) - 1
     rows, outputs = len(x) if order is None else len(order), len(gate) // experts
     read = x.nbytes + touched(rows, 1, experts) / experts * (gate.nbytes + up.nbytes) + starts.nbytes

@@ -44,14 +44,14 @@ KERNELS = f"{__package__}.triton"
 def reference(
     x: Tensor, weight: Tensor, starts: Tensor, order: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """Shapes as above, one expert after another: ``-> [R, O]``."""
+    """Compute ``-> [R, O]`` one expert at a time; shapes as above."""
     return _by_expert(F.linear, x, weight, starts, order, bias)
 
 
 def by_fixed_rows(
     x: Tensor, weight: Tensor, starts: Tensor, order: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """``reference``, where a row's result does not depend on the other rows; see ``linear.fixed_rows``."""
+    """Compute ``reference``, where a row's result does not depend on the other rows; see ``linear.fixed_rows``."""
     return _by_expert(fixed_rows, x, weight, starts, order, bias)
 
 
@@ -78,7 +78,8 @@ def _by_expert(
 def grouped_linear(
     x: Tensor, weight: Tensor, starts: Tensor, order: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Compute the operator for autograd and ``torch.compile``: by the Triton kernel where it can run, else by the
+    reference."""
     call = reference
     if runs_triton(x, weight):
         from .triton import triton_grouped_linear as call
@@ -89,7 +90,7 @@ def grouped_linear(
 def grouped_linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, starts: Tensor, order: Tensor | None, biased: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dL/dx, dL/dweight, dL/dbias, which is empty without one)."""
+    """Compute (dL/dx, dL/dweight, dL/dbias); dL/dbias is empty without a bias."""
     db: Tensor | None
     if runs_triton(grad, x, weight):
         from .triton import triton_input_gradient, triton_weight_gradient

@@ -45,7 +45,7 @@ def reference(
     bias: Tensor | None = None,
     fp8: bool = True,
 ) -> Tensor:
-    """Shapes as above, one expert after another."""
+    """Compute the product one expert at a time; shapes as above."""
     wide = compute_dtype(x.dtype)
     weight = dense(codes, scale, fp8, wide)
     y = grouped_linear.reference(x.to(wide), weight, starts, order, None if bias is None else bias.to(wide))
@@ -58,7 +58,7 @@ def _product(  # type: ignore[no-untyped-def]
     FP8: tl.constexpr, BLOCKED: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """See ``triton._grouped_product``. BLOCKED: BK divides 128, and a scale is for 128 by 128 codes."""
+    """Compute as ``triton._grouped_product``. BLOCKED: BK divides 128, and a scale is for 128 by 128 codes."""
     expert, row, end = expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
     if expert < E:
         r, inside, source = rows_of_tile(order, row, end, k_choices, BM, ORDERED)
@@ -100,16 +100,16 @@ def triton_grouped_scaled8(
     bias: Tensor | None = None,
     fp8: bool = True,
 ) -> Tensor:
-    """``reference`` in Triton; can be captured in a CUDA graph.
+    """Compute ``reference`` in Triton; can be captured in a CUDA graph.
 
     Raises:
-        ValueError: scales of blocks where an expert's outputs are no whole blocks.
+        ValueError: scales of blocks where an expert's outputs are not whole blocks.
     """
     require("grouped_scaled8", x)
     experts, blocked = len(starts) - 1, scale.ndim == 2
     n, k = len(codes) // experts, codes.shape[1]
     if blocked and n % BLOCK:
-        raise ValueError(f"grouped_scaled8: experts of {n} outputs are no whole blocks of {BLOCK}")
+        raise ValueError(f"grouped_scaled8: experts of {n} outputs are not whole blocks of {BLOCK}")
     x, codes, scale = x.contiguous(), codes.contiguous(), scale.contiguous()
     rows = len(x) if order is None else len(order)
     out = x.new_empty(rows, n)

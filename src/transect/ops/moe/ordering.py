@@ -29,7 +29,7 @@ BLOCK = 128
 
 
 def reference(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """experts ``[T, k]`` -> (order, places, starts)."""
+    """Sort experts ``[T, k]`` -> (order, places, starts)."""
     pairs = experts.flatten().long()
     order = pairs.argsort(stable=True)
     places = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
@@ -53,7 +53,7 @@ def _count(experts, counts, R, E, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # 
 def _place(  # type: ignore[no-untyped-def]
     experts, counts, order, places, starts, R, E, blocks, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The places of a block's pairs; the first block also writes where experts begin."""
+    """Compute the places of a block's pairs; the first block also writes where experts begin."""
     block = tl.program_id(0)
     e = tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.int32)
@@ -79,7 +79,7 @@ def _place(  # type: ignore[no-untyped-def]
 
 
 def triton_order(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``reference`` in Triton; can be captured in a CUDA graph."""
+    """Compute ``reference`` in Triton; can be captured in a CUDA graph."""
     if experts.dtype != torch.int32:
         raise ValueError(f"expert_order: experts must be int32, not {experts.dtype}")
     experts = experts.contiguous()
@@ -109,12 +109,12 @@ def _(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cost(experts: Tensor, n_experts: int) -> Cost:
-    """No FLOPs."""
+    """Count bytes; there are no FLOPs."""
     return Cost(0, experts.nbytes, 2 * experts.nbytes + 4 * (n_experts + 1))
 
 
 def draw(tokens: int, k: int, experts: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
-    """k different experts for each token, ``[T, k]`` int32; for examples and measurements."""
+    """Draw k different experts for each token, ``[T, k]`` int32; for examples and measurements."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.rand(tokens, experts, generator=generator, device=device).argsort(-1)[:, :k].to(torch.int32)
 

@@ -30,13 +30,13 @@ from ..registry import Case, Implementation, Kernel, Op, register
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x ``[T, D]`` -> ``[T, E]``."""
+    """Compute the scores of x ``[T, D]`` -> ``[T, E]``."""
     wide = compute_dtype(x.dtype)
     return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
 
 def by_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``reference``, where a token's scores do not depend on the other tokens; see ``linear.fixed_rows``."""
+    """Compute ``reference``, where a token's scores do not depend on the other tokens; see ``linear.fixed_rows``."""
     wide = compute_dtype(x.dtype)
     return fixed_rows(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
@@ -46,7 +46,7 @@ def _router(  # type: ignore[no-untyped-def]
     x, weight, bias, out, T, E, D, row_stride,
     BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """BM tokens and BN experts."""
+    """Compute the scores of BM tokens for BN experts."""
     t = tl.program_id(0) * BM + tl.arange(0, BM)
     e = tl.program_id(1) * BN + tl.arange(0, BN)
     acc = tl.zeros([BM, BN], tl.float32)
@@ -61,7 +61,7 @@ def _router(  # type: ignore[no-untyped-def]
 
 
 def tiling(tokens: int) -> tuple[int, int, int]:
-    """BM, BN, BK: small tiles where there are few, so that they run on many multiprocessors."""
+    """Choose BM, BN, BK: small tiles for few tokens, so that they occupy many multiprocessors."""
     if INTERPRETED:
         return 16, 16, 32
     if tokens <= 64:
@@ -74,13 +74,13 @@ FIXED = (64, 32, 64)
 
 
 def triton_fixed_router(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``triton_router``, where a token's result does not depend on the other tokens."""
+    """Compute ``triton_router``, where a token's result does not depend on the other tokens."""
     return triton_router(x, weight, bias, fixed=True)
 
 
 def triton_router(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fixed: bool = False) -> Tensor:
-    """``reference`` in Triton; x and weight of one type of at most 32 bits. Can be captured in a CUDA graph.
-    ``fixed``: in the same tiles for any number of tokens."""
+    """Compute ``reference`` in Triton; x and weight of one type of at most 32 bits. Can be captured in a CUDA graph.
+    ``fixed``: use the same tiles for any number of tokens."""
     require("expert_router", x, weight)
     x, weight = rows_of(x), weight.contiguous()
     tokens, width = x.shape

@@ -35,7 +35,8 @@ Routed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def reference(
     logits: Tensor, bias: Tensor | None, k: int, first: int = 0, held: int | None = None, **how: Any
 ) -> Routed:
-    """logits ``[T, E]`` -> (weights, experts, order, places, starts); ``how``: the further arguments of gating."""
+    """Route logits ``[T, E]`` -> (weights, experts, order, places, starts); ``how``: the further arguments of
+    gating."""
     return _in_two(gating.reference, ordering.reference, logits, bias, k, first, held, how)
 
 
@@ -72,7 +73,8 @@ def _route(  # type: ignore[no-untyped-def]
     K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, BIAS: tl.constexpr,
     CHOICES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All tokens of a step: k times the best of what is left, then where each pair stands among those of its expert."""
+    """Route all tokens of a step: k times the best of the remaining experts, then each pair's place among those of its
+    expert."""
     t = tl.arange(0, ROWS)
     e = tl.arange(0, BLOCK)
     real = t < T
@@ -138,7 +140,8 @@ def triton_route(
     groups: int = 1,
     groups_kept: int = 1,
 ) -> Routed:
-    """``reference`` in Triton; can be captured in a CUDA graph. Many tokens go through the kernels of its two parts."""
+    """Compute ``reference`` in Triton; can be captured in a CUDA graph. Many tokens are processed by the kernels of its
+    two parts."""
     tokens, total = logits.shape
     rows, block = next_power_of_2(max(1, tokens)), next_power_of_2(total)
     if groups > 1 or not tokens or rows * block > MOST:
@@ -162,7 +165,7 @@ def triton_route(
 
 
 def cost(logits: Tensor, bias: Tensor | None, k: int, first: int = 0, held: int | None = None, **how: Any) -> Cost:
-    """5 FLOPs a logit for the scores, one for each choice."""
+    """Count 5 FLOPs a logit for the scores, one for each choice."""
     tokens, total = logits.shape
     read = logits.nbytes + (0 if bias is None else bias.nbytes)
     return Cost((5 + k) * logits.numel(), read, 16 * tokens * k + 4 * ((held or total) + 1))

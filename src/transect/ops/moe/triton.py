@@ -28,7 +28,7 @@ order, by one instruction (Hopper's for 16 bits takes 64 rows)."""
 
 
 def tiling(rows: int, experts: int, gated: bool = False, fixed: torch.dtype | None = None) -> GroupedTiling:
-    """By the rows that an expert has on average; not tuned on any device yet.
+    """Choose a tiling by the average number of rows of an expert; not tuned on any device yet.
 
     Args:
         gated: for two products at once.
@@ -48,7 +48,7 @@ def tiling(rows: int, experts: int, gated: bool = False, fixed: torch.dtype | No
 
 @kernel
 def expert_of_tile(starts, tile, E, BM: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(expert, first row, end of the expert's rows) of a tile; the expert is E where there is no such tile."""
+    """Return (expert, first row, end of the expert's rows) of a tile; the expert is E if there is no such tile."""
     e = tl.arange(0, WIDTH)
     first = tl.load(starts + e, e < E, 0)
     last = tl.load(starts + e + 1, e < E, 0)
@@ -62,7 +62,7 @@ def expert_of_tile(starts, tile, E, BM: tl.constexpr, WIDTH: tl.constexpr):  # t
 
 @kernel
 def rows_of_tile(order, row, end, k_choices, BM: tl.constexpr, ORDERED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """BM rows from ``row`` on, whether each is before ``end``, and the row of x that each takes."""
+    """Return BM rows from ``row`` on, a mask of those before ``end``, and the row of x that each reads."""
     r = row + tl.arange(0, BM)
     inside = r < end
     source = r
@@ -73,7 +73,7 @@ def rows_of_tile(order, row, end, k_choices, BM: tl.constexpr, ORDERED: tl.const
 
 @kernel
 def _row_of_nobody(starts, tile, E, BM: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first row of a tile behind those of all experts: of rows that belong to none."""
+    """Return the first row of a tile after those of all experts: of rows that belong to none."""
     e = tl.arange(0, WIDTH)
     first = tl.load(starts + e, e < E, 0)
     last = tl.load(starts + e + 1, e < E, 0)
@@ -86,9 +86,9 @@ def _grouped_product(  # type: ignore[no-untyped-def]
     TRANSPOSED: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, TWO: tl.constexpr, ZEROS: tl.constexpr,
     WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """``out[r, n] = sum_k x[r, k] weight[expert of r, n, k]``, and the bias; ``[.., k, n]`` if TRANSPOSED. With TWO the
-    same of ``x2`` and ``weight2`` is added. With ZEROS the rows that belong to no expert, up to R, are 0; there must be
-    enough programs for the tiles of these too."""
+    """Compute ``out[r, n] = sum_k x[r, k] weight[expert of r, n, k]``, and the bias; ``[.., k, n]`` if TRANSPOSED. With
+    TWO the same of ``x2`` and ``weight2`` is added. With ZEROS the rows that belong to no expert, up to R, are 0; there
+    must be enough programs for the tiles of these too."""
     expert, row, end = expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
     if ZEROS:  # noqa: SIM102  (a constant, without which nothing of this is compiled)
         if expert >= E:
@@ -126,8 +126,8 @@ def _grouped_gate_up(  # type: ignore[no-untyped-def]
     ORDERED: tl.constexpr, SAVE: tl.constexpr, WIDTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """``out[r, n] = silu(sum_k x[r, k] gate[expert of r, n, k]) * sum_k x[r, k] up[expert of r, n, k]``; with SAVE the
-    two sums too, for the backward pass."""
+    """Compute ``out[r, n] = silu(sum_k x[r, k] gate[expert of r, n, k]) * sum_k x[r, k] up[expert of r, n, k]``; with
+    SAVE store the two sums too, for the backward pass."""
     expert, row, end = expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
     if expert < E:
         r, inside, source = rows_of_tile(order, row, end, k_choices, BM, ORDERED)
@@ -155,8 +155,8 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     g, x, starts, order, dw, db, O, I, k_choices,
     ORDERED: tl.constexpr, BIAS: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """``dw[e, o, i] = sum over rows of e of g[r, o] x[r, i]``; an expert without rows gets zeros. The programs of an
-    expert follow one another, so that its rows are read from memory once."""
+    """Compute ``dw[e, o, i] = sum over rows of e of g[r, o] x[r, i]``; an expert without rows gets zeros. The programs
+    of an expert are consecutive, so that its rows are read from memory once."""
     expert = tl.program_id(2)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
     i = tl.program_id(0) * BI + tl.arange(0, BI)
@@ -183,7 +183,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
 def triton_grouped_linear(
     x: Tensor, weight: Tensor, starts: Tensor, order: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """``grouped_linear.reference`` in Triton; can be captured in a CUDA graph."""
+    """Compute ``grouped_linear.reference`` in Triton; can be captured in a CUDA graph."""
     experts = len(starts) - 1
     outputs, inputs = weight.shape[0] // experts, weight.shape[1]
     return _run(x, weight.contiguous(), starts, order, bias, outputs, inputs, False)
@@ -192,28 +192,28 @@ def triton_grouped_linear(
 def triton_fixed_grouped_linear(
     x: Tensor, weight: Tensor, starts: Tensor, order: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """``triton_grouped_linear``, where a row's result does not depend on the other rows."""
+    """Compute ``triton_grouped_linear``, where a row's result does not depend on the other rows."""
     experts = len(starts) - 1
     outputs, inputs = weight.shape[0] // experts, weight.shape[1]
     return _run(x, weight.contiguous(), starts, order, bias, outputs, inputs, False, fixed=True)
 
 
 def triton_grouped_gate_up(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
-    """``grouped_gate_up.reference`` in Triton; can be captured in a CUDA graph."""
+    """Compute ``grouped_gate_up.reference`` in Triton; can be captured in a CUDA graph."""
     return gate_up_and_sums(x, gate, up, starts, order, save=False)[0]
 
 
 def triton_fixed_grouped_gate_up(
     x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None
 ) -> Tensor:
-    """``triton_grouped_gate_up``, where a row's result does not depend on the other rows."""
+    """Compute ``triton_grouped_gate_up``, where a row's result does not depend on the other rows."""
     return gate_up_and_sums(x, gate, up, starts, order, save=False, fixed=True)[0]
 
 
 def gate_up_and_sums(
     x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None, *, save: bool = True, fixed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(result, gate's products, up's products), ``[R, O]`` each; without ``save`` the last two are the first.
+    """Return (result, gate's products, up's products), ``[R, O]`` each; without ``save`` the last two are the first.
     ``fixed``: see ``FIXED``."""
     require("grouped_gate_up", x, gate, up)
     x, gate, up = x.contiguous(), gate.contiguous(), up.contiguous()
@@ -282,7 +282,7 @@ def _run(
 def triton_weight_gradient(
     grad: Tensor, x: Tensor, starts: Tensor, order: Tensor | None, like: Tensor, biased: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(dL/dweight, dL/dbias or None); ``like`` is the weight."""
+    """Compute (dL/dweight, dL/dbias or None); ``like`` is the weight."""
     grad, x = grad.contiguous(), x.contiguous()
     experts = len(starts) - 1
     outputs, inputs = like.shape[0] // experts, like.shape[1]

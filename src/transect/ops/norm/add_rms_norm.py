@@ -37,7 +37,7 @@ from .norms import launch_backward, launch_forward
 
 
 def reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x, residual ``[..., D]``, weight ``[D]`` -> (norm, sum)."""
+    """Compute (norm, sum) of x, residual ``[..., D]``, weight ``[D]``."""
     total = x + residual
     return rms_norm.reference(total, weight, eps), total
 
@@ -50,17 +50,26 @@ def triton_add_rms_norm(
     *,
     out: tuple[Tensor, Tensor] | None = None,
     dependent_launch: bool = False,
+    own_tuning: bool = True,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``reference`` in one launch. ``out``: where norm and sum go; ``(x, residual)`` updates the stream in place. The
-    rows of a norm that is a matrix may be apart.
+    """Compute ``reference`` in one launch. ``out``: the tensors to write norm and sum to; ``(x, residual)`` updates the
+    stream in place. The rows of a norm that is a matrix may have any stride.
 
-    ``dependent_launch``: begin while the kernel before still runs (Hopper). ValueError if x and residual differ in
-    shape or dtype, or past ``norms.MAX_WIDTH``.
+    ``dependent_launch``: begin while the kernel before still runs (Hopper). ``own_tuning``: see ``tuning.choices``.
+    ValueError if x and residual differ in shape or dtype, or past ``norms.MAX_WIDTH``.
     """
-    function = rms_norm.forward_kernel
     return launch_forward(
-        "add_rms_norm", function, x, residual, (weight,), eps, out=out, dependent_launch=dependent_launch, config=config
+        "add_rms_norm",
+        rms_norm.forward_kernel,
+        x,
+        residual,
+        (weight,),
+        eps,
+        out=out,
+        dependent_launch=dependent_launch,
+        own_tuning=own_tuning,
+        config=config,
     )
 
 
@@ -74,7 +83,8 @@ def triton_backward(
     out: Tensor | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(dL/dx, dL/dw) from dL/dy, dL/ds and the sum s. ``out``: where dL/dx goes; the rows of a matrix may be apart."""
+    """Compute (dL/dx, dL/dw) from dL/dy, dL/ds and the sum s. ``out``: the tensor to write dL/dx to; the rows of a
+    matrix may have any stride."""
     function = rms_norm.backward_kernel
     name = "add_rms_norm.backward"
     dx, dw = launch_backward(name, function, grad, total, grad_sum, weight, eps, vectors=1, out=out, config=config)
@@ -95,7 +105,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def add_rms_norm_backward(
     grad: Tensor, grad_sum: Tensor, total: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Its gradients: (of x and of the residual, of the weight)."""
+    """Compute the operator's gradients: (of x and of the residual, of the weight)."""
     if runs_triton(grad, grad_sum, total, weight):
         return triton_backward(grad, grad_sum, total, weight, eps)
     dx, dw = rms_norm.reference_backward(grad, total, weight, eps)
@@ -128,7 +138,7 @@ add_rms_norm.register_autograd(_backward, setup_context=_setup)
 
 
 def cost(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Cost:
-    """5 FLOPs an element: the add, and 4 of the norm."""
+    """Count 5 FLOPs an element: the add, and 4 of the norm."""
     return Cost(5 * x.numel(), 2 * x.nbytes + weight.nbytes, 2 * x.nbytes)
 
 

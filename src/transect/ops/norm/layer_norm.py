@@ -36,7 +36,7 @@ from .norms import launch_backward, launch_forward
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """x ``[..., D]``, weight and bias ``[D]`` -> ``[..., D]`` in x's dtype."""
+    """Normalize x ``[..., D]``, weight and bias ``[D]`` -> ``[..., D]`` in x's dtype."""
     wide = x.to(compute_dtype(x.dtype))
     centred = wide - wide.mean(-1, keepdim=True)
     r = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -48,8 +48,8 @@ def forward_kernel(
     x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, n_rows, n_cols, x_stride, r_stride, y_stride, eps,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows a program: one read, one write. Arguments are those of ``rms_norm.forward_kernel``, whose
-    launcher this shares; there is no ADD here, and so no residual and no sum."""
+    """Normalize ROWS whole rows a program: one read, one write. Arguments are those of ``rms_norm.forward_kernel``,
+    because they share a launcher; ADD is not supported here, so there is no residual and no sum."""
     after_previous(DEPENDENT_LAUNCH)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
@@ -70,8 +70,8 @@ def backward_kernel(
     eps,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes the tiles p, p + P, ... of ROWS rows each. It writes their dL/dx and keeps its share of dL/dw and
-    dL/db in registers.
+    """Process the tiles p, p + P, ... of ROWS rows each in program p: write their dL/dx and accumulate dL/dw and dL/db
+    in registers.
 
     The loads of the next STAGES - 1 tiles are on their way to shared memory while a tile is worked on. The sums of a
     row are taken in two rounds: those of x and g, then those of the centred x. There is no ADD here, and so no up.
@@ -103,22 +103,37 @@ def backward_kernel(
 
 
 def triton_layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, dependent_launch: bool = False, config: Config | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    *,
+    dependent_launch: bool = False,
+    own_tuning: bool = True,
+    config: Config | None = None,
 ) -> Tensor:
-    """``reference`` in Triton. Any strides; a copy is made only if neighbours of a row are apart.
+    """Compute ``reference`` in Triton. Any strides; a copy is made only if the elements of a row are not contiguous.
 
-    ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper). ValueError past
-    ``norms.MAX_WIDTH``.
+    ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper). ``own_tuning``: see
+    ``tuning.choices``. ValueError past ``norms.MAX_WIDTH``.
     """
     return launch_forward(
-        "layer_norm", forward_kernel, x, None, (weight, bias), eps, dependent_launch=dependent_launch, config=config
+        "layer_norm",
+        forward_kernel,
+        x,
+        None,
+        (weight, bias),
+        eps,
+        dependent_launch=dependent_launch,
+        own_tuning=own_tuning,
+        config=config,
     )[0]
 
 
 def triton_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, *, config: Config | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dL/dx, dL/dw, dL/db) in Triton."""
+    """Compute (dL/dx, dL/dw, dL/db) in Triton."""
     dx, dw, db = launch_backward(
         "layer_norm.backward", backward_kernel, grad, x, None, weight, eps, vectors=2, tiles=True, config=config
     )
@@ -138,7 +153,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 @torch.library.custom_op("transect::layer_norm_backward", mutates_args=())
 def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Its gradients."""
+    """Compute the operator's gradients, (dL/dx, dL/dw, dL/db)."""
     if runs_triton(grad, x, weight):
         return triton_backward(grad, x, weight, eps)
     return reference_backward(grad, x, weight, eps)
@@ -182,7 +197,7 @@ layer_norm.register_autograd(_backward, setup_context=_setup)
 
 
 def cost(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Cost:
-    """7 FLOPs an element: sum, subtract, square, sum, times r, times weight, plus bias."""
+    """Count 7 FLOPs an element: sum, subtract, square, sum, times r, times weight, plus bias."""
     return Cost(7 * x.numel(), x.nbytes + weight.nbytes + bias.nbytes, x.nbytes)
 
 

@@ -25,7 +25,7 @@ STAGED_BYTES = 96 * 1024
 
 
 def _row_stride(x: Tensor) -> int:
-    """Elements from one row to the next, of a contiguous tensor or a matrix."""
+    """Return the elements from one row to the next, of a contiguous tensor or a matrix."""
     return x.stride(0) if x.dim() == 2 else x.shape[-1]
 
 
@@ -49,12 +49,14 @@ def launch_forward(
     *,
     out: tuple[Tensor, Tensor] | None = None,
     dependent_launch: bool = False,
+    own_tuning: bool = True,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(norm, sum) of x, or of x + residual; without a residual the sum is x itself.
+    """Compute (norm, sum) of x, or of x + residual; without a residual the sum is x itself.
 
     ``vectors`` are the weight and, for LayerNorm, the bias. ``out`` takes the two results, which may be x and the
-    residual themselves; the rows of the first may be apart (of a matrix ``[rows, D]``).
+    residual themselves; the rows of the first may be apart (of a matrix ``[rows, D]``). ``own_tuning``: with the
+    configurations that this user found, see ``tuning.choices``.
 
     Raises:
         ValueError: dtypes without a kernel, a row past ``MAX_WIDTH``, a residual or ``out`` unlike x.
@@ -82,7 +84,7 @@ def launch_forward(
             )
     if not flat.numel():
         return y, total
-    knobs = config or choose(name, width, x.device, row_rule)
+    knobs = config or choose(name, width, x.device, row_rule, own_tuning)
     other = flat if residual is None else rows_of(residual)
     function[(-(-rows // knobs["rows"]),)](
         flat, other, *(vector.contiguous() for vector in vectors), y, total,
@@ -98,7 +100,7 @@ def _add_shares_kernel(
     shares_ptr, first_ptr, second_ptr, n_shares, n_cols, SHARES: tl.constexpr, COLS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """COLS columns of one vector a program: the programs' shares ``[vectors, n_shares, n_cols]``, added up."""
+    """Add up the programs' shares ``[vectors, n_shares, n_cols]``, COLS columns of one vector a program."""
     wait_for_previous(DEPENDENT_LAUNCH)
     share = tl.arange(0, SHARES)[:, None]
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
@@ -116,13 +118,13 @@ def _add_shares_kernel(
 
 
 def backward_rule(width: int) -> Config:
-    """32 elements a thread in whole warps, and enough programs for 16 warps a multiprocessor."""
+    """Choose 32 elements a thread in whole warps, and enough programs for 16 warps a multiprocessor."""
     warps = min(16, max(1, next_power_of_2(width) // 512))
     return {"warps": warps, "waves": max(1, 16 // warps), "stages": 3}
 
 
 def tile_rule(width: int) -> Config:
-    """``backward_rule`` for kernels on tiles of rows: one row each."""
+    """Return ``backward_rule`` for kernels on tiles of rows: one row each."""
     return {**backward_rule(width), "rows": 1}
 
 
@@ -140,8 +142,9 @@ def launch_backward(
     out: Tensor | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, ...]:
-    """(dL/dx, dL/dw and, of 2 ``vectors``, dL/db). ``grad_sum``, where there is one, is added to dL/dx. ``tiles``: the
-    kernel takes ROWS rows at a time. ``out``: where dL/dx goes, like a matrix x; its rows may be apart.
+    """Compute (dL/dx, dL/dw and, of 2 ``vectors``, dL/db). ``grad_sum``, if given, is added to dL/dx. ``tiles``: the
+    kernel takes ROWS rows at a time. ``out``: the tensor to write dL/dx to, like a matrix x; its rows may have any
+    stride.
 
     A fixed number of programs, each with the same number of rows, keep their shares of dL/dw in registers. A second
     launch adds the shares in order. Where the device can, both are launched while the kernel before them ends.

@@ -36,7 +36,7 @@ from .norms import launch_backward, launch_forward
 
 
 def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x ``[..., D]``, weight ``[D]`` -> ``[..., D]`` in x's dtype."""
+    """Normalize x ``[..., D]``, weight ``[D]`` -> ``[..., D]`` in x's dtype."""
     wide = x.to(compute_dtype(x.dtype))
     r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * r * weight.to(wide.dtype)).to(x.dtype)
@@ -47,7 +47,8 @@ def forward_kernel(
     x_ptr, residual_ptr, w_ptr, y_ptr, sum_ptr, n_rows, n_cols, x_stride, r_stride, y_stride, eps,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows a program: one read, one write. With ADD the norm is of x + residual, which is written too."""
+    """Normalize ROWS whole rows a program: one read, one write. With ADD the norm is of x + residual, which is written
+    too."""
     if ADD:
         after_previous(DEPENDENT_LAUNCH)
     else:  # what begins by this finds all that was there before this kernel: see embed_tokens.py
@@ -74,7 +75,7 @@ def backward_kernel(
     eps,
     ADD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes rows p, p + P, ...: it writes their dL/dx and keeps its share of dL/dw in registers.
+    """Process rows p, p + P, ... in program p: write their dL/dx and accumulate dL/dw in registers.
 
     The loads of the next STAGES - 1 rows are on their way to shared memory while a row is worked on. Both sums of a
     row are taken before either is used, so that they need not wait for each other. With ADD, up is added to dL/dx.
@@ -107,12 +108,13 @@ def triton_rms_norm(
     *,
     out: Tensor | None = None,
     dependent_launch: bool = False,
+    own_tuning: bool = True,
     config: Config | None = None,
 ) -> Tensor:
-    """``reference`` in Triton. Any strides; a copy is made only if neighbours of a row are apart.
+    """Compute ``reference`` in Triton. Any strides; a copy is made only if the elements of a row are not contiguous.
 
     ``out``: where the result goes; the rows of a matrix may be apart. ``dependent_launch``: begin while the kernel
-    before still runs (Hopper). ValueError past ``norms.MAX_WIDTH``.
+    before still runs (Hopper). ``own_tuning``: see ``tuning.choices``. ValueError past ``norms.MAX_WIDTH``.
     """
     places = None if out is None else (out, x)
     made = launch_forward(
@@ -124,6 +126,7 @@ def triton_rms_norm(
         eps,
         out=places,
         dependent_launch=dependent_launch,
+        own_tuning=own_tuning,
         config=config,
     )
     return made[0]
@@ -132,7 +135,7 @@ def triton_rms_norm(
 def triton_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, *, config: Config | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(dL/dx, dL/dw) in Triton."""
+    """Compute (dL/dx, dL/dw) in Triton."""
     dx, dw = launch_backward("rms_norm.backward", backward_kernel, grad, x, None, weight, eps, vectors=1, config=config)
     return dx, dw
 
@@ -146,7 +149,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @torch.library.custom_op("transect::rms_norm_backward", mutates_args=())
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Its gradients."""
+    """Compute the operator's gradients, (dL/dx, dL/dw)."""
     if runs_triton(grad, x, weight):
         return triton_backward(grad, x, weight, eps)
     return reference_backward(grad, x, weight, eps)
@@ -189,7 +192,7 @@ rms_norm.register_autograd(_backward, setup_context=_setup)
 
 
 def cost(x: Tensor, weight: Tensor, eps: float) -> Cost:
-    """4 FLOPs an element: square, add, times r, times weight."""
+    """Count 4 FLOPs an element: square, add, times r, times weight."""
     return Cost(4 * x.numel(), x.nbytes + weight.nbytes, x.nbytes)
 
 

@@ -56,7 +56,7 @@ class AdamWStep:
 def reference(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, rate: float, decay: float, steps: int, scale: Tensor
 ) -> None:
-    """In place on ``weight``, ``m`` and ``v``; betas 0.9 and 0.95, eps 1e-8; ``scale`` is a scalar tensor."""
+    """Update ``weight``, ``m`` and ``v`` in place; betas 0.9 and 0.95, eps 1e-8; ``scale`` is a scalar tensor."""
     wide = compute_dtype(weight.dtype)
     step = _step(rate, steps)
     g = gradient.to(wide) * scale.to(wide)
@@ -79,7 +79,7 @@ def _adamw_kernel(
     weight_type: tl.constexpr, gradient_type: tl.constexpr, state_type: tl.constexpr, MASTER: tl.constexpr,
     CHANCE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program p: BLOCK elements of tensor ``owner[p]`` from ``first[p]`` on.
+    """Update BLOCK elements of tensor ``owner[p]`` from ``first[p]`` on in program p.
 
     ALIGNED: every address and every number of elements is a multiple of 16, so accesses may be 16 bytes wide.
     The table has a row of ``tensors`` numbers for each of: address of w, g, m, v, master; elements; bits of the decay;
@@ -139,7 +139,7 @@ def _squares_kernel(  # type: ignore[no-untyped-def]
     table_ptr, owner_ptr, first_ptr, sums_ptr, tensors, gradient_type: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the squares of program p's BLOCK elements of the gradients; tables as above."""
+    """Sum the squares of program p's BLOCK elements of the gradients; tables as above."""
     program = tl.program_id(0)
     row = table_ptr + tl.load(owner_ptr + program)
     at = tl.load(first_ptr + program) * BLOCK + tl.arange(0, BLOCK)
@@ -203,7 +203,7 @@ class FusedAdamW:
         self._addresses: list[int] = []
 
     def step(self, gradients: Sequence[Tensor], numbers: AdamWStep, scale: Tensor) -> None:
-        """One step, or none where ``scale``, a float32 scalar on the device, is NaN. ``gradients`` are in the order of
+        """Do one step, or none if ``scale``, a float32 scalar on the device, is NaN. ``gradients`` are in the order of
         the weights."""
         weights, ms, _, masters = self._kept
         gradients = self._point(gradients)
@@ -271,7 +271,7 @@ class OneTensor:
         steps: int,
         scale: Tensor,
     ) -> None:
-        """Strided tensors are copied and put back."""
+        """Update one tensor; strided tensors are copied and written back."""
         state = (weight, m, v)
         if all(t.is_contiguous() for t in state):
             key = (weight.data_ptr(), m.data_ptr(), v.data_ptr(), weight.numel(), decay)  # held, so in no other use
@@ -292,7 +292,7 @@ class OneTensor:
 def cost(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, rate: float, decay: float, steps: int, scale: Tensor
 ) -> Cost:
-    """15 FLOPs an element."""
+    """Count 15 FLOPs an element."""
     state = weight.nbytes + m.nbytes + v.nbytes
     return Cost(15 * weight.numel(), state + gradient.nbytes, state)
 
@@ -300,7 +300,7 @@ def cost(
 def _peer(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, rate: float, decay: float, steps: int, scale: Tensor
 ) -> None:
-    """torch's fused AdamW; the scaling of the gradient is an operator of its own there."""
+    """Call torch's fused AdamW, with a separate operator that scales the gradient."""
     gradient = gradient * scale.to(gradient.dtype)
     torch._fused_adamw_(
         [weight], [gradient], [m], [v], [], [torch.full((), float(steps), device=weight.device)], lr=rate, beta1=0.9,

@@ -49,7 +49,7 @@ class Draws:
 
 
 def reference(x: Tensor, draws: Draws, first: int = 0, shift: int = WEIGHT) -> Tensor:
-    """bfloat16 in the shape of ``x`` (float32, on any device).
+    """Return bfloat16 in the shape of ``x`` (float32, on any device).
 
     Args:
         first: the number of the first element within its parameter.
@@ -95,7 +95,7 @@ def _native() -> Callable[..., None] | None:
 
 @kernel
 def block_words(block, step, tensor, low, high, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """In a kernel: the words of the BLOCK elements from ``block * BLOCK`` on, in their order."""
+    """Compute, in a kernel, the words of the BLOCK elements from ``block * BLOCK`` on, in their order."""
     quarter = block.to(tl.uint32) * (BLOCK // 4) + tl.arange(0, BLOCK // 4).to(tl.uint32)
     w0, w1, w2, w3 = words_of(quarter, step, tensor, low, high, 2)
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
@@ -103,7 +103,7 @@ def block_words(block, step, tensor, low, high, BLOCK: tl.constexpr):  # type: i
 
 @kernel
 def rounded(x, word, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """In a kernel: float32 ``x`` as bfloat16, by 16 bits of ``word``."""
+    """Round, in a kernel, float32 ``x`` to bfloat16, by 16 bits of ``word``."""
     bits = x.to(tl.uint32, bitcast=True)
     special = (bits & 0x7F800000) == 0x7F800000
     up = tl.where(special, 0, (word >> SHIFT) & 0xFFFF)

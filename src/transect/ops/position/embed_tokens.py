@@ -39,7 +39,7 @@ def reference(
     places: Tensor | None = None,
     first: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(embeddings ``[T, D]``, rotations ``[T, d]``)."""
+    """Return (embeddings ``[T, D]``, rotations ``[T, d]``)."""
     turned = rotations.index_select(0, positions)
     if first is not None:
         own = (ids if places is None else ids.index_select(0, places.clamp(min=0))) - first
@@ -63,7 +63,7 @@ def _embed(
     embedding_row, rotations_row, first, n_rows,
     BLOCK: tl.constexpr, ANGLES: tl.constexpr, PART: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """One token a program."""
+    """Embed one token a program."""
     # In this order: what begins now finds all that was there before this kernel.
     wait_for_previous(DEPENDENT_LAUNCH)
     let_next_begin(DEPENDENT_LAUNCH)
@@ -95,7 +95,7 @@ def triton_embed_tokens(
     *,
     dependent_launch: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``reference`` in one launch.
+    """Compute ``reference`` in one launch.
 
     ``dependent_launch``: begin while the kernel before still runs (Hopper), and let the next one begin when that one
     has ended. A kernel that reads the results before it waits must not begin by that; a kernel between them must wait
@@ -139,7 +139,7 @@ def cost(
     places: Tensor | None = None,
     first: int | None = None,
 ) -> Cost:
-    """Rows of both tables, read and written; the numbers that say which are not counted."""
+    """Count the rows of both tables, read and written, without the numbers that select them."""
     row = embedding.shape[1] * embedding.element_size() + rotations.shape[1] * rotations.element_size()
     return Cost(0, len(positions) * row, len(positions) * row)
 

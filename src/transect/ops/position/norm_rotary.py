@@ -51,7 +51,7 @@ PROGRAMS = 8
 def reference(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """q ``[T, H, d]``, k ``[T, K, d]`` -> both normalised and rotated."""
+    """Normalize and rotate q ``[T, H, d]``, k ``[T, K, d]``."""
     return rotary.reference(norm(q, q_weight, eps), norm(k, k_weight, eps), cos, sin)
 
 
@@ -61,7 +61,8 @@ def _forward_kernel(
     q_token, q_head, k_token, k_head, q_out_token, k_out_token, cos_token, sin_token, eps, q_groups, groups,
     HEADS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token a program: the first ``q_groups`` programs of a token take queries, the rest keys."""
+    """Process HEADS heads of one token a program: the first ``q_groups`` programs of a token take queries, the others
+    keys."""
     token = (tl.program_id(0) // groups).to(tl.int64)
     group = tl.program_id(0) % groups
     plane = tl.arange(0, PLANES)[None, :]
@@ -90,7 +91,7 @@ def _back(
     g_ptr, x_ptr, dx_ptr, wa, wb, cos, sin, token, heads, n_planes, plane, g_token, g_head, x_token, x_head, dx_token,
     dx_head, eps, dwa, dwb, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token: writes their gradient; returns the weight's, in halves, with what was there."""
+    """Process all heads of one token: write their gradient, and return the weight's, in halves, added to the input."""
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)[:, None]
         inside = (head < heads) & (plane < n_planes)
@@ -123,8 +124,8 @@ def _backward_kernel(
     dk_head, cos_token, sin_token, eps,
     HEADS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes tokens p, p + P, ... and leaves its share of the weights' gradients in row p of ``dw``
-    ``[P, 2, d]``. A head is read before its gradient is written, so that may go to the same place."""
+    """Process tokens p, p + P, ... in program p, and write its share of the weights' gradients to row p of ``dw`` ``[P,
+    2, d]``. A head is read before its gradient is written, so the gradient may overwrite it."""
     plane = tl.arange(0, PLANES)[None, :]
     used = plane < n_planes
     qa = tl.load(wq_ptr + plane, mask=used, other=0.0).to(tl.float32)
@@ -164,8 +165,8 @@ def _check(name: str, q: Tensor, k: Tensor, weights: Sequence[Tensor], cos: Tens
 def triton_norm_rotary(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``reference`` in one launch. Any token and head strides; the results are contiguous. ValueError if the shapes do
-    not fit each other."""
+    """Compute ``reference`` in one launch. Any token and head strides; the results are contiguous. ValueError if the
+    shapes do not fit each other."""
     _check("norm_rotary", q, k, (q_weight, k_weight), cos, sin)
     q, k, cos, sin = side_by_side(q), side_by_side(k), side_by_side(cos), side_by_side(sin)
     q_out, k_out = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k))
@@ -186,8 +187,8 @@ def triton_backward(
     q_grad: Tensor, k_grad: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor,
     sin: Tensor, *, out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dL/dq, dL/dk, dL/dq_weight, dL/dk_weight) in one launch and a sum. ``out``: where the first two go, with the
-    elements of a head side by side; it may be ``(q, k)``."""
+    """Compute (dL/dq, dL/dk, dL/dq_weight, dL/dk_weight) in one launch and a sum. ``out``: the tensors to write the
+    first two to, with the elements of a head contiguous; it may be ``(q, k)``."""
     _check("norm_rotary.backward", q, k, (q_weight, k_weight), cos, sin)
     q_grad, k_grad, cos, sin = (side_by_side(x) for x in (q_grad, k_grad, cos, sin))
     q, k = side_by_side(q), side_by_side(k)
@@ -223,7 +224,7 @@ def norm_rotary_backward(
     q_grad: Tensor, k_grad: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Its gradients."""
+    """Compute the operator's gradients, (dL/dq, dL/dk, dL/dq_weight, dL/dk_weight)."""
     inputs = (q, k, q_weight, k_weight)
     if runs_triton(q_grad, k_grad, *inputs, cos, sin):
         return triton_backward(q_grad, k_grad, *inputs, eps, cos, sin)
@@ -268,7 +269,7 @@ norm_rotary.register_autograd(_backward, setup_context=_setup)
 
 
 def cost(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Cost:
-    """4 FLOPs an element for the norm and 3 for the rotation."""
+    """Count 4 FLOPs an element for the norm and 3 for the rotation."""
     heads = q.nbytes + k.nbytes
     return Cost(7 * (q.numel() + k.numel()), heads + cos.nbytes + sin.nbytes, heads)
 

@@ -38,7 +38,7 @@ from ..tuning import Config, choose
 
 
 def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q ``[T, H, d]``, k ``[T, K, d]``, cos and sin ``[T, d/2]`` -> rotated q and k."""
+    """Rotate q ``[T, H, d]``, k ``[T, K, d]`` by cos and sin ``[T, d/2]``."""
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
@@ -51,8 +51,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @kernel
 def turned(x_ptr, w_ptr, cos_ptr, sin_ptr, plane, n_planes, inside, eps, sign, NORM: tl.constexpr):
-    """Both halves of some heads of one token, rotated. ``x_ptr`` ``[heads, planes]`` points at the first halves, cos
-    and sin at the token's row. With NORM the heads are first divided by their root mean square and scaled by w."""
+    """Return both halves of some heads of one token, rotated. ``x_ptr`` ``[heads, planes]`` points at the first halves,
+    cos and sin at the token's row. With NORM the heads are first divided by their root mean square and scaled by w."""
     used = plane < n_planes
     cos = tl.load(cos_ptr + plane, mask=used, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + plane, mask=used, other=0.0).to(tl.float32) * sign
@@ -61,8 +61,8 @@ def turned(x_ptr, w_ptr, cos_ptr, sin_ptr, plane, n_planes, inside, eps, sign, N
 
 @kernel
 def turned_by(x_ptr, w_ptr, cos, sin, plane, n_planes, inside, eps, NORM: tl.constexpr, OWN: tl.constexpr = False):
-    """``turned`` with the token's cos and sin ``[1, planes]`` float32. OWN: ``w_ptr`` ``[heads, 1]`` points at each
-    head's own weights."""
+    """Compute ``turned`` with the token's cos and sin ``[1, planes]`` float32. OWN: ``w_ptr`` ``[heads, 1]`` points at
+    each head's own weights."""
     used = plane < n_planes
     if OWN:
         used = inside
@@ -81,7 +81,8 @@ def _rotary_kernel(
     q_token, q_head, k_token, k_head, q_out_token, k_out_token, cos_token, sin_token, sign, q_groups, groups,
     HEADS: tl.constexpr, PLANES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token a program: the first ``q_groups`` programs of a token take queries, the rest keys."""
+    """Rotate HEADS heads of one token a program: the first ``q_groups`` programs of a token take queries, the others
+    keys."""
     after_previous(DEPENDENT_LAUNCH)
     token = (tl.program_id(0) // groups).to(tl.int64)
     group = tl.program_id(0) % groups
@@ -107,12 +108,12 @@ def _rotary_kernel(
 
 
 def rule(size: tuple[int, int]) -> Config:
-    """By (tokens, head size): 16 heads a program, 16 bytes of each half a thread."""
+    """Choose the knobs for (tokens, head size): 16 heads a program, 16 bytes of each half a thread."""
     return {"heads": 16, "warps": max(1, next_power_of_2(size[1]) // 32)}
 
 
 def check_shapes(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Raises ValueError unless q ``[T, H, d]``, k ``[T, K, d]`` with d even, and cos and sin ``[T, d/2]``."""
+    """Raise ValueError unless q ``[T, H, d]``, k ``[T, K, d]`` with d even, and cos and sin ``[T, d/2]``."""
     tokens, _, size = q.shape
     if k.shape[0] != tokens or k.shape[2] != size or size % 2 or {cos.shape, sin.shape} != {(tokens, size // 2)}:
         raise ValueError(
@@ -132,7 +133,7 @@ def triton_rotary(
     dependent_launch: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``reference`` in one launch; ``opposite``: by the opposite angle, which is the gradient.
+    """Compute ``reference`` in one launch; ``opposite``: by the opposite angle, which is the gradient.
 
     Any token and head strides, so q and k may be views of one projection; the results are contiguous. ``out``: where
     they go instead, with the heads of a token side by side; it may be ``(q, k)``. ``dependent_launch``: begin while the
@@ -179,7 +180,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
 @torch.library.custom_op("transect::rotary_backward", mutates_args=())
 def rotary_backward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """(dL/dq, dL/dk) from the upstream gradients of both: the rotation by the opposite angle."""
+    """Compute (dL/dq, dL/dk) from the upstream gradients of both: the rotation by the opposite angle."""
     if runs_triton(q, k, cos, sin):
         return triton_rotary(q, k, cos, sin, opposite=True)
     return reference(q, k, cos, -sin)
@@ -205,7 +206,7 @@ rotary.register_autograd(_backward, setup_context=_setup)
 
 
 def cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Cost:
-    """3 FLOPs an element: two products and a sum."""
+    """Count 3 FLOPs an element: two products and a sum."""
     heads = q.nbytes + k.nbytes
     return Cost(3 * (q.numel() + k.numel()), heads + cos.nbytes + sin.nbytes, heads)
 
@@ -222,7 +223,7 @@ def _examples() -> Sequence[dict[str, Any]]:
 def joined_projection(
     model: shapes.ModelShape, tokens: int, device: torch.device, seed: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """q, k, v as views of one ``[T, (H + 2K) d]`` projection, and cos, sin for random angles."""
+    """Generate q, k, v as views of one ``[T, (H + 2K) d]`` projection, and cos, sin for random angles."""
     generator = torch.Generator(device).manual_seed(seed)
     heads, kv_heads, size = model.n_heads, model.n_kv_heads, model.head_dim
     joined = torch.randn(tokens, heads + 2 * kv_heads, size, device=device, dtype=torch.bfloat16, generator=generator)

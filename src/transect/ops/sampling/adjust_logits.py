@@ -46,7 +46,7 @@ def reference(
     frequency: Tensor,
     presence: Tensor,
 ) -> Tensor:
-    """Adjusted logits ``[R, V]``, float32 (float64 for float64 logits)."""
+    """Compute the adjusted logits ``[R, V]``, float32 (float64 for float64 logits)."""
     x = logits.to(compute_dtype(logits.dtype))
     line = state.clamp(min=0)
     held = counts[line]
@@ -59,7 +59,7 @@ def reference(
 
 
 def reference_count(counts: Tensor, state: Tensor, tokens: Tensor) -> None:
-    """One more of ``tokens[r]`` in line ``state[r]``; lines are distinct, -1 counts nothing."""
+    """Count one more of ``tokens[r]`` in line ``state[r]``; lines are distinct, -1 counts nothing."""
     real = state >= 0
     line, token = state[real].long(), tokens[real]
     held = counts[line, token]
@@ -71,7 +71,7 @@ def _adjust(  # type: ignore[no-untyped-def]
     logits, counts, bias, state, repetition, frequency, presence, out, V, row_stride, counts_stride, bias_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A piece (axis 1) of one row (axis 0)."""
+    """Adjust a part (axis 1) of one row (axis 0)."""
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < V
@@ -109,7 +109,7 @@ def triton_adjust(
     frequency: Tensor,
     presence: Tensor,
 ) -> Tensor:
-    """``reference`` in Triton; can be captured in a CUDA graph."""
+    """Compute ``reference`` in Triton; can be captured in a CUDA graph."""
     require("adjust_logits", logits)
     logits = rows_of(logits)
     rows, vocab = logits.shape
@@ -136,14 +136,14 @@ def triton_adjust(
 
 
 def triton_count(counts: Tensor, state: Tensor, tokens: Tensor) -> None:
-    """``reference_count`` in one launch of one program."""
+    """Compute ``reference_count`` in one launch of one program."""
     rows = state.shape[0]
     if rows:
         _count[(1,)](counts, state, tokens, rows, counts.shape[1], BLOCK=max(256, next_power_of_2(rows)))
 
 
 def cost(logits: Tensor, **parameters: Tensor) -> Cost:
-    """Every row has a state; 6 FLOPs a token."""
+    """Count 6 FLOPs a token; every row has a state."""
     elements = logits.numel()
     return Cost(6 * elements, logits.nbytes + 6 * elements, 4 * elements)
 

@@ -30,7 +30,7 @@ from ..registry import Case, Implementation, Kernel, Op, register
 
 
 def reference(logits: Tensor, mask: Tensor, index: Tensor, sound: Tensor | None = None) -> None:
-    """Masked in place."""
+    """Mask the logits in place."""
     if sound is not None:
         sound.copy_(torch.isfinite(logits.amax(-1)))
     bits = torch.arange(32, device=mask.device, dtype=torch.int32)
@@ -41,7 +41,7 @@ def reference(logits: Tensor, mask: Tensor, index: Tensor, sound: Tensor | None 
 
 @kernel
 def _mask(logits, mask, index, flags, V, row_stride, mask_stride, BLOCK: tl.constexpr, SOUND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A piece (axis 1) of one row (axis 0). ``flags``, for each piece: 2 if it has NaN or +inf, else 1 if it has a
+    """Mask a part (axis 1) of one row (axis 0). ``flags``, for each part: 2 if it has NaN or +inf, else 1 if it has a
     finite number, else 0."""
     row = tl.program_id(0)
     line = tl.load(index + row).to(tl.int64)
@@ -60,7 +60,7 @@ def _mask(logits, mask, index, flags, V, row_stride, mask_stride, BLOCK: tl.cons
 
 
 def triton_mask(logits: Tensor, mask: Tensor, index: Tensor, sound: Tensor | None = None) -> None:
-    """``reference`` in Triton; can be captured in a CUDA graph."""
+    """Compute ``reference`` in Triton; can be captured in a CUDA graph."""
     require("mask_logits", logits)
     rows, vocab = logits.shape
     if logits.stride(1) != 1 or mask.stride(1) != 1:
@@ -81,7 +81,7 @@ def triton_mask(logits: Tensor, mask: Tensor, index: Tensor, sound: Tensor | Non
 
 
 def cost(logits: Tensor, mask: Tensor, index: Tensor) -> Cost:
-    """Every row has a mask, and half of the tokens are banned."""
+    """Count a mask for every row, with half of the tokens banned."""
     elements = logits.numel()
     return Cost(elements, elements // 8 + index.nbytes, logits.nbytes // 2)
 

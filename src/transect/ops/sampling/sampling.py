@@ -97,7 +97,7 @@ class LogitShards:
     sum: Callable[[Tensor], Tensor]
 
     def refusal(self, logits: Tensor) -> str | None:
-        """Why ``logits`` ``[R, V here]`` cannot be this rank's part, or None."""
+        """Return the reason why ``logits`` ``[R, V here]`` cannot be this rank's part; None if they can."""
         most, share = self.kept.shape
         if share % GROUP or logits.dtype != self.kept.dtype:
             return f"parts are multiples of {GROUP} tokens in {self.kept.dtype}, not {share} in {logits.dtype}"
@@ -117,7 +117,8 @@ def reference(
     choice: Tensor,
     position: Tensor,
 ) -> Tensor:
-    """One token for each row, int64 ``[R]``, by a full sort. A row that holds NaN or +inf, or only -inf, gives 0."""
+    """Sample one token for each row, int64 ``[R]``, by a full sort. A row that holds NaN or +inf, or only -inf, yields
+    0."""
     tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
     for row, x in enumerate(logits.to(compute_dtype(logits.dtype))):
         peak = x.max() if len(x) else x.new_tensor(torch.nan)
@@ -189,7 +190,7 @@ def sample(
     finite: Tensor | None = None,
     spread: LogitShards | None = None,
 ) -> Tensor:
-    """``reference`` on the device; a CUDA graph can capture it.
+    """Compute ``reference`` on the device; a CUDA graph can capture it.
 
     Args:
         out: int64 ``[R]``, where the tokens are to go.
@@ -321,7 +322,7 @@ SETTINGS = (
 
 
 def inputs(logits: Tensor, settings: Sequence[tuple[float, int, float, float]], seed: int = 0) -> dict[str, Any]:
-    """Arguments for the rows of ``logits``, which take ``settings`` in turn."""
+    """Build the arguments for the rows of ``logits``, which cycle through ``settings``."""
     rows = [settings[row % len(settings)] for row in range(logits.shape[0])]
     columns = list(zip(*rows, strict=True)) if rows else [()] * 4
     number = torch.arange(len(rows), device=logits.device)

@@ -20,33 +20,33 @@ CANDIDATES = 8192
 
 @kernel
 def _scaled(x, peak, t):  # type: ignore[no-untyped-def]
-    """z in float32, divided as the CPU divides; never -0, so that equals have equal bits."""
+    """Compute z in float32, divided as the CPU divides; never -0, so that equal values have equal bits."""
     z = tl.div_rn(x - peak, t)
     return tl.where(z == 0, 0.0, z)
 
 
 @kernel
 def _key(z):  # type: ignore[no-untyped-def]
-    """int32 in the order of the floats."""
+    """Map floats to int32 in the same order."""
     bits = z.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @kernel
 def _value(key):  # type: ignore[no-untyped-def]
-    """The float of a key."""
+    """Return the float of a key."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @kernel
 def _largest(x):  # type: ignore[no-untyped-def]
-    """The largest of some floats, none NaN, by their keys: for integers a warp has an instruction."""
+    """Return the largest of some floats, none NaN, by their keys: a warp has an instruction for integers."""
     return _value(tl.max(_key(x), 0))
 
 
 @kernel
 def _seed(seeds, choices, positions, row):  # type: ignore[no-untyped-def]
-    """position, choice, and the halves of the seed, as uint32."""
+    """Return position, choice, and the halves of the seed, as uint32."""
     seed = tl.load(seeds + row)
     low = (seed & 0xFFFFFFFF).to(tl.uint32)
     high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -55,7 +55,7 @@ def _seed(seeds, choices, positions, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def _log_nearly(x, HOPPER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """log of a normal float32; with HOPPER the hardware's, to 2e-7 or a relative 3e-7."""
+    """Compute the log of a normal float32; with HOPPER by the hardware, to 2e-7 or a relative 3e-7."""
     if HOPPER:
         log2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
         return log2 * 0.6931471805599453
@@ -65,7 +65,7 @@ def _log_nearly(x, HOPPER: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @kernel
 def _noise_nearly(word, HOPPER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``noise_of`` to 1e-4, in float32."""
+    """Compute ``noise_of`` to 1e-4, in float32."""
     u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u
     e = tl.where(rest < 0.01, rest * (1.0 + rest * (0.5 + rest * 0.3333333)), -_log_nearly(u, HOPPER))
@@ -74,7 +74,8 @@ def _noise_nearly(word, HOPPER: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @kernel
 def _nearly(first, position, choice, low, high, STREAM: tl.constexpr, BLOCK: tl.constexpr, HOPPER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The noise of BLOCK ids from ``first`` on, a multiple of 4, to 1e-4: a quarter of the rounds, no float64."""
+    """Compute the noise of BLOCK ids from ``first`` on, a multiple of 4, to 1e-4: a quarter of the rounds, no
+    float64."""
     quarter = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     w0, w1, w2, w3 = words_of(quarter, position, choice, low, high, STREAM)
     even = tl.join(_noise_nearly(w0, HOPPER), _noise_nearly(w2, HOPPER))
@@ -84,7 +85,7 @@ def _nearly(first, position, choice, low, high, STREAM: tl.constexpr, BLOCK: tl.
 
 @kernel
 def _sum_of_group(e):  # type: ignore[no-untyped-def]
-    """Sums of ``[lanes, groups, 2, 2, vector]``, lanes last, as only those need other lanes."""
+    """Sum ``[lanes, groups, 2, 2, vector]``, lanes last, as only that sum needs other lanes."""
     return tl.sum(tl.sum(tl.sum(tl.sum(e, 4), 2), 2), 0)
 
 
@@ -93,7 +94,8 @@ def _groups(  # type: ignore[no-untyped-def]
     logits, temperature, peaks, masses, raw_masses, kept, V, G, row_stride, kept_stride, first,
     GROUPS: tl.constexpr, PAIRS: tl.constexpr, RAW: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """Largest logit of each group of 128 (+inf if the group holds NaN or +inf), and its mass beside that.
+    """Compute the largest logit of each group of 128 (+inf if the group holds NaN or +inf), and its mass relative to
+    that.
 
     Instructions bound this pass over half logits: its memory allows about nine an element. So few lanes share a group,
     each with four stretches of its own. With bfloat16 logits (PAIRS) it loads words of 32 bits, because one instruction
@@ -162,7 +164,7 @@ def _away(away, ids, V, share, SPREAD: tl.constexpr):  # type: ignore[no-untyped
 
 @kernel
 def _fours(logits, ids, V):  # type: ignore[no-untyped-def]
-    """The logits at ``ids`` and at the three after each. With four a lane, a warp has a whole group and asks no
+    """Load the logits at ``ids`` and at the three after each. With four a lane, a warp has a whole group and needs no
     other."""
     x0 = tl.load(logits + ids, ids < V, -float("inf")).to(tl.float32)
     x1 = tl.load(logits + ids + 1, ids + 1 < V, -float("inf")).to(tl.float32)
@@ -173,7 +175,8 @@ def _fours(logits, ids, V):  # type: ignore[no-untyped-def]
 
 @kernel
 def _token_of(logits, group, peak, t, V, position, choice, low, high, HOPPER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The best token of the group drawn: the one near the top by scores to 2e-4, or if those are several, by true ones.
+    """Return the best token of the group drawn: the one near the top by scores to 2e-4, or if there are several, by
+    exact scores.
 
     The group's largest z is above -31 (noise spans 26, a group's mass is at most 128), so what can win is above -58:
     there z and the sum are off by 2e-5 at the most, the noise by 1e-4.
@@ -207,7 +210,7 @@ def _settle(  # type: ignore[no-untyped-def]
     tokens, logprobs, finite, mode, tops, bars, totals, lses, counts, away, V, G, row_stride, share,
     WIDTH: tl.constexpr, RAW: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """A row from its groups: the token itself, or the bar and the mass for what follows.
+    """Decide a row from its groups: write the token itself, or the threshold and the mass for the next kernel.
 
     mode: 0 the row is done, 1 collect what reaches the bar, 2 look at all tokens.
     """
@@ -301,7 +304,8 @@ def _collect(  # type: ignore[no-untyped-def]
     logits, temperature, peaks, mode, tops, bars, counts, found_z, found_id, away, V, G, row_stride, share,
     GROUPS: tl.constexpr, CAPACITY: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """z and id of the tokens that reach the bar, in any order; groups that do not reach it are not read."""
+    """Collect z and id of the tokens that reach the threshold, in any order; groups that do not reach it are not
+    read."""
     let_next_begin(DEPENDENT_LAUNCH)
     row = tl.program_id(1)
     t = tl.maximum(tl.load(temperature + row), 1e-30)
@@ -330,7 +334,7 @@ def _tile(  # type: ignore[no-untyped-def]
     logits, found_z, found_id, start, n, peak, t, away, share, DENSE: tl.constexpr, BLOCK: tl.constexpr,
     SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """z and id of BLOCK tokens, of the row or of those collected; z is -inf past the end."""
+    """Return z and id of BLOCK tokens, of the row or of those collected; z is -inf past the end."""
     at = start + tl.arange(0, BLOCK)
     if DENSE:
         ids = at
@@ -344,7 +348,7 @@ def _tile(  # type: ignore[no-untyped-def]
 
 @kernel
 def _units(z, keep, DENSE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The mass of the tokens to ``keep``, in units of 2**-42: integers add up to the same in any order."""
+    """Sum the mass of the tokens to ``keep``, in units of 2**-42: a sum of integers is the same in any order."""
     if DENSE:
         e = tl.exp(z).to(tl.float64)
     else:
@@ -357,7 +361,8 @@ def _select(  # type: ignore[no-untyped-def]
     logits, found_z, found_id, n, peak, t, V, k, p, least, total, bar, position, choice, seed_low, seed_high, away,
     share, DENSE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """The token of a truncated row, from all n tokens (DENSE) or from n collected ones that hold all that is kept."""
+    """Choose the token of a truncated row, from all n tokens (DENSE) or from n collected ones that include all kept
+    tokens."""
     limited = (k > 0) & (k < V)
     floor = tl.where(least > 0, tl.log(tl.maximum(least, 1e-38).to(tl.float64)), -float("inf"))
     low = tl.maximum(_key(floor.to(tl.float32)), -2139095040)  # above the key of -inf
@@ -427,7 +432,7 @@ def _choose(  # type: ignore[no-untyped-def]
     CAPACITY: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
     SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """The token of each row that ``_settle`` left open."""
+    """Choose the token of each row that ``_settle`` did not decide."""
     let_next_begin(DEPENDENT_LAUNCH)
     row = tl.program_id(0)
     t = tl.maximum(tl.load(temperature + row), 1e-30)
@@ -469,7 +474,7 @@ def _choose(  # type: ignore[no-untyped-def]
 
 
 def kernels() -> Sequence[Kernel]:
-    """For ahead-of-time compilation."""
+    """List the kernels for ahead-of-time compilation."""
     ints = dict.fromkeys(("V", "G", "row_stride", "kept_stride", "first", "share"), "i32")
     parameters = {
         "temperature": "*fp32", "top_k": "*i32", "top_p": "*fp32", "min_p": "*fp32", "seeds": "*i64",

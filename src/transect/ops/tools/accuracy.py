@@ -22,11 +22,11 @@ from ..registry import Implementation, Op
 FEW = 64
 DRAWS = 16
 LAYOUTS = ("contiguous", "apart", "padded")
-_SPECIAL = "NaN or infinities do not stand where float64 has them"
+_SPECIAL = "NaN or infinities are not in the same places as in float64"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Comparison:
     """One output or gradient of one implementation on one example."""
 
     op: str
@@ -61,7 +61,7 @@ def check(
     layouts: Sequence[str] = LAYOUTS,
     draws: int = DRAWS,
     plain: bool = True,
-) -> Iterator[Finding]:
+) -> Iterator[Comparison]:
     """Compare on every example that the implementation takes in this dtype; the first two in all ``layouts`` (elements
     apart, rows padded), the others in the first. Results of few elements are drawn ``draws`` times. Without ``plain``
     an implementation that has gradients is compared only with them.
@@ -86,7 +86,7 @@ def check(
                     op, call, example, dtype, device, layout, with_gradient, draws
                 ).items():
                     name = str(dtype).removeprefix("torch.")
-                    yield Finding(
+                    yield Comparison(
                         op.name,
                         implementation.backend,
                         name,
@@ -98,7 +98,7 @@ def check(
 
 
 def _first(op: Op, example: Mapping[str, Any], dtype: torch.dtype, device: str, layout: str) -> dict[str, Any]:
-    """The arguments of an implementation at an example's first draw."""
+    """Prepare the arguments of an implementation at an example's first draw."""
     inputs = {key: prepared(op, key, value, dtype, device, 0) for key, value in example.items()}
     return {key: _lay_out(v, layout) if key not in op.mutates else v for key, v in inputs.items()}
 
@@ -184,7 +184,8 @@ def _run(
     dtype: torch.dtype,
     weights: Any,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Outputs and, if asked, gradients for random upstream gradients (drawn here, or ``weights`` of an earlier run)."""
+    """Compute the outputs and, if asked, gradients for random upstream gradients (drawn here, or ``weights`` of an
+    earlier run)."""
     arguments = {key: _fresh(op, key, value, with_gradient) for key, value in inputs.items()}
     result = call(**arguments)
     outputs = [*_listed(result), *(arguments[key] for key in op.mutates)]
@@ -208,7 +209,7 @@ def _upstream(output: Tensor, seed: int) -> Tensor:
 def at_example(
     op: Op, implementation: Implementation, inputs: Mapping[str, Any], direction: str
 ) -> tuple[float, float, float]:
-    """(error, torch's error, allowed) of an implementation on a small example: the worst output, or gradient.
+    """Return (error, torch's error, allowed) of an implementation on a small example: the worst output, or gradient.
 
     Raises:
         ValueError: NaN or an infinity stands where float64 has none, or the other way round.
@@ -224,7 +225,7 @@ def at_example(
 def at_case(
     op: Op, call: Callable[..., Any], inputs: Mapping[str, Any], direction: str
 ) -> tuple[float | None, float | None, float | None]:
-    """(error, torch's error, allowed) of ``call`` on a case's real shape: the worst output, or gradient.
+    """Return (error, torch's error, allowed) of ``call`` on a case's real shape: the worst output, or gradient.
 
     Against ``op.exact`` or the reference in float64; all None where the memory for that is not there.
 
@@ -274,7 +275,8 @@ def _floating(value: Any) -> bool:
 
 
 def prepared(op: Op, key: str, value: Any, dtype: torch.dtype, device: str, draw: int) -> Any:
-    """An example's value for one draw: floating-point tensors in ``dtype``, other than ``op.keeps_dtype``."""
+    """Prepare an example's value for one draw: floating-point tensors in ``dtype``, except those in
+    ``op.keeps_dtype``."""
     if not isinstance(value, Tensor):
         return value.to(device) if hasattr(value, "to") else copy.copy(value)
     if not value.is_floating_point():

@@ -76,7 +76,7 @@ class Timing:
 
 
 def floor_seconds(cost: Cost, ceilings: Ceilings, dtype: str) -> float:
-    """The least time for this work: arithmetic or bytes, whichever takes longer."""
+    """Return the least time for this work: arithmetic or bytes, whichever takes longer."""
     reading = cost.bytes_written < 0.1 * cost.bytes
     bandwidth = ceilings.read_bytes_per_second if reading else ceilings.copy_bytes_per_second
     return cost.floor(ceilings.rate(dtype), bandwidth)
@@ -291,7 +291,7 @@ def _once(call: Callable[[], Any]) -> float:
 
 
 def _memory(call: Callable[[], Any]) -> tuple[int, int]:
-    """(most bytes allocated on top of what was, bytes of the result) of one run, the second one."""
+    """Measure (most bytes allocated above those before, bytes of the result) of one run, the second one."""
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -308,7 +308,7 @@ def _to(value: Any, device: str) -> Any:
 
 
 def _call(op: Op, call: Callable[..., Any], inputs: Mapping[str, Any], direction: str, seed: int) -> Callable[[], Any]:
-    """One run of one direction on one set of inputs, as a function of nothing."""
+    """Bind one run of one direction to one set of inputs, as a function without arguments."""
     if direction == "forward":
         return lambda: call(**inputs)
     given = {k: v for k, v in inputs.items() if k in op.differentiable and isinstance(v, torch.Tensor)}

@@ -83,7 +83,7 @@ def run(
     warm_up_workers: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Timing]:
-    """Every case of ``ops`` whose name contains ``matching``: rows as they come.
+    """Measure every case of ``ops`` whose name contains ``matching``; rows are yielded as they finish.
 
     Args:
         left_out: (operator, case) pairs not to run.
@@ -161,7 +161,8 @@ def _without_time(unit: Unit, names: dict[str, list[str]], who: tuple[str, str],
 
 
 def _warm_up(job: dict[str, Any], units: list[Unit], count: int) -> None:
-    """``count`` processes at most, each with a share of the cases; what fails there is found when measured."""
+    """Run at most ``count`` processes, each with a share of the cases, to warm up; failures there are found when
+    measured."""
     shares = [units[i::count] for i in range(count) if units[i::count]]
     workers = [_Worker({**job, "warm_up": share}) for share in shares]
     for worker in workers:

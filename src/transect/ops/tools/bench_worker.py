@@ -44,7 +44,7 @@ def give_up(device: str, say: Callable[..., None]) -> None:
 
 
 def main(out: TextIO) -> None:
-    """One job, as ``bench_run.py`` describes it; messages go to ``out``."""
+    """Run one job, as ``bench_run.py`` describes it; messages are written to ``out``."""
 
     def say(kind: str, **fields: Any) -> None:
         print(json.dumps({"kind": kind, **fields}), file=out, flush=True)

@@ -155,7 +155,7 @@ def readable(symbol: str) -> str:
 
 
 def _source(function: Any) -> Any:
-    """Triton's class for the source of a kernel: Gluon's kernels have their own."""
+    """Return Triton's class for the source of a kernel: Gluon's kernels have their own."""
     if getattr(function, "is_gluon", lambda: False)():
         from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -177,7 +177,7 @@ def _number(pattern: str, text: str) -> int | None:
 
 
 def _entries(ptx: str) -> dict[str, str]:
-    """PTX of each kernel, by its symbol."""
+    """Split PTX by kernel, keyed by its symbol."""
     parts = re.split(r"(?=^\.(?:visible |weak )?\.?entry )", ptx, flags=re.MULTILINE)
     found = {}
     for part in parts:
@@ -198,7 +198,7 @@ def tool(name: str) -> str | None:
 
 
 def missing_tools() -> list[str]:
-    """Programs without which registers or SASS cannot be read."""
+    """List the missing programs that registers or SASS are read with."""
     return [name for name in ("cuobjdump", "nvdisasm") if tool(name) is None]
 
 
@@ -212,11 +212,11 @@ def _on_file(program: str | None, arguments: list[str], content: bytes) -> str:
 
 
 def _resources(cubin: bytes) -> tuple[int | None, int | None]:
-    """(registers of a thread, bytes of its stack) of machine code, None where there is no ``cuobjdump``."""
+    """Read (registers of a thread, bytes of its stack) from machine code; None without ``cuobjdump``."""
     usage = _on_file(tool("cuobjdump"), ["--dump-resource-usage"], cubin)
     return _number(r"REG:(\d+)", usage), _number(r"STACK:(\d+)", usage)
 
 
 def disassemble(cubin: bytes) -> str:
-    """SASS of machine code; empty where there is no ``nvdisasm``."""
+    """Return the SASS of machine code; empty without ``nvdisasm``."""
     return _on_file(tool("nvdisasm"), ["-c"], cubin)

@@ -81,7 +81,7 @@ def stage_text(found: Sequence[Inspected], stage: str) -> str:
 
 
 def widths(counts: dict[int, int]) -> str:
-    """``{16: 8, 2: 1}`` -> ``16 B x8, 2 B x1``; width 0 is a bulk copy."""
+    """Format ``{16: 8, 2: 1}`` as ``16 B x8, 2 B x1``; width 0 is a bulk copy."""
     return ", ".join(f"{f'{width} B' if width else 'bulk'} x{n}" for width, n in sorted(counts.items(), reverse=True))
 
 

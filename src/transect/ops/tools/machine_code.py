@@ -20,7 +20,7 @@ _MATRIX = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MultiprocessorLimits:
     """The limits of one multiprocessor: threads of a warp, warps at once, registers, shared memory, programs at
     once."""
 
@@ -33,17 +33,18 @@ class Limits:
     programs: int
 
 
-LIMITS: Mapping[str, Limits] = {
-    "sm_80": Limits(32, 64, 65536, 256, 164 * 1024, 1024, 32),
-    "sm_90": Limits(32, 64, 65536, 256, 228 * 1024, 1024, 32),
+LIMITS: Mapping[str, MultiprocessorLimits] = {
+    "sm_80": MultiprocessorLimits(32, 64, 65536, 256, 164 * 1024, 1024, 32),
+    "sm_90": MultiprocessorLimits(32, 64, 65536, 256, 228 * 1024, 1024, 32),
     # Four SIMD units, each with 512 registers of 64 lanes and at most 8 waves.
-    "gfx942": Limits(64, 32, 4 * 512 * 64, 8 * 64, 64 * 1024, 0, 32),
+    "gfx942": MultiprocessorLimits(64, 32, 4 * 512 * 64, 8 * 64, 64 * 1024, 0, 32),
 }
 """NVIDIA: CUDA programming guide, table of compute capabilities. AMD: CDNA 3 instruction set architecture."""
 
 
 def access_bytes(assembly: str) -> dict[str, dict[int, int]]:
-    """Global accesses of PTX or AMD assembly: ``{"load": {16: 8}, "store": {16: 4}}`` counts each width in bytes.
+    """Count the global accesses of PTX or AMD assembly: ``{"load": {16: 8}, "store": {16: 4}}`` counts each width in
+    bytes.
 
     Width 0 stands for bulk copies (TMA), which move a whole tile. Copies that go straight to shared memory
     (``cp.async``, ``buffer_load ... lds``) count as loads.
@@ -72,7 +73,8 @@ def matrix_instructions(assembly: str) -> dict[str, int]:
 
 
 def occupancy(target: str, warps: int, registers: int, shared_bytes: int) -> float | None:
-    """Warps that fit on a multiprocessor at once, as a share of its most; None for a target without limits here.
+    """Return the warps that fit on a multiprocessor at once, as a share of its maximum; None for a target without
+    limits here.
 
     ``warps``: of a program. ``registers``: of a thread. ``shared_bytes``: of a program.
     """

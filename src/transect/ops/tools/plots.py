@@ -15,7 +15,7 @@ PEERS = ("#c55a11", "#f4b183", "#7f7f7f", "#bf9000")
 
 
 def pyplot() -> Any:
-    """Matplotlib, drawing into files. ``Unavailable`` where it is not installed."""
+    """Return Matplotlib, drawing into files. ``Unavailable`` where it is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -27,7 +27,7 @@ def pyplot() -> Any:
 
 
 def bars(op: str, rows: Sequence[Timing], path: Path) -> None:
-    """For each case and direction of one operator a group of bars: everybody's share of the floor."""
+    """Draw a group of bars for each case and direction of one operator: every implementation's share of the floor."""
     plt = pyplot()
     timed = [row for row in rows if row.of_floor is not None]
     groups = list(dict.fromkeys((row.case, row.direction) for row in timed))
@@ -61,7 +61,8 @@ def _colors(names: Sequence[tuple[str, bool]]) -> Mapping[tuple[str, bool], str]
 
 
 def roofline(rows: Sequence[Timing], ceilings: Ceilings, path: Path) -> None:
-    """Every timed case of ours at its arithmetic intensity, under the lines of bandwidth and of the matrix rates."""
+    """Draw every timed case of ours at its arithmetic intensity, under the lines of bandwidth and of the matrix
+    rates."""
     plt = pyplot()
     timed = [row for row in rows if row.seconds and not row.is_peer and row.bytes and row.flops]
     best: dict[tuple[str, str, str], Timing] = {}
@@ -104,7 +105,7 @@ def _save(plt: Any, figure: Any, path: Path) -> None:
 
 
 def draw(rows: Sequence[Timing], ceilings: Ceilings, folder: Path) -> list[Path]:
-    """One file of bars for each operator, ``roofline.png`` for all; returns the files."""
+    """Draw one file of bars for each operator and ``roofline.png`` for all; returns the files."""
     made = []
     for op in dict.fromkeys(row.op for row in rows):
         of_op = [row for row in rows if row.op == op]

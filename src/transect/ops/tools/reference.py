@@ -13,12 +13,12 @@ COLUMNS = ("implementation", "backend", "targets", "dtypes", "gradient", "batch-
 
 
 def paragraphs(docstring: str) -> list[str]:
-    """Blocks between empty lines."""
+    """Split a docstring into blocks between empty lines."""
     return [block.strip("\n") for block in re.split(r"\n\s*\n", docstring.strip("\n")) if block.strip()]
 
 
 def markdown(block: str) -> str:
-    """One paragraph of a docstring: indented ones are formulas, and kept as they stand; RST's double ticks become
+    """Convert one paragraph of a docstring: indented ones are formulas and stay unchanged; RST's double ticks become
     single ones."""
     if all(line.startswith("    ") for line in block.splitlines()):
         return "```text\n" + textwrap.dedent(block) + "\n```"
@@ -52,7 +52,7 @@ def lines_of(docstring: str, word: str) -> str:
 
 
 def entry(op: Op) -> str:
-    """One operator: math, shapes, what bounds it, implementations, accuracy."""
+    """Render one operator: math, shapes, limits, implementations, accuracy."""
     module = sys.modules[op.reference.__module__]
     docstring = module.__doc__ or ""
     parts = [f"## {op.name}", f"`{module.__name__.removeprefix('transect.').replace('.', '/')}.py`"]

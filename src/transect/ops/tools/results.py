@@ -54,7 +54,7 @@ def merge(path: Path, run: Mapping[str, Any], rows: Sequence[Timing]) -> None:
 
 
 def measured(kept: Mapping[str, Any], run: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
-    """(operator, case) pairs that a file holds from the same commit, device and versions as ``run``.
+    """Return the (operator, case) pairs that a file holds from the same commit, device and versions as ``run``.
 
     Args:
         kept: a result file, as ``read`` gives it.
@@ -88,7 +88,7 @@ def _write(path: Path, runs: Mapping[str, Any], rows: Iterable[Row]) -> None:
 
 
 def _dumps(runs: Mapping[str, Any], rows: Iterable[Row]) -> str:
-    """JSON with one row a line."""
+    """Format JSON with one row a line."""
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
     head = json.dumps(runs, indent=1).replace("\n", "\n ")
     return f'{{\n "runs": {head},\n "rows": [\n{lines}\n ]\n}}\n'
@@ -104,7 +104,7 @@ def rate(row: Timing) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Microseconds with as many digits as they carry."""
+    """Format microseconds with their significant digits."""
     us = seconds * 1e6
     return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
 

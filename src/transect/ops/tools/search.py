@@ -83,7 +83,7 @@ class Found:
         return self.best.config if self.gain is None or self.gain >= WORTH else self.default
 
     def worth(self) -> dict[str, float | None]:
-        """For each knob: the best time with it at its default over the best time with it free (1.0: worth nothing).
+        """Return, for each knob, the best time with it at its default over the best time with it free (1.0: no gain).
 
         None where no such trial ran.
         """
@@ -100,7 +100,7 @@ def _fastest(trials: Sequence[Trial]) -> Trial:
 
 
 def configurations(knobs: Knobs, size: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(the heuristic's, every other one that makes sense at ``size``, shuffled the same way each time)."""
+    """Return (the heuristic's, every other one that makes sense at ``size``, shuffled the same way each time)."""
     fixed = dict(knobs.heuristic(size))
     names = [name for name in knobs.choices if name in fixed]
     default = {name: fixed[name] for name in names}
@@ -206,7 +206,7 @@ def _finals(
 
 
 def results(knobs: Knobs, arguments: Mapping[str, Any], config: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Copies of what one run returns, or of its arguments where it returns nothing but writes into those."""
+    """Copy the results of one run, or its arguments if it returns nothing but writes into them."""
     made = knobs.launch(**arguments, config=config)
     listed = [made] if isinstance(made, torch.Tensor) else list(made or arguments.values())
     return [value.detach().clone() for value in listed if isinstance(value, torch.Tensor)]

@@ -28,7 +28,7 @@ def _side_stream(device: int) -> torch.cuda.Stream:
 
 @contextmanager
 def own_stream() -> Iterator[None]:
-    """The device's side stream, always the same one, for the length of a block."""
+    """Use the device's side stream, always the same one, for the length of a block."""
     stream = _side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -54,7 +54,7 @@ class Replay:
 
 
 def time_graph(calls: Calls, replays: int = REPLAYS) -> list[float]:
-    """Seconds of one call, for each replay of a CUDA graph that holds ``calls`` one after another.
+    """Time one call in seconds, for each replay of a CUDA graph that holds ``calls`` one after another.
 
     Each call runs once before. So work at the first call on an input (such as repacking a weight) is not timed.
     """
@@ -63,7 +63,7 @@ def time_graph(calls: Calls, replays: int = REPLAYS) -> list[float]:
 
 
 def time_eager(calls: Calls, replays: int = REPLAYS) -> list[float]:
-    """Seconds of one call between two events, launch included; for what cannot be captured."""
+    """Time one call in seconds between two events, launch included; for calls that cannot be captured."""
     with own_stream():
 
         def work() -> None:
@@ -90,7 +90,8 @@ def _events(work: Callable[[], Any], replays: int) -> list[float]:
 
 
 def time_host(calls: Calls, replays: int = REPLAYS, seconds: float = 0.5) -> list[float]:
-    """Seconds of one call by the clock, after one that does not count; fewer replays when they take ``seconds``."""
+    """Time one call in seconds by the clock, after one that does not count; fewer replays when they take
+    ``seconds``."""
     for call in calls[:1]:
         call()
     times = []

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..lang.jit import INTERPRETED, MISSING, interpreter_refusal, triton
-from ..registry import Op, Trace, Unavailable
+from ..registry import KernelTrace, Op, Unavailable
 
 Program = tuple[int, int, int]
 OUTSIDE = "outside of every argument"
@@ -84,7 +84,7 @@ class Launch:
         return [(i, j, k) for i in range(x) for j in range(y) for k in range(z)]
 
     def stored(self) -> list[str]:
-        """Arguments that some program wrote."""
+        """List the arguments that some program wrote."""
         return list(dict.fromkeys(a.argument for a in self.accesses if a.kind != "load" and a.argument != OUTSIDE))
 
     def of(self, program: Program) -> list[Access]:
@@ -151,7 +151,7 @@ def recording(watch: Sequence[str] = ()) -> Iterator[list[Launch]]:
 
 
 def _pointers(name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Addresses and mask of a call of one of the builder's memory functions."""
+    """Return addresses and mask of a call of one of the builder's memory functions."""
     place = {"create_masked_load": (0, 1), "create_masked_store": (0, 2), "create_atomic_rmw": (1, 3)}
     at, mask_at = place.get(name, (0, -1))
     pointers = arguments[at].data
@@ -222,7 +222,7 @@ def _plain(value: Any) -> Any:
     return data.item() if data.size == 1 else data
 
 
-def trace_of(op: Op) -> Trace:
+def trace_of(op: Op) -> KernelTrace:
     """Return the trace that ``op`` declares, else its smallest non-empty example through the first of its Triton
     implementations that runs here.
 
@@ -242,7 +242,7 @@ def trace_of(op: Op) -> Trace:
     launch = _launcher(op)
     examples = sorted((e for e in op.examples() if filled(e)), key=size)
     example = next((e for e in examples if size(e) >= 16), examples[-1])
-    return Trace(lambda: example, launch)
+    return KernelTrace(lambda: example, launch)
 
 
 def _launcher(op: Op) -> Callable[..., Any]:
@@ -258,7 +258,7 @@ def _launcher(op: Op) -> Callable[..., Any]:
     raise Unavailable("; ".join(f"{op.name} ({name}): {reason}" for name, reason in reasons.items()))
 
 
-def follow(op: Op) -> tuple[Trace, list[Launch]]:
+def follow(op: Op) -> tuple[KernelTrace, list[Launch]]:
     """Run an operator's trace; errors as in ``recording`` and ``trace_of``."""
     chosen = trace_of(op)
     arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in chosen.arguments().items()}

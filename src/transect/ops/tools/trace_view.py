@@ -21,7 +21,7 @@ def flat_program(launch: Launch, program: Program) -> int:
 
 
 def numbers(launch: Launch, argument: str, accesses: Sequence[Access]) -> np.ndarray:
-    """For each element of an argument the text to show, as an array of strings; '' where nothing touched it.
+    """Return the text to show for each element of an argument, as an array of strings; '' where no program accessed it.
 
     The number of the program; ``p.k`` for its k-th access of the argument where some program has several.
     """
@@ -48,13 +48,13 @@ def as_matrix(argument: Argument, values: np.ndarray) -> tuple[np.ndarray, str]:
 
 
 def cut(lines: Sequence[Any]) -> list[tuple[int, int]]:
-    """Runs of equal neighbours: ``[(first, past the last), ...]``."""
+    """Find runs of equal adjacent lines: ``[(first, past the last), ...]``."""
     edges = [0, *(i for i in range(1, len(lines)) if not np.array_equal(lines[i], lines[i - 1])), len(lines)]
     return [(a, b) for a, b in itertools.pairwise(edges) if a < b]
 
 
 def tiles(matrix: np.ndarray) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(row runs, column runs) within which nothing changes."""
+    """Find (row runs, column runs) of constant values."""
     return cut(list(matrix)), cut(list(matrix.T))
 
 
@@ -88,7 +88,7 @@ def grid(argument: Argument, values: np.ndarray, title: str, most: int = 24) -> 
 
 
 def written(launch: Launch) -> Iterator[Any]:
-    """For each argument that was written: which program wrote what, in the order of the numbers."""
+    """Draw, for each argument that was written, which program wrote what, in the order of the numbers."""
     stores = [access for access in launch.accesses if access.kind != "load"]
     for name in launch.stored():
         argument = launch.arguments[name]
@@ -96,7 +96,7 @@ def written(launch: Launch) -> Iterator[Any]:
 
 
 def loaded(launch: Launch, program: Program) -> Iterator[tuple[Argument, np.ndarray]]:
-    """Each argument that one program read, and for each of its elements the number of the load that brought it."""
+    """Yield each argument that one program read, and for each of its elements the number of the load that read it."""
     own = [access for access in launch.of(program) if access.kind == "load" and access.argument != OUTSIDE]
     for name in dict.fromkeys(access.argument for access in own):
         argument = launch.arguments[name]
@@ -107,14 +107,14 @@ def loaded(launch: Launch, program: Program) -> Iterator[tuple[Argument, np.ndar
 
 
 def read_by(launch: Launch, program: Program) -> Iterator[Any]:
-    """For each argument that one program read: which of its loads brought which elements."""
+    """Draw, for each argument that one program read, which of its loads read which elements."""
     for argument, found in loaded(launch, program):
         what = f"{argument.name} {list(argument.shape)}"
         yield grid(argument, found, f"{what}: read by program {flat_program(launch, program)}, by number of its load")
 
 
 def accesses(launch: Launch, program: Program) -> Any:
-    """Every access of one program as a table: what, of which argument, which elements, how many masked off."""
+    """Show every access of one program as a table: what, of which argument, which elements, how many masked off."""
     from rich import box
     from rich.table import Table
 
@@ -129,7 +129,7 @@ def accesses(launch: Launch, program: Program) -> Any:
 
 
 def _where(argument: Argument, elements: np.ndarray) -> str:
-    """``[4:8, 0:4]``: the box that holds the elements, and their number where they do not fill it."""
+    """Describe the box that holds the elements, ``[4:8, 0:4]``, and their number where they do not fill it."""
     if not elements.size:
         return ""
     if not argument.shape:
@@ -174,13 +174,13 @@ def busiest(launch: Launch) -> int:
 
 
 def outside(launch: Launch) -> list[Access]:
-    """Accesses of memory that belongs to no argument: a bug of the kernel, or scratch memory of its launcher. One that
-    is masked off as a whole touches none."""
+    """List the accesses of memory that belongs to no argument: a bug of the kernel, or scratch memory of its launcher.
+    One that is masked off as a whole accesses none."""
     return [access for access in launch.accesses if access.argument == OUTSIDE and access.elements.size]
 
 
 def plot(launches: Sequence[Launch], program: int | None, path: Path) -> None:
-    """The same grids as colored pictures: what was written, and below what one program read."""
+    """Draw the same grids as colored pictures: the writes, and below them one program's reads."""
     from .plots import pyplot
 
     plt = pyplot()

@@ -38,7 +38,8 @@ Busy = Callable[[float], float]
 
 
 def settled(busy: Busy) -> float:
-    """Seconds of one call when the clock has followed the power of its work, the mean of the last two slices."""
+    """Time one call in seconds after the clock has adapted to the power of its work: the mean of the last two
+    slices."""
     before, now, spent = busy(SLICE_SECONDS), busy(SLICE_SECONDS), 2 * SLICE_SECONDS
     while spent < LEAST_SECONDS or (abs(now - before) > STEADY * before and spent < MOST_SECONDS):
         before, now = now, busy(SLICE_SECONDS)
@@ -47,7 +48,7 @@ def settled(busy: Busy) -> float:
 
 
 def in_turns(turns: Sequence[Callable[[], float]], rounds: int = ROUNDS) -> list[float]:
-    """The median over the rounds of what each turn returns."""
+    """Return the median over the rounds of each turn's results."""
     times: list[list[float]] = [[] for _ in turns]
     for number in range(rounds):
         order = list(zip(turns, times, strict=True))
@@ -57,8 +58,8 @@ def in_turns(turns: Sequence[Callable[[], float]], rounds: int = ROUNDS) -> list
 
 
 def race(contenders: Sequence[Calls]) -> list[float]:
-    """Seconds of one call of each contender under load, in CUDA graphs of its calls one after another. A graph lives
-    for one turn, so no more than one contender's results take memory."""
+    """Time one call of each contender in seconds under load, in CUDA graphs of its calls one after another. A graph
+    lives for one turn, so only one contender's results take memory at a time."""
     return in_turns([partial(_turn, calls) for calls in contenders])
 
 
@@ -72,7 +73,7 @@ def _turn(calls: Calls) -> float:
 
 
 def _busy(replay: Replay, burst: int, seconds: float) -> float:
-    """Seconds of one replay, of bursts that follow each other for so long; of one burst at least."""
+    """Time one replay in seconds, over consecutive bursts that take ``seconds``; one burst at least."""
     first, count = _mark(), 0
     marks, end = deque([first]), time.perf_counter() + seconds
     while count == 0 or time.perf_counter() < end:

@@ -24,7 +24,7 @@ SLOTS = 8
 
 
 class Drain:
-    """Host memory that gradients are added up in.
+    """Host memory in which gradients are accumulated.
 
     Args:
         into: target of each gradient by name: contiguous, in host memory, with as many numbers.
@@ -42,9 +42,9 @@ class Drain:
         self.into = {name: tensor.view(-1) for name, tensor in into.items()}
         self.kernels, self.part = kernels, part
         self.given: set[str] = set()
-        """Those that have had a gradient since ``clear``."""
+        """Names of gradients received since ``clear``."""
         self._parts: set[tuple[str, int]] = set()
-        """Parameters, and where in them something was given."""
+        """Parameters, with the offsets of their received parts."""
         self._squares: dict[tuple[str, int], float] = {}
         self._under_way: list[Future[None]] = []
         self._stream: torch.cuda.Stream | None = None
@@ -52,7 +52,8 @@ class Drain:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradients")
 
     def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream of copies from a GPU, made with its buffers when the first gradient comes from there."""
+        """Return the stream of copies from a GPU, created with its buffers when the first gradient arrives from
+        there."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
             for slot in Ring(SLOTS, 4 * self.part, pin=True).slots:
@@ -61,8 +62,8 @@ class Drain:
 
     @torch.no_grad()
     def take(self, name: str, gradient: Tensor, first: int = 0) -> None:
-        """Begin to add a gradient, which the caller may forget then: on a GPU its memory is kept until it is copied.
-        ``first``: it is of the numbers from there on; each part of a parameter comes by itself every time."""
+        """Start accumulating a gradient, which the caller may drop: on a GPU its memory is kept until it is copied.
+        ``first``: offset of the gradient's numbers; each part of a parameter is given separately every time."""
         add = (name, first) in self._parts
         self._parts.add((name, first))
         self.given.add(name)
@@ -94,7 +95,7 @@ class Drain:
         self._squares[name, begin] = self.kernels.take_in(some, into, add)
 
     def wait(self) -> None:
-        """Wait until all that was taken is there."""
+        """Wait until all gradients have arrived."""
         under_way, self._under_way = self._under_way, []
         for part in under_way:
             part.result()
@@ -105,7 +106,7 @@ class Drain:
         return sum(self._squares[key] for key in sorted(self._squares) if counts(key[0]))
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self.wait()
         self.given.clear()
         self._parts.clear()

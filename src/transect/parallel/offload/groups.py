@@ -19,7 +19,7 @@ GROUP = 2**24
 
 @dataclass(frozen=True, slots=True)
 class StatePiece:
-    """Numbers ``begin`` to ``end`` of a parameter, which lie from ``at`` on in their group."""
+    """Numbers ``begin`` to ``end`` of a parameter, at offset ``at`` of their group."""
 
     name: str
     begin: int
@@ -28,13 +28,13 @@ class StatePiece:
 
     @property
     def place(self) -> slice:
-        """Where it is in its group."""
+        """Slice of the group."""
         return slice(self.at, self.at + self.end - self.begin)
 
 
 @dataclass(frozen=True, slots=True)
 class PieceGroup:
-    """Pieces that go together: ``count`` numbers, the first of which is number ``start`` of all."""
+    """Pieces that are moved together: ``count`` numbers, starting with number ``start`` of all."""
 
     pieces: tuple[StatePiece, ...]
     start: int
@@ -42,7 +42,7 @@ class PieceGroup:
 
 
 def cut(sizes: Mapping[str, int], most: int = GROUP) -> list[PieceGroup]:
-    """Groups of at most ``most`` numbers; ``sizes`` has the numbers of each parameter."""
+    """Divide parameters into groups of at most ``most`` numbers; ``sizes`` has the numbers of each parameter."""
     groups: list[PieceGroup] = []
     pieces: list[StatePiece] = []
     start = count = 0

@@ -1,4 +1,4 @@
-"""Where the weights of layers are while these do not run: in host memory, or in a file on a fast disk (ZeRO-Infinity).
+"""Storage of the weights of layers that do not run: host memory, or a file on a fast disk (ZeRO-Infinity).
 
 A rank keeps a piece of the weights of each unit (a layer, or what is outside the layers; ``sharded.py``), and sends it
 to its device over its own link when the unit's turn comes. Pieces in a file are read ahead into pinned memory, in the
@@ -23,19 +23,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...hardware.direct_file import DirectFile, Pending
+from ...hardware.direct_file import DirectFile, PendingTransfer
 from ...hardware.host_memory import Ring, aligned, host_memory, host_tensor
 from .groups import StatePiece
 
 AHEAD = 2
-"""Units that are being read before they are needed."""
+"""Units that are read ahead of their use."""
 
 
 class Pieces(Protocol):
-    """The pieces of a rank, by the numbers of their units: the layers from 0 on, then what is outside of them."""
+    """The pieces of a rank, by the numbers of their units: the layers from 0 on, then the parameters outside of
+    layers."""
 
     def keep(self, unit: int, values: Tensor) -> Tensor:
-        """Take a piece in, ``[numbers]``. What comes back stands for it: the optimizer's parameters are views of it,
+        """Store a piece, ``[numbers]``. The returned tensor represents it: the optimizer's parameters are views of it,
         and it may have no memory."""
         ...
 
@@ -44,34 +45,35 @@ class Pieces(Protocol):
         ...
 
     def send_part(self, unit: int, begin: int, end: int, to: Tensor) -> None:
-        """The same of some numbers of a piece. Parts of one unit are asked for before those of another."""
+        """Copy some numbers of a piece to the device. All parts of one unit are requested before those of another."""
         ...
 
 
 class HostPieces:
-    """In host memory, pinned for a GPU; the optimizer changes them where they are. ``device``: that they go to."""
+    """Pieces in host memory, pinned for a GPU; the optimizer changes them in place. ``device``: target of the
+    copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._pin = device.type == "cuda"
         self._all: dict[int, Tensor] = {}
 
     def keep(self, unit: int, values: Tensor) -> Tensor:
-        """See ``Pieces``; ValueError if there is not so much memory."""
+        """Store a piece, see ``Pieces``. Raises ValueError if there is not enough memory."""
         memory = host_tensor(values.shape, values.dtype, pin=self._pin)
         self._all[unit] = memory.copy_(values)
         return memory
 
     def send(self, unit: int, to: Tensor) -> None:
-        """See ``Pieces``."""
+        """Copy a piece to the device; see ``Pieces``."""
         to.copy_(self._all[unit], non_blocking=True)
 
     def send_part(self, unit: int, begin: int, end: int, to: Tensor) -> None:
-        """See ``Pieces``."""
+        """Copy a part of a piece to the device; see ``Pieces``."""
         to.copy_(self._all[unit][begin:end], non_blocking=True)
 
 
 class FilePieces:
-    """In a file, which has no name and goes with this process.
+    """Pieces in an unlinked file, which is deleted with this process.
 
     Args:
         folder: folder of the file, on a fast disk.
@@ -92,33 +94,34 @@ class FilePieces:
         self.file = DirectFile(Path(folder) / "weights", sum(self._sizes), temporary=True)
         layers = len(sizes) - 1
         self._turns = [*range(layers), *reversed(range(layers))]
-        """The order in which a step asks for layers."""
+        """Order in which a step requests layers."""
         self._next = 0
-        """The turn of the layer that is sent next."""
+        """Turn of the layer that is sent next."""
         self._sent = -1
-        """The layer that was sent last; -1: none, or what is outside of them."""
+        """Layer that was sent last; -1 for none, or for the parameters outside of layers."""
         self._held: tuple[int, Tensor] | None = None
-        """The unit that parts are sent of, and the memory that it was read into."""
+        """Unit whose parts are being sent, and the memory that holds it."""
         self._ring = Ring(AHEAD + 1, max(self._sizes), pin=device.type == "cuda")
-        self._reading: deque[tuple[int, Tensor, Pending]] = deque()
-        self._writing: dict[int, tuple[Pending, Tensor]] = {}
-        """By unit; with the memory that is written from."""
+        self._reading: deque[tuple[int, Tensor, PendingTransfer]] = deque()
+        self._writing: dict[int, tuple[PendingTransfer, Tensor]] = {}
+        """Writes in progress by unit, with the memory that is written from."""
 
     def keep(self, unit: int, values: Tensor) -> Tensor:
-        """See ``Pieces``: written to the file."""
+        """Write a piece to the file; see ``Pieces``."""
         self.write(unit, values)
         self.settle()
         return torch.empty(values.shape, dtype=values.dtype, device="meta")
 
     def send(self, unit: int, to: Tensor) -> None:
-        """See ``Pieces``. The units that should come next are on their way afterwards."""
+        """Copy a piece to the device, see ``Pieces``, and read the next units ahead."""
         memory = self._taken(unit)
         to.view(torch.uint8).copy_(memory[: to.nbytes], non_blocking=True)
         self._busy(memory, to)
         self._read_ahead(unit)
 
     def send_part(self, unit: int, begin: int, end: int, to: Tensor) -> None:
-        """See ``Pieces``. The unit stays in memory until parts of another are asked for."""
+        """Copy a part of a piece to the device, see ``Pieces``. The unit stays in memory until parts of another are
+        requested."""
         if self._held is None or self._held[0] != unit:
             self._held = None
             self._held = unit, self._taken(unit)
@@ -128,7 +131,7 @@ class FilePieces:
         self._busy(self._held[1], to)
 
     def _taken(self, unit: int) -> Tensor:
-        """Return the memory that a piece has been read into."""
+        """Return the memory that holds a piece."""
         if not self._reading or self._reading[0][0] != unit:
             self._turn_to(unit)
         _, memory, pending = self._reading.popleft()
@@ -136,13 +139,13 @@ class FilePieces:
         return memory
 
     def _busy(self, memory: Tensor, to: Tensor) -> None:
-        """Keep memory until what was copied from it has arrived."""
+        """Keep memory until the copies from it are done."""
         if to.is_cuda:
             slot = next(slot for slot in self._ring.slots if slot.memory.data_ptr() == memory.data_ptr())
             slot.busy_until(torch.cuda.current_stream(to.device))
 
     def _read_ahead(self, unit: int) -> None:
-        """Start to fetch the unit that follows ``unit``."""
+        """Start to read the unit that follows ``unit``."""
         layer = unit + 1 < len(self._sizes)
         self._sent = unit if layer else -1
         if layer:
@@ -151,7 +154,7 @@ class FilePieces:
             self._read(self._turns[(self._next + ahead) % len(self._turns)])
 
     def _turn_to(self, unit: int) -> None:
-        """Have a piece come next that should have come later, or not at all."""
+        """Read a piece next that was expected later, or not at all."""
         if any(each == unit for each, *_ in self._reading):  # a layer that is still whole takes no second turn
             while self._reading[0][0] != unit:
                 self._reading.popleft()[2].wait()
@@ -169,7 +172,7 @@ class FilePieces:
         self._reading.append((unit, memory, self.file.read(self._starts[unit], memory)))
 
     def forget(self) -> None:
-        """Drop what was read ahead: it is to change, or something else is wanted."""
+        """Drop the pieces that were read ahead: they are about to change, or other ones are wanted."""
         self._held = None
         for _, _, pending in self._reading:
             pending.wait()
@@ -177,13 +180,13 @@ class FilePieces:
         self._next = 0
 
     def write(self, unit: int, values: Tensor) -> None:
-        """Begin to write a piece; ``values`` are copied first."""
+        """Start writing a piece; ``values`` are copied first."""
         memory = self.memory(unit)
         memory[: values.nbytes].copy_(values.reshape(-1).view(torch.uint8))
         self.written(unit, memory)
 
     def memory(self, unit: int) -> Tensor:
-        """Memory to put a piece together in, uint8: of a write that is done, or new."""
+        """Return memory to assemble a piece in, uint8: that of a finished write, or new memory."""
         for other, (pending, memory) in list(self._writing.items()):
             if pending.done or len(self._writing) > AHEAD:
                 pending.wait()
@@ -193,7 +196,7 @@ class FilePieces:
         return host_memory(self._sizes[unit])
 
     def written(self, unit: int, memory: Tensor) -> None:
-        """Begin to write what ``memory`` gave, which is not to be changed any more."""
+        """Start writing the memory that ``memory`` returned, which must not change afterwards."""
         if unit in self._writing:
             self._writing.pop(unit)[0].wait()
         self._writing[unit] = self.file.write(self._starts[unit], memory[: self._sizes[unit]]), memory
@@ -207,14 +210,14 @@ class FilePieces:
         return memory
 
     def settle(self) -> None:
-        """Wait for all writes, and give their memory back."""
+        """Wait for all writes, and free their memory."""
         for pending, _ in self._writing.values():
             pending.wait()
         self._writing.clear()
 
 
 class FileUpload:
-    """Puts what an optimizer makes in the place of pieces in a file; as ``upload.Upload`` for it.
+    """Replaces pieces in a file by an optimizer's new weights; like ``upload.Upload`` for memory.
 
     Args:
         pieces: the file.
@@ -229,7 +232,7 @@ class FileUpload:
         for unit, begin, end in self._places.values():
             self._count[unit] = self._count.get(unit, 0) + end - begin
         self._made: dict[int, tuple[Tensor, list[tuple[int, int]]]] = {}
-        """By unit, while parts of it are still to come: memory, and what of it has been made."""
+        """Memory of partly updated units, with the updated ranges."""
 
     def read(self, name: str) -> Tensor:
         """Return the numbers of a parameter, in memory of their own."""
@@ -238,7 +241,7 @@ class FileUpload:
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Around all pieces of a step."""
+        """Enclose the writes of a step."""
         self._pieces.forget()
         yield
         for unit, (memory, parts) in self._made.items():  # some of it had no gradient, and stays as it is
@@ -250,7 +253,7 @@ class FileUpload:
 
     @contextmanager
     def piece(self, piece: StatePiece) -> Iterator[Tensor]:
-        """A vector to write the new numbers of a piece to."""
+        """Yield a vector for the new numbers of a piece."""
         unit, first, _ = self._places[piece.name]
         if unit not in self._made:
             self._made[unit] = self._pieces.memory(unit), []
@@ -263,10 +266,10 @@ class FileUpload:
             del self._made[unit]
 
     def whole(self, name: str, values: Tensor) -> None:
-        """Put all of a parameter in its place."""
+        """Replace all of a parameter."""
         with self.piece(StatePiece(name, 0, len(values), 0)) as out:
             out.copy_(values)
 
     def wait(self) -> None:
-        """Wait until all of them are in the file."""
+        """Wait until all new weights are in the file."""
         self._pieces.settle()

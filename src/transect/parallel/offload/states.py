@@ -1,4 +1,5 @@
-"""Where an optimizer's states are: in host memory, or on a disk and in memory only while they are worked on.
+"""Storage of an optimizer's states: host memory, or a disk from which states are in memory only while they are
+processed.
 
 A state is a float32 number for each number of each parameter, of several kinds (weight, first and second moment). Both
 places hand them out a group (``groups.py``) at a time. ``DiskStates`` reads ahead and writes behind, so that disk,
@@ -14,14 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...hardware.direct_file import DirectFile, Pending
+from ...hardware.direct_file import DirectFile, PendingTransfer
 from ...hardware.host_memory import aligned, host_memory, host_tensor
 from .groups import GROUP, PieceGroup, StatePiece, cut
 
 AHEAD = 2
-"""Groups that are being read before they are needed."""
+"""Groups that are read ahead of their use."""
 BUFFERS = AHEAD + 2
-"""One more is worked on, and one more is written."""
+"""Number of buffers: one more than ``AHEAD`` is processed, and one more is written."""
 
 
 class States(Protocol):
@@ -31,8 +32,8 @@ class States(Protocol):
     nbytes: int
 
     def walk(self, wanted: Sequence[int]) -> Iterator[tuple[PieceGroup, Tensor]]:
-        """Return the groups with these numbers, in this order, each with its states, float32 ``[kinds, count]``. What
-        is changed in them is kept once the next group is asked for."""
+        """Yield the groups with these numbers, in this order, each with its states, float32 ``[kinds, count]``. Changes
+        to them are kept once the next group is requested."""
         ...
 
     def read(self, kind: int, name: str) -> Tensor:
@@ -40,11 +41,11 @@ class States(Protocol):
         ...
 
     def write(self, kind: int, name: str, values: Tensor) -> None:
-        """Put a vector in their place."""
+        """Replace the states of one parameter by a vector."""
         ...
 
     def settle(self) -> None:
-        """Wait for what is under way."""
+        """Wait for all transfers in progress."""
         ...
 
 
@@ -67,7 +68,7 @@ class HostStates:
         self._of = [dict(zip(sizes, row.split(list(sizes.values())), strict=True)) for row in self._all]
 
     def walk(self, wanted: Sequence[int]) -> Iterator[tuple[PieceGroup, Tensor]]:
-        """See ``States``; nothing is copied."""
+        """Yield groups with views of their states; see ``States``."""
         for number in wanted:
             group = self.groups[number]
             yield group, self._all[:, group.start : group.start + group.count]
@@ -77,15 +78,15 @@ class HostStates:
         return self._of[kind][name]
 
     def write(self, kind: int, name: str, values: Tensor) -> None:
-        """See ``States``."""
+        """Replace the states of one parameter; see ``States``."""
         self._of[kind][name].copy_(values)
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: there are no transfers."""
 
 
 class DiskStates:
-    """States in a file, which is gone when this process ends, however it ends.
+    """States in an unlinked file, which is deleted when this process ends, however it ends.
 
     Args:
         folder: folder of the file, on a fast disk.
@@ -112,10 +113,10 @@ class DiskStates:
         size = kinds * max(self._rows, default=0)
         memory = host_memory(BUFFERS * size)
         self._buffers = [memory[at * size : (at + 1) * size] for at in range(BUFFERS)]
-        self._writing: dict[int, tuple[int, Pending]] = {}
-        """By buffer: the group that is being written from it."""
-        self._reading: dict[int, tuple[int, Pending]] = {}
-        """By buffer: the group that is read into it."""
+        self._writing: dict[int, tuple[int, PendingTransfer]] = {}
+        """Group that is being written from each buffer."""
+        self._reading: dict[int, tuple[int, PendingTransfer]] = {}
+        """Group that is being read into each buffer."""
         self._turn = 0
 
     def _bytes(self, buffer: int, number: int) -> Tensor:
@@ -126,7 +127,7 @@ class DiskStates:
         return rows[:, : self.groups[number].count]
 
     def _begin(self, buffer: int, number: int) -> None:
-        """Start to read a group, once the buffer is free and what was written of the group is in the file."""
+        """Start to read a group, once the buffer is free and the group's last write is complete."""
         for other, (going, pending) in list(self._writing.items()):
             if other == buffer or going == number:
                 pending.wait()
@@ -134,8 +135,8 @@ class DiskStates:
         self._reading[buffer] = number, self.file.read(self._offsets[number], self._bytes(buffer, number))
 
     def walk(self, wanted: Sequence[int]) -> Iterator[tuple[PieceGroup, Tensor]]:
-        """See ``States``. The first groups of ``wanted`` are read again at its end, for the next walk, which is most
-        often the same."""
+        """Yield groups with their states, see ``States``. At the end the first groups of ``wanted`` are read again for
+        the next walk, which is usually the same."""
         first = self._turn
         for place in range(min(AHEAD, len(wanted))):
             self._ahead((first + place) % BUFFERS, wanted[place])
@@ -152,7 +153,7 @@ class DiskStates:
                 self._ahead((self._turn + place) % BUFFERS, wanted[place])
 
     def _ahead(self, buffer: int, number: int) -> None:
-        """See that a group is on its way to a buffer."""
+        """Ensure that a group is being read into a buffer."""
         if buffer in self._reading:
             coming, pending = self._reading[buffer]
             if coming == number:
@@ -165,14 +166,14 @@ class DiskStates:
         self._begin(buffer, number)
 
     def read(self, kind: int, name: str) -> Tensor:
-        """See ``States``; a new vector."""
+        """Return the states of one parameter as a new vector; see ``States``."""
         found = []
         for piece, values in self._pieces(kind, name):
             found.append(values[piece.place].clone())
         return torch.cat(found)
 
     def write(self, kind: int, name: str, values: Tensor) -> None:
-        """See ``States``."""
+        """Replace the states of one parameter; see ``States``."""
         flat = values.reshape(-1)
         for piece, row in self._pieces(kind, name):
             row[piece.place].copy_(flat[piece.begin : piece.end])
@@ -186,7 +187,7 @@ class DiskStates:
         return self._buffers[0][: self._rows[number]]
 
     def _pieces(self, kind: int, name: str) -> Iterator[tuple[StatePiece, Tensor]]:
-        """The pieces of a parameter, each with the row of its kind in memory."""
+        """Yield the pieces of a parameter, each with the row of its kind in memory."""
         self.settle()
         for number, group in enumerate(self.groups):
             for piece in group.pieces:
@@ -196,7 +197,7 @@ class DiskStates:
                     yield piece, place.view(torch.float32)
 
     def settle(self) -> None:
-        """See ``States``; what was read ahead is forgotten."""
+        """Wait for all transfers, and drop the groups that were read ahead; see ``States``."""
         for _, pending in (*self._writing.values(), *self._reading.values()):
             pending.wait()
         self._writing.clear()

@@ -1,4 +1,4 @@
-"""New weights on their way from host memory to a device, while the processor makes the next ones."""
+"""Transfer of new weights from host memory to a device, while the CPU computes the next ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLOTS = 4
 
 
 class Upload:
-    """Puts pieces of parameters in their place.
+    """Copies new pieces of parameters to the device.
 
     Args:
         parameters: contiguous, on one device.
@@ -36,8 +36,8 @@ class Upload:
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Around all pieces of a step: the device's other work before it has used the old weights, and that after it
-        waits for the new ones."""
+        """Enclose the copies of a step: they wait for the device's use of the old weights, and its later work waits for
+        them."""
         if self._stream is None:
             yield
             return
@@ -48,7 +48,7 @@ class Upload:
 
     @contextmanager
     def piece(self, piece: StatePiece) -> Iterator[Tensor]:
-        """A vector in host memory to write the new numbers of a piece to; they are on their way afterwards."""
+        """Yield a vector in host memory for the new numbers of a piece, which are sent afterwards."""
         target = self._flat[piece.name][piece.begin : piece.end]
         if self._stream is None:
             yield target
@@ -61,11 +61,11 @@ class Upload:
         slot.busy_until(self._stream)
 
     def whole(self, name: str, values: Tensor) -> None:
-        """Send all of a parameter, from pinned memory that stays as it is until ``wait``."""
+        """Send all of a parameter, from pinned memory that must not change until ``wait``."""
         with torch.cuda.stream(self._stream):  # None: on the host, at once
             self._flat[name].copy_(values, non_blocking=True)
 
     def wait(self) -> None:
-        """Wait until all that was sent is there."""
+        """Wait until all sent weights have arrived."""
         if self._stream is not None:
             self._stream.synchronize()

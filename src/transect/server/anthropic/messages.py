@@ -22,7 +22,7 @@ _DELTAS = {
 
 
 async def count_tokens(serving: Serving, body: CountRequest) -> int:
-    """Tokens of the prompt that the messages make.
+    """Count the tokens of the prompt that the messages make.
 
     Raises:
         ApiError: the messages are at fault.
@@ -40,7 +40,7 @@ async def count_tokens(serving: Serving, body: CountRequest) -> int:
 
 
 def error_event(error: ApiError) -> bytes:
-    """An error in the middle of a stream."""
+    """Write an error in the middle of a stream as an event."""
     return named_event("error", {"type": "error", **error.body})
 
 
@@ -53,7 +53,7 @@ class Messages:
         self.conversation = Conversation(serving, body.conversation(), params, body.tool_use(), deadline)
 
     async def whole(self) -> Raw:
-        """The answer in one piece."""
+        """Return the answer in one piece."""
         await self._start()
         blocks = await self.conversation.whole()
         ending = self._ending()
@@ -62,7 +62,7 @@ class Messages:
         return Raw(message)
 
     async def begin(self) -> AsyncIterator[bytes]:
-        """Submit, and return the events to come."""
+        """Submit the request, and return the stream of events."""
         await self._start()
         return self._events()
 
@@ -114,7 +114,7 @@ class Messages:
 
 
 def _block(block: Block) -> dict[str, Any]:
-    """A block that is complete. Arguments that were cut off are no JSON: then there are none."""
+    """Return a complete block as plain data, without arguments that were cut off, which are not valid JSON."""
     if block.kind == "text":
         return {"type": "text", "text": block.content}
     if block.kind == "thoughts":

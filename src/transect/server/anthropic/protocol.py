@@ -40,7 +40,7 @@ class CountRequest(Body):
     cache_control: dict[str, Any] | None = None
 
     def conversation(self) -> list[ChatMessage]:
-        """The messages in the chat API's form.
+        """Return the messages in the chat API's form.
 
         Raises:
             ApiError: 400 for a block that this server cannot read.
@@ -61,7 +61,7 @@ class CountRequest(Body):
         return last.role == "assistant" and texts
 
     def tool_use(self) -> ToolUse | None:
-        """The tools that may be called.
+        """Return the tools that may be called.
 
         Raises:
             ApiError: 400.
@@ -88,7 +88,7 @@ class CountRequest(Body):
             raise bad_value(str(error), FIELDS) from None
 
     def template_kwargs(self) -> dict[str, Any] | None:
-        """``thinking`` as templates of models that think know it."""
+        """Return ``thinking`` as the template variables of models that think; None if the field does not set it."""
         kind = (self.thinking or {}).get("type")
         return None if kind not in ("enabled", "disabled") else dict.fromkeys(SWITCHES, kind == "enabled")
 
@@ -104,7 +104,7 @@ class MessagesRequest(CountRequest):
     top_p: float | None = None
 
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """From the fields that were given, and for others the model's ``defaults``.
+        """Build the sampling parameters from the given fields; the others come from the model's ``defaults``.
 
         Raises:
             ApiError: 400, a value is out of range.
@@ -123,7 +123,7 @@ class MessagesRequest(CountRequest):
 
 
 def _text(blocks: Any, where: str) -> str:
-    """The text of blocks that hold nothing else.
+    """Return the text of blocks that hold nothing but text.
 
     Raises:
         ApiError: 400.
@@ -140,7 +140,7 @@ def _text(blocks: Any, where: str) -> str:
 
 
 def _messages(turn: Turn, where: str) -> list[ChatMessage]:
-    """A turn as one message or several: results of calls stand by themselves."""
+    """Convert a turn to one message or several: each tool result is a message of its own."""
     if isinstance(turn.content, str):
         return [ChatMessage(role=turn.role, content=turn.content)]
     found: list[ChatMessage] = []
@@ -170,5 +170,5 @@ def _messages(turn: Turn, where: str) -> list[ChatMessage]:
 
 
 def _id(value: Any) -> str:
-    """The id of a call without what answers put before it: some templates look at ids."""
+    """Return the id of a call without the prefix that answers add to ids: some templates inspect ids."""
     return str(value).removeprefix(ID_PREFIX)

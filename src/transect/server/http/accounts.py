@@ -1,4 +1,4 @@
-"""Limits of clients: requests and tokens a minute, and requests at the same time; and what each client has used.
+"""Limits of clients (requests and tokens a minute, parallel requests), and the usage of each client.
 
 The requests of a minute, and its tokens, are a bucket that fills evenly (token bucket): a client that was quiet may
 send as much at once as it may in a minute. Tokens are paid when a request has ended. So requests that run may overdraw
@@ -18,7 +18,7 @@ from .clients import Client
 from .errors import ApiError
 
 ANONYMOUS = "(no key)"
-"""The name of all clients without keys in metrics: there may be any number of them."""
+"""Name of all clients without keys in metrics, whose number is unbounded."""
 PARALLEL_RETRY_S = 1.0
 
 
@@ -34,7 +34,7 @@ class Bucket:
         self._limit, self._left, self._at = limit, float(limit or 0), now
 
     def wait(self, now: float, amount: float = 0.0) -> float:
-        """Seconds until ``amount``, or more than nothing, is left."""
+        """Return the seconds until ``amount`` is available, or until anything is available if ``amount`` is 0."""
         if self._limit is None:
             return 0.0
         self._left = min(self._limit, self._left + (now - self._at) * self._limit / 60)
@@ -43,7 +43,7 @@ class Bucket:
         return max(0.0, missing * 60 / self._limit)
 
     def take(self, amount: float) -> None:
-        """Take some out, more than is there if need be."""
+        """Take ``amount`` out of the bucket; the balance may become negative."""
         self._left -= amount
 
 
@@ -77,7 +77,7 @@ class Accounts:
         )
 
     def enter(self, client: Client) -> None:
-        """A request begins. Each call that returns must be followed by ``leave``.
+        """Account for a request that begins. Each call that returns must be followed by ``leave``.
 
         Raises:
             ApiError: 429, the client is at a limit; ``Retry-After`` says when it no longer is.
@@ -99,11 +99,11 @@ class Accounts:
         self._requests.labels(_shown(client)).inc()
 
     def leave(self, client: Client) -> None:
-        """The request has ended."""
+        """Account for a request that has ended."""
         self._account(client).running -= 1
 
     def spend(self, client: Client, prompt: int, generated: int) -> None:
-        """Tokens were computed for a client."""
+        """Charge a client for computed tokens."""
         self._account(client).tokens.take(prompt + generated)
         self._prompt_tokens.labels(_shown(client)).inc(prompt)
         self._generation_tokens.labels(_shown(client)).inc(generated)

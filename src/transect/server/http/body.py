@@ -1,4 +1,4 @@
-"""Reading a JSON body: bounded while it arrives, whatever its headers say, and parsed strictly.
+"""Reading a JSON body: bounded while it arrives, whatever its headers claim, and parsed strictly.
 
 The route class below is FastAPI's documented way to put an own ``Request`` under every handler of a router.
 """
@@ -24,7 +24,7 @@ from .errors import ApiError, from_validation
 # many times the limit; beyond that the connection is simply closed.
 PATIENCE = 8
 LARGE = 64 * 1024
-"""Bytes of a body that is checked in a thread: meanwhile the event loop serves others."""
+"""Bytes above which a body is checked in a thread, so that the event loop can serve others meanwhile."""
 MODEL = "transect.body"
 """The key of the body's model in a request's scope."""
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class BoundedRequest(Request):
     """A request whose body may be ``app.state.serving.options.max_body_bytes`` long and must be JSON."""
 
     async def body(self) -> bytes:
-        """The whole body.
+        """Read the whole body.
 
         Raises:
             ApiError: 413 where it is too long, however it was framed.
@@ -57,7 +57,7 @@ class BoundedRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        """The body as JSON: UTF-8 only, no NaN or Infinity, no lone surrogates.
+        """Parse the body as JSON: UTF-8 only, no NaN or Infinity, no lone surrogates.
 
         Raises:
             ApiError: 400 with the place where it breaks, for more than MAX_DEPTH levels, and for whole numbers beyond
@@ -72,12 +72,12 @@ class BoundedRequest(Request):
 
 
 async def aside(work: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """The result of ``work``, which looks at all of this request's body: in a thread, where that is large."""
+    """Return the result of ``work``, which processes the whole body: run in a thread if the body is large."""
     return await asyncio.to_thread(work, *arguments, **options) if _large.get() else work(*arguments, **options)
 
 
 def _checked(body: bytes, model: type[BaseModel] | None) -> Any:
-    """A body as an instance of the model; as plain values where there is no model. Raises ApiError, 400."""
+    """Parse a body as an instance of the model, or as plain values if there is no model. Raises ApiError, 400."""
     value = _parsed(body)
     if model is None:
         return value
@@ -88,7 +88,7 @@ def _checked(body: bytes, model: type[BaseModel] | None) -> Any:
 
 
 def _parsed(body: bytes) -> Any:
-    """A body as plain values. Raises ApiError as ``BoundedRequest.json`` does."""
+    """Parse a body as plain values. Raises ApiError as ``BoundedRequest.json`` does."""
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -101,7 +101,7 @@ def _parsed(body: bytes) -> Any:
 
 
 def _nested(body: bytes) -> Any:
-    """JSON with more levels than pydantic's parser reads. Raises ApiError as ``BoundedRequest.json`` does."""
+    """Parse JSON with more levels than pydantic's parser reads. Raises ApiError as ``BoundedRequest.json`` does."""
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
@@ -113,7 +113,7 @@ def _nested(body: bytes) -> Any:
 
 
 def _refusal(body: bytes, reason: str) -> ApiError:
-    """The error for a body that no parser reads."""
+    """Build the error for a body that cannot be parsed."""
     try:
         body.decode()
     except UnicodeDecodeError:
@@ -122,10 +122,10 @@ def _refusal(body: bytes, reason: str) -> ApiError:
 
 
 class JsonRoute(APIRoute):
-    """A route whose handler sees a ``BoundedRequest``, and only where the body says that it is JSON."""
+    """A route whose handler gets a ``BoundedRequest``, and refuses bodies that are not declared as JSON."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler with the request replaced."""
+        """Return FastAPI's handler with the request replaced."""
         handler = super().get_route_handler()
         model = get_type_hints(self.endpoint).get("body")
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _FirstFault(FailFast):
-    """``FailFast`` that a union of types can hold: those must be hashable."""
+    """A ``FailFast`` that is hashable, as members of a union of types must be."""
 
     __hash__ = object.__hash__
 
@@ -34,9 +34,9 @@ MAX_STRINGS = 2**17
 MAX_MESSAGES = 10_000
 MAX_TEMPLATE_ARGUMENTS = 1_000
 MAX_DEPTH = 400
-"""Levels of lists and objects within each other; a schema has two for each level of its objects."""
+"""Deepest nesting of lists and objects; a schema uses two levels for each level of its objects."""
 LONG_NUMBER = re.compile(rb"[0-9]{19}")
-"""A body without a match holds no whole number beyond 64 bits."""
+"""Pattern of whole numbers that may exceed 64 bits; a body without a match has none."""
 TOO_DEEP = ApiError(
     400,
     f"the JSON of the body is nested too deeply: send at most {MAX_DEPTH} levels of lists and objects",
@@ -63,7 +63,7 @@ def check_values(body: bytes) -> None:
 
 
 def check_depth(value: Any) -> None:
-    """Refuse lists and objects within each other, more than MAX_DEPTH levels deep.
+    """Refuse lists and objects that are nested more than MAX_DEPTH levels deep.
 
     Raises:
         ApiError: 400.
@@ -122,7 +122,7 @@ def _count_parts(value: Any) -> Any:
 
 
 FewParts = BeforeValidator(_count_parts)
-"""For a list of messages."""
+"""Validator for a list of messages."""
 
 
 def _check_prompt(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -143,4 +143,4 @@ def _are_ids(values: Sequence[Any], kinds: set[type]) -> bool:
 
 
 AnyPrompt = WrapValidator(_check_prompt)
-"""For a union of the forms that a prompt may have."""
+"""Validator for a union of the forms that a prompt may have."""

@@ -1,4 +1,4 @@
-"""Clients: who asks, by API key or by address, and what each of them may do.
+"""Clients, identified by API key or address, and their permissions.
 
 A client with a key is known by the key's name. Without keys a client is an address; what a proxy says of addresses
 counts if the operator trusts that proxy (``ServerOptions.trusted_proxies``). Of an IPv6 address the first 64 bits
@@ -26,7 +26,7 @@ MOST_NAME = 64
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Someone who sends requests.
+    """A sender of requests.
 
     Attributes:
         name: of the key, or an address. It is shown in metrics and logs.
@@ -68,7 +68,7 @@ class ApiKey:
     client: Client
 
     def __repr__(self) -> str:
-        """Without the key: settings are printed."""
+        """Show the client's name without the key, because settings are printed."""
         return f"ApiKey({self.client.name!r})"
 
 
@@ -77,19 +77,19 @@ _client: ContextVar[Client] = ContextVar("transect_client", default=NOBODY)
 
 
 def current_client() -> Client:
-    """The client whose request this task handles."""
+    """Return the client whose request this task handles."""
     return _client.get()
 
 
 def check_operator() -> None:
-    """Raises ApiError, 403, where the request that this task handles is not an operator's."""
+    """Raise ApiError, 403, if the request that this task handles is not an operator's."""
     if not current_client().operator:
         message = "this is for the operator of the server: send the key of --admin-api-key"
         raise ApiError(403, message, code="operator_key_needed")
 
 
 class Clients:
-    """Tells clients by what their requests hold.
+    """Identifies clients by their requests' headers.
 
     Args:
         keys: of ordinary clients. Without any, everybody may ask.
@@ -104,8 +104,8 @@ class Clients:
         self._all_operators = not self._known
 
     def of(self, scope: Scope) -> Client | None:
-        """The client of a request, which is the current one of this task from now on; None if it needs a key and has
-        none that is known."""
+        """Return the client of a request, and make it the current client of this task; None if a known key is required
+        and missing."""
         headers = dict(scope["headers"])
         given = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
         scheme, _, key = given.partition(b" ")
@@ -118,7 +118,7 @@ class Clients:
 
 
 def address_of(scope: Scope) -> str:
-    """The address of a request's client, or ``local`` for one that has none."""
+    """Return the address of a request's client, or ``local`` for a client without one."""
     host = (scope.get("client") or ("",))[0]
     try:
         address = ipaddress.ip_address(host)
@@ -136,7 +136,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def keys_in(path: Path) -> list[ApiKey]:
-    """The API keys in a file, one a line: the key alone, or a JSON object with ``key``, ``name`` and limits.
+    """Read the API keys in a file, one a line: the key alone, or a JSON object with ``key``, ``name`` and limits.
 
     Raises:
         ValueError: it cannot be read, holds none, or a line is at fault; the message has its number.
@@ -170,7 +170,7 @@ def _key_of(line: str, name: str) -> ApiKey:
     try:
         value: dict[str, Any] = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"it begins as a JSON object and is none ({error})") from None
+        raise ValueError(f"it begins like a JSON object but is not one ({error})") from None
     key = value.pop("key", None)
     if not isinstance(key, str) or not key:
         raise ValueError('it must have the key: {"key": "...", "name": "..."}')

@@ -27,12 +27,12 @@ from .gate import OPEN
 log = logging.getLogger("transect.server")
 
 KEPT_BACK = 128
-"""Descriptors for what is no client: the engine's socket and pipes, workers, files."""
+"""Descriptors reserved for other uses than clients: the engine's socket and pipes, workers, files."""
 SPARE = 32
 """Connections beyond the limit that may still ask for /health."""
 MOST_DESCRIPTORS = 65536
 BODY_BYTES_PER_S = 16 * 1024
-"""Bytes of a body that give its client one more second."""
+"""Bytes of a body that extend its time limit by one second."""
 REPEAT_S = 60.0
 """Seconds between log lines about a continuing shortage."""
 
@@ -61,7 +61,7 @@ def raise_descriptor_limit() -> int:
 
 
 def most_connections(asked: int | None) -> int:
-    """The limit of connections that descriptors allow, or the lower one that was asked for."""
+    """Return the limit of connections that descriptors allow, or the requested limit if that is lower."""
     allowed = max(1, raise_descriptor_limit() - KEPT_BACK - SPARE)
     return allowed if asked is None else min(asked, allowed)
 
@@ -79,11 +79,11 @@ class Connection(H11Protocol):
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None
         self._in_body = False
-        """Which part of a request the timer is for: its body, or its head."""
+        """True if the timer runs for a request's body, False for its head."""
         self._began = 0.0
-        """When that part began, on the loop's clock."""
+        """Start of the timed part, on the loop's clock."""
         self._received = 0
-        """Bytes of the request so far."""
+        """Bytes of the request received so far."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -110,11 +110,12 @@ class Connection(H11Protocol):
 
     @property
     def receiving(self) -> bool:
-        """True while a part of a request is to come. A connection that waits for its next request is not receiving."""
+        """True while a part of a request is still to arrive. A connection that waits for its next request is not
+        receiving."""
         return self._timer is not None
 
     def refuse(self, error: ApiError) -> None:
-        """Answer what has been received so far, if no answer has begun, and close the connection."""
+        """Answer the partly received request, if no answer has begun, and close the connection."""
         self._stop_timer()
         if self.transport.is_closing():
             return
@@ -138,15 +139,19 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for what is not HTTP."""
-        self.refuse(ApiError(400, "this is not a request that HTTP/1.1 allows: check its head", code="invalid_http"))
+        """Refuse input that is not HTTP; called by uvicorn."""
+        self.refuse(
+            ApiError(
+                400, "this is not a valid HTTP/1.1 request: check its first line and its headers", code="invalid_http"
+            )
+        )
 
     @property
     def _has_part_of_head(self) -> bool:
         return bool(self.conn.trailing_data[0])
 
     def _follow(self) -> None:
-        """Have the timer that fits what is being received now, if something is."""
+        """Start the timer for the part of a request that is being received, if any."""
         state = self.conn.their_state
         if self.transport.is_closing():
             self._stop_timer()
@@ -208,8 +213,8 @@ def refuse_half_sent(connections: set[Any], error: ApiError) -> None:
 def log_shortages_rarely(
     clock: Callable[[], float] = time.monotonic,
 ) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """A handler of the event loop's exceptions. Without descriptors every attempt to accept fails, thousands of times a
-    second; that is said once, and again after a minute."""
+    """Build a handler for the event loop's exceptions. Without free descriptors every attempt to accept fails,
+    thousands of times a second; the handler logs that once, and then once a minute."""
     last: float | None = None
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

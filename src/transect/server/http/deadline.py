@@ -1,4 +1,4 @@
-"""When a request has taken too long. The time counts from its arrival: rendering, encoding and waiting are in it."""
+"""Time limits of requests. The time counts from a request's arrival and includes rendering, encoding and waiting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from .errors import ApiError
 
 
 class Deadline:
-    """A moment; ``async with`` it, work may last until then. It may be entered again and again, not twice at a time.
+    """A time limit; work inside its ``async with`` block must end by then. It may be entered repeatedly, but not
+    nested.
 
     Args:
         limit_s: seconds that a request may take; None for no limit.
@@ -30,7 +31,7 @@ class Deadline:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Raises ApiError 504 where the time was over."""
+        """Raise ApiError 504 if the time was over."""
         timeout, self._timeout = self._timeout, None
         if timeout is None:
             return

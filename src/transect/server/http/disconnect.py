@@ -1,4 +1,4 @@
-"""Ending work whose client has gone away."""
+"""Cancelling work whose client has disconnected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ClientGone(Exception):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T], turns: Turns | None = None) -> T:
-    """Run ``work`` and watch the connection at the same time.
+    """Run ``work``, and cancel it if the client disconnects.
 
     Args:
         turns: gate for clients that leave in crowds; None for no gate.

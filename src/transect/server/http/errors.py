@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 log = logging.getLogger("transect.server")
 
 MAX_NAME = 60
-"""Characters of a name or a value that a client sent, in an error."""
+"""Most characters of a client's name or value that an error message quotes."""
 MAX_MESSAGE = 1000
 
 TYPES = {
@@ -83,12 +83,12 @@ class ApiError(HTTPException):
         ).model_dump()
 
     def response(self) -> JSONResponse:
-        """The whole HTTP answer."""
+        """Build the whole HTTP response."""
         return JSONResponse(self.body, status_code=self.status_code, headers=dict(self.headers or {}))
 
 
 def shortened(text: str, most: int = MAX_NAME) -> str:
-    """A text that a client made, in an error: what is long is cut."""
+    """Shorten a client's text for an error message."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
@@ -104,19 +104,20 @@ class _Shown(reprlib.Repr):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the choice closest to ``name``, or nothing where none is close."""
+    """Suggest the choice closest to ``name`` as ``"; did you mean 'x'?"``; empty if none is close."""
     match = difflib.get_close_matches(name.lower(), list(choices), n=1, cutoff=0.6)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def bad_value(message: str, fields: Iterable[str]) -> ApiError:
-    """A 400 for a ``ValueError`` of the layers below, which names the field first where one is to blame."""
+    """Convert a ``ValueError`` of the layers below to a 400. The message begins with the field at fault, if there is
+    one."""
     first = message.split(maxsplit=1)[0].split("[")[0] if message else ""
     return ApiError(400, message, param=first if first in fields else None)
 
 
 def path_of(location: Sequence[str | int]) -> str:
-    """``("body", "messages", 0, "content")`` as ``messages[0].content``."""
+    """Write ``("body", "messages", 0, "content")`` as ``messages[0].content``."""
     text = ""
     for part in location[1:] if location and location[0] == "body" else location:
         if isinstance(part, int):
@@ -128,7 +129,7 @@ def path_of(location: Sequence[str | int]) -> str:
 
 
 def from_validation(error: RequestValidationError) -> ApiError:
-    """The first of pydantic's complaints as one sentence about one field."""
+    """Convert the first of pydantic's errors to one sentence about one field."""
     first = error.errors()[0]
     kind, path = str(first["type"]), path_of(first["loc"])
     field = path.split(".")[0].split("[")[0] or None
@@ -154,7 +155,7 @@ def from_validation(error: RequestValidationError) -> ApiError:
 
 
 def from_http(error: HTTPException, request: Request) -> ApiError:
-    """Routing's own errors (unknown route, wrong method) in the same shape."""
+    """Convert routing's own errors (unknown route, wrong method) to the same shape."""
     if isinstance(error, ApiError):
         return error
     where = f"{request.method} {request.url.path}"
@@ -168,7 +169,7 @@ def from_http(error: HTTPException, request: Request) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Make ``app`` answer every exception in the shape above."""
+    """Install the handlers by which ``app`` answers every exception in the shape above."""
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -187,7 +188,7 @@ def install(app: FastAPI) -> None:
 
 
 def _shaped(error: ApiError, request: Request) -> JSONResponse:
-    """OpenAI's shape, in which Anthropic's clients find what they look for too where the route is theirs."""
+    """Write an error in OpenAI's shape; on Anthropic's routes also with the fields that Anthropic's clients read."""
     response = error.response()
     if request.url.path.startswith("/v1/messages"):
         return JSONResponse({"type": "error", **error.body}, error.status_code, dict(error.headers or {}))

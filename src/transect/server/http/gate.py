@@ -20,13 +20,13 @@ OPEN = ("/health", "/metrics", "/ping")
 """Routes for load balancers and scrapers: no key needed, and answered while draining. They show no user data."""
 METRICS = "/metrics"
 PAGES = ("/docs", "/openapi.json")
-"""The description of the API: a browser sends no key, and it says nothing about anybody."""
+"""Routes of the API's description: a browser sends no key, and they reveal no user data."""
 MOST_ID = 128
-"""Letters of an X-Request-Id."""
+"""Most characters of an X-Request-Id."""
 
 
 def request_id(scope: Scope) -> bytes:
-    """The client's X-Request-Id, if it is one that can be sent back and logged; else a new one."""
+    """Return the client's X-Request-Id if it is safe to send back and to log; else a new one."""
     given = dict(scope["headers"]).get(b"x-request-id", b"")
     return given if 0 < len(given) <= MOST_ID and all(0x21 <= byte <= 0x7E for byte in given) else uuid4().hex.encode()
 
@@ -111,7 +111,7 @@ class Gate:
             request_log.end(scope["method"], scope["path"][:200], status, seconds, name.decode(), facts)
 
     def _enter(self, client: Client) -> ApiError | None:
-        """Count a request of a client; the error if it is at a limit."""
+        """Count a request of a client; return the error if the client is at a limit."""
         try:
             self.serving.accounts.enter(client)
         except ApiError as error:

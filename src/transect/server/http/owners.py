@@ -1,4 +1,4 @@
-"""Whose requests are whose: an ordinary client sees its own, an operator all of them."""
+"""Ownership of requests: an ordinary client sees its own, an operator all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import OrderedDict
 from .clients import current_client
 
 MOST = 65536
-"""Requests whose clients are remembered, the newest ones."""
+"""Requests whose clients are remembered, newest first."""
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -19,13 +19,13 @@ class Owners:
         self._names: OrderedDict[str, str] = OrderedDict()
 
     def note(self, request_id: str) -> None:
-        """The current client has made this request."""
+        """Record the current client as the owner of this request."""
         self._names[request_id] = current_client().name
         if len(self._names) > MOST:
             self._names.popitem(last=False)
 
     def may_see(self, shown_id: str) -> bool:
-        """True if a request is the current client's, or that client is an operator.
+        """Return True if a request is the current client's, or that client is an operator.
 
         Args:
             shown_id: the id that an answer shows; it holds the one that was noted.

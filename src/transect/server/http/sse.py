@@ -30,12 +30,12 @@ CONTINUED = b": continued by another replica, whose numbers may differ in the la
 
 
 def event(chunk: BaseModel) -> bytes:
-    """A chunk as an event."""
+    """Write a chunk as an event."""
     return b"data: " + chunk.model_dump_json().encode() + b"\n\n"
 
 
 def named_event(name: str, value: Any) -> bytes:
-    """An event with a name, as the APIs have them that know several kinds."""
+    """Write an event with a name, for APIs with several kinds of events."""
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
 
 
@@ -46,12 +46,12 @@ class Raw:
         self._value = value
 
     def model_dump_json(self) -> str:
-        """The body as JSON text, as pydantic's models give it."""
+        """Return the body as JSON text, like pydantic's method of this name."""
         return msgspec.json.encode(self._value).decode()
 
 
 class TextEvents:
-    """Events like the one of ``chunk``, whose text is ``PLACE``, with other texts."""
+    """Events that equal the event of ``chunk`` except for its text, which is ``PLACE``."""
 
     __slots__ = ("_after", "_before")
 
@@ -60,7 +60,7 @@ class TextEvents:
         self._before, _, self._after = event(chunk).rpartition(json.dumps(PLACE).encode())
 
     def event(self, text: str) -> bytes:
-        """The event with this text."""
+        """Write the event with this text."""
         return self._before + msgspec.json.encode(text) + self._after
 
 
@@ -99,7 +99,7 @@ class EventStream(Response):
             try:
                 async for body in events:
                     if not body:
-                        continue  # a token that is no text yet
+                        continue  # a token that is not text yet
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             except OSError:
                 raise

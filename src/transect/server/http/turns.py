@@ -1,4 +1,4 @@
-"""The event loop in turns: requests that come or go in crowds pass a few at a time, and everybody else runs in between.
+"""A gate that lets crowds of requests pass a few at a time, so that other work runs in between.
 
 A thousand requests that arrive together, or whose clients leave together, are a thousand tasks that become ready in one
 pass of the event loop. Whatever else wants to run (streams, /health) would wait for all of them.
@@ -10,11 +10,11 @@ import asyncio
 from collections import deque
 
 AT_ONCE = 8
-"""Requests that pass in one pass of the event loop. Each takes about a millisecond."""
+"""Requests that pass in one turn of the event loop. Each takes about a millisecond."""
 
 
 class Turns:
-    """A gate in the order of arrival, open while few pass.
+    """A gate in the order of arrival; it delays nothing while few requests pass.
 
     Args:
         at_once: number that pass between two chances for others.
@@ -27,7 +27,7 @@ class Turns:
         self._scheduled = False
 
     async def wait(self) -> None:
-        """Pass, at once or in a later pass of the event loop."""
+        """Pass, at once or in a later turn of the event loop."""
         if self._passed < self._at_once and not self._waiting:
             self._passed += 1
             self._schedule()

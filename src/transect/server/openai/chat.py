@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def chat_opens_a_turn(body: ChatCompletionRequest | TokenizeRequest) -> bool:
-    """See ``opens_a_turn``.
+    """Return ``opens_a_turn`` of the body's fields.
 
     Raises:
         ApiError: 400 where the fields contradict each other.
@@ -73,7 +73,7 @@ class Chat:
             raise bad_value(self._renamed(str(error)), FIELDS) from None
 
     def _renamed(self, message: str) -> str:
-        """The complaint about a field under the name that the client gave it."""
+        """Rename the field in an error message to the name that the client used."""
         if message.startswith("logprobs"):
             return f"top_{message}"
         if message.startswith("max_tokens") and self.body.max_completion_tokens is not None:
@@ -113,7 +113,7 @@ class Chat:
         return Generation(self.serving, [prompt], self.params, priority, self.deadline)
 
     async def whole(self) -> ChatResponse:
-        """The answer in one piece."""
+        """Return the answer in one piece."""
         async with self.deadline:
             generation = await self._prepare()
         (result,) = await generation.whole()
@@ -130,7 +130,7 @@ class Chat:
         )
 
     def _usage(self, generation: Generation | Beams, read: Iterable[tuple[AnswerReader, CompletionOutput]]) -> Usage:
-        """Token counts; ``read``: the answers, and who has read them."""
+        """Return the token counts; ``read``: each answer with its reader."""
         usage = generation.usage()
         if self.answers.thinks:
             count = sum(self.answers.thought_tokens(reader, output.token_ids) for reader, output in read)
@@ -162,7 +162,8 @@ class Chat:
         )
 
     async def begin(self) -> AsyncIterator[bytes]:
-        """Submit, and return the chunks to come. A refusal is raised here, before anything has been sent."""
+        """Submit the request, and return the stream of chunks. A refusal is raised here, before anything has been
+        sent."""
         async with self.deadline:
             generation = await self._prepare()
         assert isinstance(generation, Generation), "beams are not streamed"
@@ -201,7 +202,7 @@ class Chat:
                 yield event(self._chunk(generation, [], self._usage(generation, read)))
 
     def _pieces(self, news: Event, piece: AnswerPiece, reader: AnswerReader) -> list[ChunkChoice]:
-        """The update as chunks: what is new, then the end by itself."""
+        """Split an update into chunks: the new parts, then the end by itself."""
         update, index = news.update, news.choice
         ids = update.token_ids if self.body.return_token_ids else None
         thoughts = piece.thoughts
@@ -235,7 +236,8 @@ class Chat:
 
 
 def _call(news: CallDelta) -> ToolCall:
-    """News of a call as a chunk has them: the beginning with ``id``, the rest with its place alone."""
+    """Convert an update of a call to the form of chunks: the beginning with ``id``, later pieces with the index
+    alone."""
     function = FunctionCall(name=news.name, arguments=news.arguments)
     kind = None if news.id is None else "function"
     return ToolCall(index=news.index, id=news.id, type=kind, function=function)  # type: ignore[arg-type]

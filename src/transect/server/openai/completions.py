@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...text.outputs import CompletionOutput, RequestOutput
 
 COMPLETION_TOKENS = 16
-"""Without ``max_tokens``, as OpenAI's."""
+"""Default of ``max_tokens``, as in OpenAI's API."""
 
 
 class Completion:
@@ -71,7 +71,7 @@ class Completion:
         """
         for name in ("echo", "truncate_prompt_tokens"):
             if getattr(self.body, name):
-                raise ApiError(400, f"suffix and {name} do not go together", param=name, code="unsupported_parameter")
+                raise ApiError(400, f"suffix and {name} cannot be combined", param=name, code="unsupported_parameter")
         gap = gap_of(self.serving.engine.tokenizer, add_special=self.body.add_special_tokens is not False)
         if gap is None:
             message = "this model has no tokens for filling in text before a suffix: leave suffix out"
@@ -96,7 +96,7 @@ class Completion:
         return best_of
 
     def _chosen(self, result: RequestOutput) -> list[CompletionOutput]:
-        """The answers to give: all, or of more than ``n`` those that are likeliest by token."""
+        """Choose the answers to return: all, or the ``n`` with the highest mean log-probability of more."""
         if self._draws() is None or self.beams is not None:
             return result.outputs
 
@@ -130,7 +130,7 @@ class Completion:
         return Beams(self.serving, prompts, beams, answers, priority, self.deadline)
 
     async def whole(self) -> CompletionResponse:
-        """The answer in one piece."""
+        """Return the answer in one piece."""
         generation: Generation | Beams
         async with self.deadline:
             generation = await (self._prepare() if self.beams is None else self._search(self.beams))
@@ -148,7 +148,7 @@ class Completion:
         return self._response(generation, choices, usage)
 
     async def _choice(self, prompt: Prompt, result: RequestOutput, output: CompletionOutput) -> CompletionChoice:
-        """One choice of a whole answer; its index is counted by the caller."""
+        """Build one choice of a whole answer; the caller sets its index."""
         tokenizer = self.serving.engine.tokenizer
         text, token_ids, positions = output.text, list(output.token_ids), list(output.logprobs or ())
         reason, stop_reason = output.finish_reason, output.stop_reason
@@ -173,7 +173,8 @@ class Completion:
         )
 
     async def begin(self) -> AsyncIterator[bytes]:
-        """Submit, and return the chunks to come. A refusal is raised here, before anything has been sent."""
+        """Submit the request, and return the stream of chunks. A refusal is raised here, before anything has been
+        sent."""
         async with self.deadline:
             generation = await self._prepare()
         await generation.start()
@@ -206,14 +207,15 @@ class Completion:
                 yield event(self._response(generation, [], generation.usage()))
 
     def _is_text(self, news: Event) -> bool:
-        """Nothing but more text."""
+        """Return True if the update is nothing but more text."""
         update = news.update
         asked = self.top is not None or self.body.continuous_usage or self.body.return_token_ids
         plain = not asked and not self.scoring
         return bool(update.text) and update.finish_reason is None and plain
 
     def _pieces(self, news: Event, lengths: dict[int, int]) -> list[CompletionChoice]:
-        """The update as chunks: what is new, then the end by itself. ``lengths``: characters sent of each choice."""
+        """Split an update into chunks: the new parts, then the end by itself. ``lengths``: characters sent of each
+        choice."""
         update, index = news.update, news.choice
         pieces = []
         ids = update.token_ids if self.body.return_token_ids else None

@@ -1,4 +1,4 @@
-"""OpenAI's two ways to write down log-probabilities."""
+"""OpenAI's two formats of log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ NEVER = -9999.0
 
 
 def prompt_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> list[PromptLogprobs | None] | None:
-    """vLLM's form of a prompt's: for each token but the first, the token's own and the likeliest, by token id."""
+    """Write a prompt's log-probabilities in vLLM's format: for each token but the first, its own and the likeliest, by
+    token id."""
     if positions is None:
         return None
     return [
@@ -35,7 +36,8 @@ def prompt_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> list
 def chat_logprobs(
     positions: Sequence[PositionLogprobs], token_ids: Sequence[int], top: int, tokenizer: TokenizerLike
 ) -> ChatLogprobs:
-    """Chat's form: each token with its bytes and its ``top`` likeliest alternatives, likeliest first."""
+    """Write log-probabilities in the chat format: each token with its bytes and its ``top`` likeliest alternatives,
+    likeliest first."""
     return ChatLogprobs(
         content=[
             TokenLogprob(
@@ -65,7 +67,8 @@ def completion_logprobs(
     tokenizer: TokenizerLike,
     offset: int = 0,
 ) -> CompletionLogprobs:
-    """The older form, in parallel lists. ``offset``: characters of the answer before the first of these tokens.
+    """Write log-probabilities in the older format, as parallel lists. ``offset``: characters of the answer before the
+    first of these tokens.
 
     A position of None is the first token of an echoed prompt, which nothing predicts.
     """

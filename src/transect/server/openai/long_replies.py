@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PIECE = 64
-"""Positions between two chances for others."""
+"""Positions that are built between two pauses for other requests."""
 NO_CHOICES, NO_LOGPROBS = b'"choices":[]', b'"logprobs":null'
-"""Neither can stand within a JSON string, where a quote has a backslash before it."""
+"""Placeholders in a reply's JSON. Neither can occur within a JSON string, where quotes are escaped."""
 
 
 async def all_chat_logprobs(
     positions: Sequence[PositionLogprobs], token_ids: Sequence[int], top: int, tokenizer: TokenizerLike
 ) -> ChatLogprobs:
-    """``chat_logprobs`` of a whole answer."""
+    """Build ``chat_logprobs`` of a whole answer, in pieces."""
     whole = ChatLogprobs(content=[])
     async for some in _pieces(list(zip(positions, token_ids, strict=True))):
         whole.content += chat_logprobs([each[0] for each in some], [each[1] for each in some], top, tokenizer).content
@@ -40,7 +40,7 @@ async def all_chat_logprobs(
 async def all_completion_logprobs(
     positions: Sequence[PositionLogprobs | None], token_ids: Sequence[int], top: int, tokenizer: TokenizerLike
 ) -> CompletionLogprobs:
-    """``completion_logprobs`` of a whole answer."""
+    """Build ``completion_logprobs`` of a whole answer, in pieces."""
     whole = completion_logprobs([], [], top, tokenizer)
     offset = 0
     async for some in _pieces(list(zip(positions, token_ids, strict=True))):
@@ -55,7 +55,7 @@ async def all_completion_logprobs(
 
 
 async def json_of(reply: BaseModel | Raw) -> bytes:
-    """The bytes of ``reply.model_dump_json()``."""
+    """Return the bytes of ``reply.model_dump_json()``, built in pieces."""
     if not isinstance(reply, (ChatResponse, CompletionResponse)) or all(
         each.logprobs is None for each in reply.choices
     ):

@@ -60,7 +60,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def _whole(value: Any) -> Any:
-    """4.0 as 4, which is how some clients write whole numbers."""
+    """Convert whole floats such as 4.0, which some clients send, to integers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -70,7 +70,7 @@ Seed = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), le=2**64 - 1)]
 
 
 def shape(sentence: str) -> WrapValidator:
-    """Replace a union's many complaints by one: ``<field> must be <sentence>``."""
+    """Replace the many errors of a union type by one: ``<field> must be <sentence>``."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -131,7 +131,7 @@ class RefusalPart(Body):
 
     @property
     def text(self) -> str:
-        """The refusal."""
+        """Text of the refusal."""
         return self.refusal
 
 
@@ -171,7 +171,7 @@ class ChatMessage(Body):
 
     @model_validator(mode="after")
     def _refusals_are_answers(self) -> ChatMessage:
-        """A refusal is what the assistant said: it becomes the message's text."""
+        """Read a refusal in an earlier answer as that message's text."""
         if self.role == "assistant":
             if self.refusal and not self.content:
                 self.content = self.refusal
@@ -185,11 +185,11 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str:
-        """Its content as text."""
+        """Content as text."""
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
 
     def plain(self) -> dict[str, Any]:
-        """The message as the chat template takes it; thoughts under the name that templates know."""
+        """Convert the message to the form that chat templates take; thoughts get the name that templates expect."""
         role = "system" if self.role == "developer" else self.role
         fields = {**self.model_dump(exclude_none=True), "role": role}
         fields.setdefault("content", None)
@@ -274,16 +274,16 @@ class SamplingBody(Body):
 
     @property
     def include_usage(self) -> bool:
-        """True where the stream's last chunk shall carry the token counts."""
+        """True if the stream's last chunk must carry the token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """True where every chunk of a stream shall carry the token counts so far."""
+        """True if every chunk of a stream must carry the token counts so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def sampling_params(self, defaults: SamplingDefaults, **more: Any) -> SamplingParams:
-        """``SamplingParams`` from the fields that were given, and for others the model's ``defaults``; ``more``
+        """Build ``SamplingParams`` from the given fields; the others come from the model's ``defaults``. ``more``
         overrides both.
 
         Raises:
@@ -316,7 +316,7 @@ def opens_a_turn(add: bool | None, continues: bool | None) -> bool:
 
 
 class CompletionRequest(SamplingBody):
-    """``POST /v1/completions``: continue one prompt or several. 16 tokens unless ``max_tokens`` says otherwise."""
+    """``POST /v1/completions``: continue one prompt or several. 16 tokens unless ``max_tokens`` is set."""
 
     prompt: Prompt
     suffix: str | None = None

@@ -22,9 +22,9 @@ class CompletionDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Token counts of a whole request, all prompts and choices together. ``completion_tokens_details`` is there where
-    the model thinks before it answers, ``continued`` where an engine ended in the middle of an answer and the one that
-    continued it does not promise the same bits."""
+    """Token counts of a whole request, over all prompts and choices. ``completion_tokens_details`` is set if the model
+    thinks before it answers. ``continued`` is set if an engine ended in the middle of an answer, and the engine that
+    continued the answer cannot promise identical bits."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -43,7 +43,7 @@ class Usage(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A token that could have stood at a position. ``bytes`` is exact where the token is part of a character."""
+    """A candidate token at a position. ``bytes`` is exact even if the token is part of a character."""
 
     token: str
     logprob: float
@@ -51,13 +51,13 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """The token that does stand there, with the likeliest alternatives."""
+    """The chosen token at a position, with the likeliest alternatives."""
 
     top_logprobs: list[TopLogprob]
 
 
 class PromptLogprob(BaseModel):
-    """A token that could have stood at a place of the prompt; 1 is the rank of the likeliest."""
+    """A candidate token at a position of the prompt; the likeliest has rank 1."""
 
     logprob: float
     rank: int | None = None
@@ -83,8 +83,8 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """``stop_reason`` is the stop string or stop token id that ended the choice, if one did. ``token_ids`` (in a
-    stream: new ones), ``prompt_token_ids`` and ``prompt_logprobs`` are there where they were asked for."""
+    """``stop_reason`` is the stop string or stop token id that ended the choice, if any. ``token_ids`` (in a stream:
+    new ones), ``prompt_token_ids`` and ``prompt_logprobs`` are present if requested."""
 
     index: int
     text: str
@@ -108,7 +108,7 @@ class CompletionResponse(BaseModel):
 
 
 class Brief(BaseModel):
-    """An object in which fields that are null are left out."""
+    """An object in which null fields are left out."""
 
     @model_serializer(mode="wrap")
     def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Brief(BaseModel):
 
 
 class FunctionCall(Brief):
-    """A function and its arguments as JSON text; in a stream what is new of them."""
+    """A function and its arguments as JSON text; in a stream, the new part of the text."""
 
     name: str | None = None
     arguments: str
@@ -132,8 +132,8 @@ class ToolCall(Brief):
 
 
 class AssistantMessage(BaseModel):
-    """The model's answer. Without calls and thoughts it has no fields for them. Thoughts have two names, since clients
-    look for the one or the other."""
+    """The model's answer. Fields for calls and thoughts are left out if there are none. Thoughts have two names,
+    because clients differ in the name that they read."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -216,14 +216,14 @@ class Model(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All of them."""
+    """All served models."""
 
     object: Literal["list"] = "list"
     data: list[Model]
 
 
 class TokenizeResponse(BaseModel):
-    """Token ids of a text, and what one request can hold. ``token_strs``: their texts, where they were asked for."""
+    """Token ids of a text, and the longest context of a request. ``token_strs``: texts of the tokens, if requested."""
 
     count: int
     max_model_len: int
@@ -244,7 +244,7 @@ class Version(BaseModel):
 
 
 class Load(BaseModel):
-    """Requests in flight, under the name that vLLM gave it."""
+    """Requests in flight, under vLLM's name for them."""
 
     server_load: int
 
@@ -264,15 +264,16 @@ class TokenizerInfo(BaseModel):
 
 
 class Health(BaseModel):
-    """``state``: "ok"; or, with status 503, "hung", "dead" or "draining"."""
+    """``state``: "ok"; or, with status 503, "hung", "dead" or "draining". ``engine_pids``: of the engines that live."""
 
     state: Literal["ok", "hung", "dead", "draining"]
     detail: str | None = None
     in_flight: int
-    engine_pid: int | None = None
+    server_pid: int
+    engine_pids: list[int]
 
 
 def finish_reason(reason: str | None) -> FinishReason:
-    """The engine's reason as OpenAI's; aborts and errors have become ``ApiError`` before they get here."""
+    """Return the engine's finish reason as OpenAI's; aborts and errors have become ``ApiError`` earlier."""
     assert reason in ("stop", "length", "tool_calls"), reason
     return reason  # type: ignore[return-value]

@@ -23,7 +23,7 @@ from .responses_protocol import ResponsesRequest, as_message
 
 MOST_KEPT = 512
 MOST_BYTES = 32 * 1024 * 1024
-"""The limit of all answers and conversations that are kept, together, as JSON."""
+"""Most bytes of all kept answers and conversations together, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class _Kept:
 
 
 class ResponseStore:
-    """Answers and the conversations that led to them; the oldest go first."""
+    """Answers and the conversations that led to them; the oldest are dropped first."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._bytes = 0
 
     def keep(self, response: dict[str, Any], messages: list[ChatMessage]) -> None:
-        """Remember an answer, with the whole conversation up to and including it."""
+        """Keep an answer, with the whole conversation up to and including it."""
         answer = msgspec.json.encode(response)
         size = len(answer) + sum(len(message.model_dump_json()) for message in messages)
         self._kept[response["id"]] = _Kept(answer, messages, size, current_client().name)
@@ -53,7 +53,7 @@ class ResponseStore:
             self._bytes -= self._kept.popitem(last=False)[1].size
 
     def find(self, response_id: str) -> tuple[bytes, list[ChatMessage]]:
-        """An answer as JSON, and the conversation up to and including it.
+        """Return an answer as JSON, and the conversation up to and including it.
 
         Raises:
             ApiError: 404 where it is not remembered, or is another client's.
@@ -65,7 +65,7 @@ class ResponseStore:
         return found.answer, found.messages
 
     def forget(self, response_id: str) -> None:
-        """Raises ApiError as ``find`` does."""
+        """Delete an answer. Raises ApiError as ``find`` does."""
         self.find(response_id)
         self._bytes -= self._kept.pop(response_id).size
 
@@ -84,13 +84,13 @@ class Responses:
         self._number = -1
 
     async def whole(self) -> Raw:
-        """The answer in one piece."""
+        """Return the answer in one piece."""
         await self._start()
         await self.conversation.whole()
         return Raw(self._end())
 
     async def begin(self) -> AsyncIterator[bytes]:
-        """Submit, and return the events to come."""
+        """Submit the request, and return the stream of events."""
         await self._start()
         return self._events()
 
@@ -108,7 +108,7 @@ class Responses:
             await self._start_shortened(variables, error)
 
     async def _start_shortened(self, variables: dict[str, Any], error: ApiError) -> None:
-        """Start with as many of the newest turns as the context holds. Messages of the system stay.
+        """Start with as many of the newest turns as the context holds. System messages are kept.
 
         Args:
             error: raised if not even the newest turn fits.
@@ -155,7 +155,7 @@ class Responses:
         return named_event(kind, {"type": kind, "sequence_number": self._number, **fields})
 
     def _news(self, news: News) -> bytes:
-        """The events of one change; a message and thoughts have one part each."""
+        """Write the events of one change; a message and thoughts have one part each."""
         block = news.block
         item = self._item(block, "completed" if news.what == "end" else "in_progress")
         place = {"item_id": item["id"], "output_index": block.index}
@@ -246,6 +246,6 @@ def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict
 
 
 def error_event(error: ApiError) -> bytes:
-    """An error in the middle of a stream."""
+    """Write an error in the middle of a stream as an event."""
     detail = error.body["error"]
     return named_event("error", {"type": "error", "sequence_number": 0, **detail, "error": detail})

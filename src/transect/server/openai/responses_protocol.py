@@ -44,7 +44,7 @@ class ResponsesRequest(Body):
     max_tool_calls: Whole | None = None
 
     def check(self) -> None:
-        """Raises ApiError, 400, for what this server does not do."""
+        """Raise ApiError, 400, for unsupported settings."""
         if self.background:
             raise ApiError(400, "background is not supported by this server: leave it out", param="background")
         if self.truncation not in (None, "disabled", "auto"):
@@ -69,7 +69,7 @@ class ResponsesRequest(Body):
         return effort if isinstance(effort, str) else None
 
     def new_messages(self) -> list[ChatMessage]:
-        """``input`` in the chat API's form.
+        """Convert ``input`` to messages of the chat API.
 
         Raises:
             ApiError: 400 for an item that this server cannot read.
@@ -98,14 +98,14 @@ class ResponsesRequest(Body):
         return found
 
     def tool_use(self) -> ToolUse | None:
-        """Raises ApiError, 400, for tools that are malformed."""
+        """Return the tools that may be called. Raises ApiError, 400, if tools are malformed."""
         try:
             return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         except ValueError as error:
             raise bad_value(str(error), FIELDS) from None
 
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """From the fields that were given, and for others the model's ``defaults``.
+        """Build the sampling parameters from the given fields; the others come from the model's ``defaults``.
 
         Raises:
             ApiError: 400, a value is out of range.
@@ -126,7 +126,7 @@ class ResponsesRequest(Body):
 
 
 def _thoughts(item: dict[str, Any]) -> str:
-    """The text of thoughts that come back with a conversation; other servers may have encrypted theirs."""
+    """Return the text of thoughts that a client sends back; other servers may have encrypted theirs."""
     parts = item.get("content")
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     return "".join(text for text in texts if isinstance(text, str))
@@ -160,7 +160,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def as_message(blocks: list[Any]) -> ChatMessage:
-    """An answer as the next message of the conversation."""
+    """Convert an answer to the next message of the conversation."""
     text = "".join(block.content for block in blocks if block.kind == "text")
     thoughts = "".join(block.content for block in blocks if block.kind == "thoughts")
     calls = [

@@ -26,10 +26,10 @@ EMPTY: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
-"""Fields of other servers: name to the values that ask for nothing. null always does."""
+"""Fields of other servers, each with the values at which the field has no effect; null always has none."""
 
 IGNORED = frozenset(("cache_control", "request_id", "extra_headers", "extra_query", "timeout"))
-"""Fields that say nothing about the answer: hints to caches of other servers, names for logs, settings of clients."""
+"""Fields that do not affect the answer: hints to caches of other servers, names for logs, settings of clients."""
 
 WORDS = {
     "audio": "audio output",

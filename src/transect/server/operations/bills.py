@@ -1,4 +1,4 @@
-"""Where the time of requests went: their bills, and what the scheduler decided of late (``explain/``)."""
+"""Bills of requests (time by cause), and recent decisions of the scheduler (``explain/``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from ...engine.scheduling.decisions import DecisionRing
 from ...explain.engine.bill import bill
-from ...explain.engine.log import build
+from ...explain.engine.log import bare_id, build
 from ...explain.engine.rates import rates_for
 from ...explain.engine.work import StepWork
 from ..http.clients import check_operator
@@ -22,11 +22,11 @@ FOR_OPERATORS: dict[int | str, dict[str, Any]] = {403: {"description": "for the 
 bills = APIRouter(tags=["operations"], responses={404: {"description": "no such request, or it ended too long ago"}})
 
 
-def _rings(request: Request) -> list[DecisionRing]:
-    """One for each engine behind the server that has run a step."""
-    serving: Serving = request.app.state.serving
-    engines = getattr(serving.engine, "engines", (serving.engine,))
-    rings = [getattr(engine, "decisions", None) for engine in engines]
+def _rings(request: Request, past: bool = False) -> list[DecisionRing]:
+    """Return the decision log of each engine that has run a step. ``past``: those of replaced engines too."""
+    engine = request.app.state.serving.engine
+    rings = [getattr(each, "decisions", None) for each in getattr(engine, "engines", (engine,))]
+    rings += getattr(engine, "past_decisions", ()) if past else ()
     found = [ring for ring in rings if ring is not None and ring.header]
     if not found:
         raise ApiError(404, "this engine keeps no log of decisions, or has run no step yet", code="no_decisions")
@@ -35,24 +35,24 @@ def _rings(request: Request) -> list[DecisionRing]:
 
 @bills.get("/v1/requests/{request_id}/bill")
 async def request_bill(request: Request, request_id: str, choice: int = 0) -> dict[str, Any]:
-    """The parts of a request's time, in milliseconds; they add up to the whole. Ids are those of answers."""
+    """Return the parts of a request's time, in milliseconds; they add up to the whole. Ids are those of answers.
+
+    A request that was continued in another engine has one bill for all engines that had it.
+    """
     serving: Serving = request.app.state.serving
     if not serving.owners.may_see(request_id):
         raise ApiError(404, NOT_YOURS, param="request_id", code="request_not_found")
-    rings = _rings(request)
+    rings = _rings(request, past=True)
+    name = bare_id(request_id).encode()
 
     def work() -> dict[str, Any]:
-        refusal: ValueError | None = None
-        for ring in rings:
-            log = build(ring.records(), complete=not ring.lost)
-            try:
-                found = bill(log, request_id, StepWork.of(log.header, rates_for(log.header, measure=False)), choice)
-            except ValueError as error:
-                refusal = error
-                continue
-            return {"object": "request.bill", **found.to_dict(), "text": "\n".join(found.lines())}
-        assert refusal is not None
-        raise refusal
+        having = [ring for ring in rings if name in bytes(ring)]  # reading the records of all takes long
+        logs = [build(ring.records(), complete=not ring.lost) for ring in having or rings[:1]]
+        logs = [log for log in logs if log.has(request_id)] or logs[:1]
+        logs.sort(key=lambda log: log.life(request_id).added.at if log.has(request_id) else 0.0)
+        works = [(log, StepWork.of(log.header, rates_for(log.header, measure=False))) for log in logs]
+        found = bill(logs[-1], request_id, works[-1][1], choice, works[:-1])
+        return {"object": "request.bill", **found.to_dict(), "text": "\n".join(found.lines())}
 
     try:
         return await asyncio.to_thread(work)
@@ -62,7 +62,7 @@ async def request_bill(request: Request, request_id: str, choice: int = 0) -> di
 
 @bills.get("/v1/decisions", responses=FOR_OPERATORS)
 async def decisions(request: Request, engine: int = 0) -> Response:
-    """The newest records of the decision log, as a file that ``transect explain`` reads; of one of several engines.
+    """Return the newest records of an engine's decision log, as a file that ``transect explain`` reads.
 
     Headers: a flag that no record was dropped since the start, seconds since the newest record, and the number of
     engines.

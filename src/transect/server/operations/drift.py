@@ -1,4 +1,4 @@
-"""The alarm ``StepTimeDrift``: steps of the running engine no longer take the time that it predicts.
+"""The alarm ``StepTimeDrift``: measured step times of the running engine differ from the predicted ones.
 
 The engine predicts each timed step before it runs and learns from it (``costs/learning.py``). The alarm looks at
 windows of steps between two scrapes. Other work on the device, a lower clock or a failing link makes steps longer than
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 NAME = "StepTimeDrift"
 WINDOW = 200
-"""Timed steps between two looks, at the least."""
+"""Fewest timed steps between two checks."""
 
 
 class DriftWatch:
@@ -36,7 +36,7 @@ class DriftWatch:
         self._before = 0, 0.0, 0.0
 
     def look(self, stats: SchedulerStats) -> None:
-        """Take the newest counters, and log when the alarm is raised and when it is over."""
+        """Take the newest counters, and log when the alarm starts and ends."""
         now = stats.timed_steps, stats.step_seconds, stats.predicted_step_seconds
         steps, measured, predicted = (new - old for new, old in zip(now, self._before, strict=True))
         if steps < 0:  # the engine was started anew

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 from ..openai.replies import Health
 from ..serving import PROBE_S, Serving
 
 
 async def health_of(serving: Serving) -> Health:
-    """The state of engine and server as one word.
+    """Return the state of engine and server as one word.
 
     A dead engine counts more than a hung one, and that more than a server that is draining.
     """
-    engine = serving.engine
-    report = await engine.health()
+    report = await serving.engine.health()
     state, detail = report.state, report.detail
     if state == "ok" and serving.draining:
         state, detail = "draining", "finishing what has been accepted; no new requests"
-    return Health(state=state, detail=detail, in_flight=serving.in_flight, engine_pid=engine.pid)
+    return Health(
+        state=state,
+        detail=detail,
+        in_flight=serving.in_flight,
+        server_pid=os.getpid(),
+        engine_pids=list(report.pids),
+    )
 
 
 async def scrape(serving: Serving) -> bytes:
-    """All metrics in Prometheus' text format.
+    """Write all metrics in Prometheus' text format.
 
     Where the engine does not answer in time its last known numbers are shown, with ``transect_engine_up`` at 0.
     """

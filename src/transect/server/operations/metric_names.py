@@ -45,7 +45,7 @@ VLLM_LABELS = {"finish_reason": "finished_reason"}
 
 
 def shown(families: Iterable[Metric], model_name: str) -> Iterator[Metric]:
-    """The families with the label ``model_name``, each followed by itself under vLLM's names, if it has one there."""
+    """Yield the families with the label ``model_name``, each followed by copies under vLLM's names, if it has any."""
     for family in families:
         yield _renamed(family, family.name, {}, {"model_name": model_name})
         for name in VLLM_NAMES.get(family.name, ()):

@@ -29,7 +29,7 @@ WHOLE_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 
 
 class EngineCollector:
-    """Turns the last ``SchedulerStats`` into metrics; without any, it says only that the engine is down."""
+    """Converts the last ``SchedulerStats`` to metrics; before any arrive, it reports only that the engine is down."""
 
     def __init__(self) -> None:
         self.stats: SchedulerStats | None = None
@@ -42,7 +42,7 @@ class EngineCollector:
         self.drift.look(stats)
 
     def collect(self) -> Iterator[Metric]:
-        """Called by prometheus-client for each scrape."""
+        """Yield the metrics of a scrape; called by prometheus-client."""
         yield _gauge("transect_engine_up", "1 while the engine answers, 0 when it is hung or dead", float(self.up))
         stats = self.stats
         if stats is None:
@@ -53,6 +53,8 @@ class EngineCollector:
         yield _gauge("transect_kv_blocks", "KV blocks of the pool", stats.kv_blocks_total)
         yield _gauge("transect_kv_blocks_used", "KV blocks that a running sequence refers to", stats.kv_blocks_used)
         yield _gauge("transect_kv_blocks_cached", "Free KV blocks kept for the prefix cache", stats.kv_blocks_cached)
+        text = "Memory of compiled grammars that are kept, in bytes"
+        yield _gauge("transect_grammar_cache_bytes", text, stats.grammar_cache_bytes)
         text = "Measured over predicted time of the last steps; far from 1, StepTimeDrift is raised"
         yield _gauge("transect_step_time_ratio", text, self.drift.ratio)
         alarm = GaugeMetricFamily("transect_alarm", "1 while an alarm is raised", labels=["name"])
@@ -94,7 +96,7 @@ def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
 
 
 class Tally:
-    """A counter without labels for what happens at every token; the event loop alone changes it: no lock."""
+    """A counter without labels for events of every token. Only the event loop changes it, so it has no lock."""
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
         self._name, self._text = name, text
@@ -102,14 +104,14 @@ class Tally:
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Called by prometheus-client for each scrape."""
+        """Yield the metrics of a scrape; called by prometheus-client."""
         family = CounterMetricFamily(self._name, self._text)
         family.add_metric([], self.value)
         yield family
 
 
 class TokenHistogram:
-    """A histogram without labels for what happens at every token; no lock either."""
+    """A histogram without labels for events of every token. Only the event loop changes it, so it has no lock."""
 
     def __init__(self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
         self._name, self._text, self._bounds = name, text, tuple(buckets)
@@ -118,25 +120,25 @@ class TokenHistogram:
         registry.register(self)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """``times`` observations of ``value``."""
+        """Add ``times`` observations of ``value``."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def collect(self) -> Iterator[Metric]:
-        """Called by prometheus-client for each scrape."""
+        """Yield the metrics of a scrape; called by prometheus-client."""
         names = [*(floatToGoString(bound) for bound in self._bounds), "+Inf"]
         buckets = list(zip(names, accumulate(self._counts), strict=True))
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
 class _Shown:
-    """A registry's metrics as they are shown; what ``generate_latest`` reads."""
+    """A registry's metrics as they are shown; the interface that ``generate_latest`` reads."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry, self._model_name = registry, model_name
 
     def collect(self) -> Iterator[Metric]:
-        """All of them."""
+        """Yield all metrics as they are shown."""
         return shown(self._registry.collect(), self._model_name)
 
 
@@ -198,7 +200,7 @@ class Metrics:
         )
 
     def render(self) -> bytes:
-        """The Prometheus text format."""
+        """Write all metrics in Prometheus' text format."""
         return generate_latest(_Shown(self.registry, self._model_name))  # type: ignore[arg-type]
 
 
@@ -225,7 +227,8 @@ class RequestTimer:
         self._times: RequestTimes | None = None
 
     def tokens(self, choice: int, count: int, now: float) -> None:
-        """``count`` tokens of ``choice`` arrived at ``now``; those of one step share the time since the step before."""
+        """Record ``count`` tokens of ``choice`` that arrived at ``now``; tokens of one step share the time since the
+        step before."""
         if not count:
             return
         metrics = self._metrics
@@ -250,7 +253,7 @@ class RequestTimer:
         self._metrics.finished.labels(reason).inc()
 
     def left(self) -> None:
-        """Count the running choices as aborted: their client is gone, or their time limit has passed."""
+        """Count the running choices as aborted: their client has disconnected, or their time limit has passed."""
         if self._running:
             self._metrics.finished.labels("abort").inc(self._running)
 

@@ -1,4 +1,4 @@
-"""One line in the log for each request: what was asked, how it ended, how long it took and how many tokens it was.
+"""One log line for each request: method and path, status, duration and token counts.
 
 No text of prompts or answers is logged, and no key. The level of a line is that of its end: info where all went well,
 warning where the client has something to change or went away, error where the server failed.
@@ -23,28 +23,28 @@ LogFormat = Literal["off", "text", "json"]
 IN_PATHS = "/:@!$&'()*+,;=~"
 """Characters, beside letters, digits and ``_.-``, that a path may hold as they are (RFC 3986)."""
 GONE = 499
-"""The status of a request whose client went away before an answer began."""
+"""Status of a request whose client disconnected before an answer began."""
 
 _record: ContextVar[dict[str, Any] | None] = ContextVar("transect_request", default=None)
 
 
 def begin() -> dict[str, Any]:
-    """The facts about the request of this task and of those that it starts; ``note`` adds to them."""
+    """Start the record of the request of this task and of the tasks that it starts; ``note`` adds to the record."""
     facts: dict[str, Any] = {}
     _record.set(facts)
     return facts
 
 
 def note(**facts: Any) -> None:
-    """Add facts about the request that is being handled, if one is."""
+    """Add facts to the record of the request that is being handled, if any."""
     record = _record.get()
     if record is not None:
         record.update(facts)
 
 
 def engine_seconds(times: RequestTimes | None) -> dict[str, float]:
-    """The stretches of a request's life in the engine, in seconds: ``queue``, ``prefill`` (to its first token) and
-    ``decode``; none where it did not come to all of them."""
+    """Return the phases of a request's life in the engine, in seconds: ``queue``, ``prefill`` (to its first token) and
+    ``decode``. Empty if the request did not reach all of them."""
     if times is None or times.first_scheduled is None or times.first_token is None or times.finished is None:
         return {}
     marks = (times.arrival, times.first_scheduled, times.first_token, times.finished)
@@ -53,7 +53,7 @@ def engine_seconds(times: RequestTimes | None) -> dict[str, float]:
 
 
 def server_timing(facts: dict[str, Any]) -> bytes | None:
-    """The value of a ``Server-Timing`` header (W3C), in milliseconds; None before a request has ended."""
+    """Write the value of a ``Server-Timing`` header (W3C), in milliseconds; None before a request has ended."""
     if "queue_seconds" not in facts:
         return None
     parts = (f"{name};dur={1e3 * facts[f'{name}_seconds']:.3f}" for name in ("queue", "prefill", "decode"))
@@ -61,8 +61,8 @@ def server_timing(facts: dict[str, Any]) -> bytes | None:
 
 
 def end(method: str, path: str, status: int, seconds: float, request_id: str, facts: dict[str, Any]) -> None:
-    """Write the request's line. The path is percent-encoded, as in a URL: a client could otherwise forge lines and
-    fields of the log, or send commands to a terminal."""
+    """Write the request's line. The path is percent-encoded, because a client could otherwise forge lines and fields of
+    the log, or send commands to a terminal."""
     path = quote(path, safe=IN_PATHS)
     level = logging.ERROR if status >= 500 else logging.WARNING if status >= 400 else logging.INFO
     if log.isEnabledFor(level):
@@ -78,7 +78,7 @@ class _Formatter(logging.Formatter):
         self._json = kind == "json"
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Write the line of a record."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
         level, fields = record.levelname.lower(), getattr(record, "fields", {})
         if self._json:

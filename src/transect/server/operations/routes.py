@@ -1,4 +1,4 @@
-"""Routes for those who operate a server: what runs, whether it lives, how much it has to do, and its prefix cache."""
+"""Routes for operators: version, liveness, load, and the prefix cache."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _serving(request: Request) -> Serving:
 
 @operations.get("/version", response_model=Version)
 async def version() -> Version:
-    """The version of the server."""
+    """Return the version of the server."""
     return Version(version=__version__)
 
 
 @operations.get("/ping", response_class=Response)
 @operations.post("/ping", response_class=Response)
 async def ping(request: Request) -> Response:
-    """An empty 200 while the server takes work, else 503: what load balancers of hosting services ask. No API key."""
+    """Return an empty 200 while the server takes work, else 503, for the probes of hosting services. No API key."""
     report = await health_of(_serving(request))
     return Response(status_code=200 if report.state == "ok" else 503)
 
@@ -61,7 +61,7 @@ async def tokenizer_info(request: Request) -> TokenizerInfo:
 
 @operations.post("/reset_prefix_cache", responses={403: {"description": "for the operator's key"}})
 async def reset_prefix_cache(request: Request) -> JSONResponse:
-    """Forget the KV of finished prompts. Requests that run keep theirs. For the operator's key."""
+    """Empty the prefix cache. Running requests keep their KV. Needs the operator's key."""
     check_operator()
     try:
         await _serving(request).engine.reset_prefix_cache()

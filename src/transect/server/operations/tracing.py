@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ...text.output_processor import Update
 
 GRPC_PORT = 4317
-"""Where collectors listen for OTLP over gRPC."""
+"""Port on which collectors listen for OTLP over gRPC."""
 PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 MISSING = (
     "--otlp-traces-endpoint needs OpenTelemetry, which is not installed ({}): pip install 'transect[otel]', or leave "
@@ -50,7 +50,7 @@ def exporter_for(endpoint: str) -> Any:
         port = -1
     if parts.scheme not in ("http", "https", "grpc") or not parts.hostname or port == -1:
         raise ValueError(
-            f"--otlp-traces-endpoint {endpoint!r} is no address: give http://HOST:4318 or grpc://HOST:4317"
+            f"--otlp-traces-endpoint {endpoint!r} is not an address: give http://HOST:4318 or grpc://HOST:4317"
         )
     by_address = "grpc" if parts.scheme == "grpc" or port == GRPC_PORT else "http/protobuf"
     protocol = os.environ.get(PROTOCOL) or by_address
@@ -95,13 +95,13 @@ class Tracing:
         self._model_name = model_name
 
     def begin(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """The headers of the request that this task handles: its spans belong to the trace that they name, if any."""
+        """Make the spans of this task part of the trace that the request's headers name, if any."""
         from opentelemetry.propagate import extract
 
         _parent.set(extract({name.decode("latin-1"): value.decode("latin-1") for name, value in headers}))
 
     def request(self, request_id: str, params: SamplingParams, prompt_tokens: int) -> RequestSpan:
-        """A span that begins now, for one engine request."""
+        """Start a span for one engine request."""
         attributes = {
             "gen_ai.request.model": self._model_name,
             "gen_ai.response.model": self._model_name,
@@ -117,7 +117,8 @@ class Tracing:
         return RequestSpan(self._tracer, attributes)
 
     def close(self) -> None:
-        """Send what is left. A collector that does not answer is waited for as long as the exporter's time limit."""
+        """Send the remaining spans. Waits for a collector that does not respond as long as the exporter's time
+        limit."""
         self._provider.shutdown()
 
 
@@ -137,7 +138,7 @@ class RequestSpan:
         self._reasons: list[str] = []
 
     def saw(self, update: Update) -> None:
-        """News of one of its choices."""
+        """Record an update of one of the choices."""
         self._times = update.times or self._times
         self._tokens += len(update.token_ids)
         if update.finish_reason is not None:
@@ -164,7 +165,7 @@ class RequestSpan:
         span.end(ended)
 
     def _parts(self, times: RequestTimes) -> None:
-        """The times in the queue, in prefill and in decode, as attributes and as spans below this one."""
+        """Record the times in the queue, in prefill and in decode, as attributes and as child spans."""
         from opentelemetry.trace import set_span_in_context
 
         here = set_span_in_context(self._span)

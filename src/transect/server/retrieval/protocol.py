@@ -29,7 +29,7 @@ class EmbeddingRequest(Body):
 
 
 class ScoreRequest(Body):
-    """``POST /v1/score``: how well each of ``text_2`` fits ``text_1``, the query, or each its own query."""
+    """``POST /v1/score``: how well each of ``text_2`` fits ``text_1``: one query for all, or one for each."""
 
     model: str | None = None
     text_1: Texts
@@ -44,7 +44,7 @@ class Document(Body):
 
 
 class RerankRequest(Body):
-    """``POST /v1/rerank``: documents in the order in which they fit a query."""
+    """``POST /v1/rerank``: documents sorted by their relevance to a query."""
 
     model: str | None = None
     query: str
@@ -70,7 +70,7 @@ class EmbeddingObject(BaseModel):
 
 
 class EmbeddingResponse(BaseModel):
-    """All of them, in the order of the texts."""
+    """Vectors in the order of the texts."""
 
     object: Literal["list"] = "list"
     data: list[EmbeddingObject]
@@ -87,7 +87,7 @@ class ScoreObject(BaseModel):
 
 
 class ScoreResponse(BaseModel):
-    """All of them, in the order of the pairs."""
+    """Scores in the order of the pairs."""
 
     id: str
     object: Literal["list"] = "list"
@@ -98,7 +98,7 @@ class ScoreResponse(BaseModel):
 
 
 class RankedDocument(BaseModel):
-    """A document with its place in the request."""
+    """A document with its index in the request."""
 
     index: int
     document: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""``/v1/embeddings``, ``/v1/score`` and ``/v1/rerank``: many short engine requests that draw nothing of use.
+"""``/v1/embeddings``, ``/v1/score`` and ``/v1/rerank``: many short engine requests without sampled text.
 
 They run in groups, so that the texts of one HTTP request do not fill the queue for everybody else.
 """
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from ...text.outputs import RequestOutput
 
 MAX_INPUTS = 2048
-"""Texts or pairs in one request, as OpenAI's."""
+"""Most texts or pairs in one request, as in OpenAI's API."""
 GONE = Response(status_code=499)
 NO_DATA = b'"data":[]'
-"""Stands in an answer before anything that a client has chosen."""
+"""Placeholder in a reply's JSON, before any text of a client."""
 
 retrieval = APIRouter(route_class=JsonRoute, tags=["retrieval"])
 
@@ -65,7 +65,7 @@ class _Work:
     async def run(
         self, prompts: Sequence[Prompt], params: SamplingParams, pool: pooling.Pooling | None = None
     ) -> list[RequestOutput]:
-        """Their results, in order."""
+        """Run the prompts, and return their results in order."""
         results = await whole_in_groups(self.serving, prompts, params, self.priority, self.deadline, pool)
         self.tokens = sum(len(prompt.token_ids) for prompt in prompts)
         request_log.note(prompt_tokens=self.tokens, completion_tokens=0)
@@ -75,7 +75,7 @@ class _Work:
         return TextUsage(prompt_tokens=self.tokens, total_tokens=self.tokens)
 
     async def scores(self, pairs: Iterable[tuple[str, str]], query: str, document: str) -> list[float]:
-        """Scores of (query, document) pairs; ``query`` and ``document`` name the fields that they come from."""
+        """Score (query, document) pairs; ``query`` and ``document`` name the fields that they come from."""
         prompts, lengths = [], []
         async with self.deadline:
             for asked, text in pairs:
@@ -95,7 +95,7 @@ class _Work:
 
 @retrieval.post("/v1/embeddings", response_model=EmbeddingResponse)
 async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
-    """A vector for each text."""
+    """Compute a vector for each text."""
     work = _Work(request, body.model, body.priority)
     try:
         return await unless_disconnected(request.receive, _embeddings(work, body), work.serving.turns)
@@ -160,7 +160,7 @@ async def score(request: Request, body: ScoreRequest) -> ScoreResponse | Respons
 @retrieval.post("/v2/rerank", response_model=RerankResponse, include_in_schema=False)
 @retrieval.post("/rerank", response_model=RerankResponse, include_in_schema=False)
 async def rerank(request: Request, body: RerankRequest) -> RerankResponse | Response:
-    """Documents in the order in which they fit a query; scores as of ``/v1/score``."""
+    """Sort documents by their relevance to a query; scores as of ``/v1/score``."""
     work = _Work(request, body.model, body.priority)
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
     _check_count(len(texts), "documents")

@@ -1,4 +1,4 @@
-"""Parts of ``config.json`` that several families have: sizes, rotary frequencies, sliding windows, experts."""
+"""Keys of ``config.json`` that several families have: sizes, rotary frequencies, sliding windows, experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..model import ModelConfig, RopeConfig
 from .family import Found, Part, key
 
 Without = Callable[[Fields, Found], tuple[int, ...]]
-"""Layers without a window, of a file that does not list them."""
+"""Function that returns the layers without a window, for a file that does not list them."""
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -24,7 +24,7 @@ _SCALINGS = {
     "llama3": ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position", "beta_fast", "beta_slow", "attention_factor", "truncate"),
 }
-"""The numbers of a scaling, by transformers' names."""
+"""Numbers of a scaling, by transformers' names."""
 
 
 def sizes(
@@ -39,7 +39,7 @@ def sizes(
     gelu: bool = False,
     unset_rope: Found | None = None,
 ) -> tuple[Part, ...]:
-    """The keys of a decoder of Llama's kind; arguments are the defaults of missing keys, as transformers has them.
+    """Build the keys of a decoder of Llama's kind; arguments are the defaults of missing keys, as in transformers.
 
     Args:
         kv_heads: None for as many as there are query heads.
@@ -64,7 +64,7 @@ def sizes(
 
 
 def activation(name: str, default: str) -> Part:
-    """The activation of the MLP by transformers' names."""
+    """Build the key of the MLP's activation, by transformers' names."""
 
     def read(read: Fields, found: Found) -> Found:
         value = read.text(name, default) or default
@@ -80,14 +80,15 @@ def activation(name: str, default: str) -> Part:
 
 
 ATTENTION_BIAS = key("qkv_bias", "attention_bias", False, also="o_bias")
-"""A switch for biases of q, k, v and o together."""
+"""Switch for biases of q, k, v and o together."""
 MLP_BIAS = key("mlp_bias", "mlp_bias", False)
 
 
 def experts(
     name: str, default: int | None, per_token: int | None, other: str = "num_experts_per_tok"
 ) -> tuple[Part, Part]:
-    """The keys of experts and of those that a token goes to, with defaults; ``other``: another name of the second."""
+    """Build the keys of the numbers of experts and of experts per token, with defaults; ``other``: another name of the
+    second."""
     others = ("num_experts", "n_routed_experts", "num_local_experts")
     return (
         key("moe.experts", name, default, others=others),
@@ -99,7 +100,7 @@ RENORMALIZE = key("moe.renormalize", "norm_topk_prob", False)
 
 
 def split_width(found: Found) -> int:
-    """The size of a head where no key says it."""
+    """Return the size of a head if no key sets it."""
     dim, heads = found["dim"], found["n_heads"]
     if heads <= 0 or dim % heads:
         raise ValueError(f"the width {dim} does not divide into {heads} heads; give head_dim in config.json")
@@ -107,7 +108,8 @@ def split_width(found: Found) -> int:
 
 
 def windows(without: Without, switch: bool = True, default: int = 4096) -> Part:
-    """A sliding window, and ``layer_types``: the layers that use it. ``switch``: ``use_sliding_window`` turns it on."""
+    """Build the keys of a sliding window, and ``layer_types``: the layers that use it. ``switch``:
+    ``use_sliding_window`` turns it on."""
 
     def read(read: Fields, found: Found) -> Found:
         off = switch and not read.flag("use_sliding_window", False)
@@ -125,17 +127,17 @@ def windows(without: Without, switch: bool = True, default: int = 4096) -> Part:
 
 
 def first_layers(default: int = 28) -> Without:
-    """``max_window_layers``, of which the first have no window (Qwen)."""
+    """Read ``max_window_layers``: the number of first layers without a window (Qwen)."""
     return lambda read, found: tuple(range(min(read.integer("max_window_layers", default), found["n_layers"])))
 
 
 def every(step: int) -> Without:
-    """Layers ``step - 1``, ``2 * step - 1`` and so on."""
+    """Select layers ``step - 1``, ``2 * step - 1`` and so on."""
     return lambda read, found: tuple(range(step - 1, found["n_layers"], step))
 
 
 def full_layers(read: Fields, layers: int) -> tuple[int, ...]:
-    """The layers without a window that ``layer_types`` lists."""
+    """Return the layers without a window that ``layer_types`` lists."""
     kinds, known = read.values.get("layer_types"), ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise ValueError(
@@ -145,13 +147,13 @@ def full_layers(read: Fields, layers: int) -> tuple[int, ...]:
 
 
 def layer_types(config: ModelConfig) -> list[str]:
-    """The kind of each layer, as ``full_layers`` reads it."""
+    """List the kind of each layer, in the form that ``full_layers`` reads."""
     windows = (config.layer_window(layer) for layer in range(config.n_layers))
     return ["full_attention" if window is None else "sliding_attention" for window in windows]
 
 
 def numbers_of_layers(read: Fields, key: str, default: list[int]) -> list[int]:
-    """A list of layers by number; ValueError for anything else."""
+    """Read a list of layers by number. Raises ValueError for anything else."""
     listed = read.values.get(key)
     listed = default if listed is None else listed
     if not isinstance(listed, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
@@ -173,12 +175,13 @@ NO_ROPE_LAYERS = Part(
     _still,
     lambda config: {"no_rope_layers": [int(layer not in config.no_rope_layers) for layer in range(config.n_layers)]},
 )
-"""The layers that do not rotate; the key has 1 for those that do."""
+"""Layers that do not rotate; the key has 1 for those that do."""
 
 
 def _rope(theta: float, unset: Found | None) -> Part:
-    """The rotary frequencies. They are read in the old spelling (``rope_theta`` beside ``rope_scaling``) and in that of
-    transformers 5 (``rope_parameters``), and are written in the old one, which both generations read."""
+    """Build the keys of the rotary frequencies. They are read in the old spelling (``rope_theta`` beside
+    ``rope_scaling``) and in that of transformers 5 (``rope_parameters``), and are written in the old one, which both
+    generations read."""
 
     def read(read: Fields, found: Found) -> Found:
         longest = found["max_position"]
@@ -249,7 +252,8 @@ def _frequencies(read: Fields, max_position: int, default_theta: float, unset: F
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
-    """The multiplier of cos and sin: given, or 0.1 ln(factor) + 1, with two optional weights of the logarithm."""
+    """Return the multiplier of cos and sin: given, or 0.1 ln(factor) + 1, with two optional weights of the
+    logarithm."""
     if rope.values.get("attention_factor") is not None:
         return rope.number("attention_factor")
 

@@ -31,7 +31,7 @@ _READERS: dict[str, Callable[..., Any]] = {"int": Fields.integer, "float": Field
 def key(
     field: str, name: str, default: Any = None, *, also: str = "", others: tuple[str, ...] = (), optional: bool = False
 ) -> Part:
-    """A part of one key: a number or a switch, of the type that the field has.
+    """Build a part of one key: a number or a switch, of the field's type.
 
     Args:
         default: the value without the key, or a function of the fields read so far. Without a default the key is
@@ -54,8 +54,8 @@ def key(
 
 
 def refusal(name: str, known: Callable[[Any], bool], words: str) -> Part:
-    """A key without a field: ``known`` says of its value (None without the key) if the model can run; ``words`` is the
-    error if not."""
+    """Build a check of a key without a field: ``known`` returns True for supported values (None without the key);
+    ``words`` is the error for others."""
 
     def read(read: Fields, found: Found) -> Found:
         if not known(read.value(name)):
@@ -66,12 +66,12 @@ def refusal(name: str, known: Callable[[Any], bool], words: str) -> Part:
 
 
 def value_of(config: ModelConfig, name: str) -> Any:
-    """A field of a model, or of its experts (``moe.``); None for experts that there are not."""
+    """Return a field of a model, or of its experts (``moe.``); None if there are no experts."""
     return getattr(config.moe, name[4:], None) if name.startswith("moe.") else getattr(config, name)
 
 
 def configured(values: Found) -> ModelConfig:
-    """The configuration of these fields; ValueError if they cannot run together."""
+    """Build the configuration of these fields. Raises ValueError if they cannot run together."""
     own = {name: value for name, value in values.items() if not name.startswith("moe.")}
     experts = {name[4:]: value for name, value in values.items() if name.startswith("moe.")}
     return ModelConfig(**own, moe=MoEConfig(**experts) if "experts" in experts else None)
@@ -86,11 +86,11 @@ class Family:
     models: str
     """Published models, for the docs."""
     hf_class: str
-    """The class of transformers in ``architectures`` of config.json."""
+    """Class of transformers in ``architectures`` of config.json."""
     hf: tuple[Part, ...]
-    """The keys of config.json."""
+    """Keys of config.json."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ``ModelConfig`` that no key says (``moe.`` before those of experts)."""
+    """Fields of ``ModelConfig`` that no key sets (``moe.`` before those of experts)."""
     other_names: tuple[str, ...] = ()
     """Other values of ``model_type``."""
     hf_written: Mapping[str, Any] = field(default_factory=dict)
@@ -100,28 +100,29 @@ class Family:
     gguf: str = ""
     """``general.architecture`` of its GGUF files; empty if it has none."""
     gguf_parts: tuple[Part, ...] = ()
-    """The keys of GGUF files beside those that all families have, without the architecture before them."""
+    """Keys of GGUF files beside those of all families, without the leading architecture."""
     gguf_if: Callable[[Fields], bool] | None = None
-    """Tells its files from those of other families with the same architecture; None for all that are left."""
+    """Test that distinguishes its files from those of other families with the same architecture; None for all remaining
+    files."""
     hf_names: dict[str, str] = field(default_factory=dict)
-    """Names of tensors in safetensors, over ``HF_NAMES``."""
+    """Names of tensors in safetensors, overriding ``HF_NAMES``."""
     gguf_names: dict[str, str] = field(default_factory=dict)
-    """Names of tensors in GGUF files, over ``GGUF_NAMES``."""
+    """Names of tensors in GGUF files, overriding ``GGUF_NAMES``."""
     joined: tuple[str, ...] = ()
     """Projections that are one matrix in files."""
     hf_transposed: bool = False
-    """Matrices are stored ``[inputs, outputs]`` in safetensors (GPT-2's ``Conv1D``)."""
+    """True if matrices are stored ``[inputs, outputs]`` in safetensors (GPT-2's ``Conv1D``)."""
     hf_stacked: Literal["turns", "halves"] | None = None
-    """Safetensors have the experts of a layer in one tensor, in which rows of gate and up take turns, or all of gate
-    precede those of up; None if each expert is a tensor."""
+    """Arrangement of gate and up if safetensors have the experts of a layer in one tensor: alternating rows
+    (``turns``), or all of gate before those of up (``halves``); None if each expert is a tensor."""
     hf_paired: bool = False
-    """Rotary embedding turns neighbouring pairs in safetensors, not the two halves of a head."""
+    """True if rotary embedding turns neighbouring pairs in safetensors, not the two halves of a head."""
     gguf_paired: bool = False
-    """The same of GGUF files."""
+    """True if rotary embedding turns neighbouring pairs in GGUF files."""
     presets: Mapping[str, tuple[str, ModelConfig]] = field(default_factory=dict)
     """Published models by a short name: the Hub id of the weights, and the configuration."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json of the tiny test model, over ``TINY``; lists are for its three layers."""
+    """Keys of config.json of the tiny test model, overriding ``TINY``; lists are for its three layers."""
 
 
 TINY = {

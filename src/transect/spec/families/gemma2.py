@@ -12,7 +12,7 @@ FIXED = {"norm_order": "both", "norm_offset": 1.0}
 
 
 def gemma(attention_cap: float | None, logit_cap: float | None, **defaults: Any) -> tuple[Part, ...]:
-    """The keys of config.json that Gemma 2 and 3 share, and their defaults."""
+    """Build the keys of config.json that Gemma 2 and 3 share, with their defaults."""
     both_ways = "Gemma with use_bidirectional_attention is not supported: it is not a causal model"
     return (
         refusal("use_bidirectional_attention", lambda value: not value, both_ways),
@@ -29,7 +29,8 @@ def gemma(attention_cap: float | None, logit_cap: float | None, **defaults: Any)
 
 
 def gguf(largest: int) -> tuple[Part, ...]:
-    """The keys of GGUF files that Gemma 2 and 3 share; the model of ``largest`` layers scales scores by its width."""
+    """Build the keys of GGUF files that Gemma 2 and 3 share; the model of ``largest`` layers scales scores by its
+    width."""
 
     def scale(found: Found) -> float:
         own = found["dim"] // found["n_heads"] if found["n_layers"] == largest else found["head_dim"]

@@ -1,4 +1,4 @@
-"""Gemma 3, its language model: of six layers five slide, and rotate by frequencies of their own."""
+"""Gemma 3, its language model: five of six layers have a sliding window, and rotate by frequencies of their own."""
 
 from ..fields import Fields, shown
 from ..model import ModelConfig, RopeConfig

@@ -1,4 +1,4 @@
-"""Parts of GGUF metadata that several families have: windows, scales, and facts that llama.cpp takes for granted."""
+"""GGUF metadata that several families have: windows, scales, and facts that llama.cpp assumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_patter
 
 
 def granted(name: str, value: Any, words: str) -> Part:
-    """A field that llama.cpp takes for granted and files do not say.
+    """Build a field that llama.cpp assumes and files do not contain.
 
     Args:
         value: the field, or a function of the other fields.
@@ -30,29 +30,29 @@ def granted(name: str, value: Any, words: str) -> Part:
 
 
 def only(name: str, value: Any, words: str) -> Part:
-    """A field that is read elsewhere and that llama.cpp runs with this value alone."""
+    """Build a check of a field that is read elsewhere and that llama.cpp runs with this value only."""
     return Part(write=granted(name, value, words).write)
 
 
 def written(name: str, field: str) -> Part:
-    """A key for other programs, of a field that is read elsewhere."""
+    """Build a key for other programs, of a field that is read elsewhere."""
     return Part(write=lambda config: {name: value_of(config, field)})
 
 
 def expect(config: ModelConfig, known: bool, words: str) -> Found:
-    """Return no keys; ValueError for a model that llama.cpp does not have."""
+    """Return no keys. Raises ValueError for a model that llama.cpp does not support."""
     if not known:
         raise ValueError(f"a {config.architecture} model with {words} cannot be written as GGUF: llama.cpp has no such")
     return {}
 
 
 def short_float(value: float) -> float:
-    """The shortest decimal that is this float32 number: 1e-05 where the file's float32 reads 9.999999747378752e-06."""
+    """Return the shortest decimal that is this float32 number: 1e-05 for the file's 9.999999747378752e-06."""
     return float(f"{value:.7g}")
 
 
 def window(zero: bool = False) -> Part:
-    """A sliding window of all layers. ``zero``: a file without one says so."""
+    """Build the key of a sliding window of all layers. ``zero``: a file without one has a 0."""
 
     def write(config: ModelConfig) -> Found:
         expect(config, not config.full_attention_layers, "a sliding window of some layers")
@@ -62,7 +62,8 @@ def window(zero: bool = False) -> Part:
 
 
 def sliding(period: int, default: int) -> Part:
-    """A sliding window of all layers but every ``period``-th, if the file has no list; ``default``: the window."""
+    """Build the keys of a sliding window of all layers but every ``period``-th, if the file has no list; ``default``:
+    the window."""
 
     def read(read: Fields, found: Found) -> Found:
         size, layers, pattern = read.integer(_WINDOW, default), found["n_layers"], read.value(_PATTERN)
@@ -93,4 +94,4 @@ SUM_TO_LESS = granted("moe.renormalize", False, "weights of experts that add up 
 STILL = granted(
     "no_rope_layers", lambda found: tuple(range(3, found["n_layers"], 4)), "other layers that rotate than three of four"
 )
-"""The layers that do not rotate: every fourth."""
+"""Layers that do not rotate: every fourth."""

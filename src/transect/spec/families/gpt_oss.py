@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, experts with biases and a clamped activation, their gate and up in turns."""
+"""gpt-oss: attention sinks, experts with biases and a clamped activation, whose gate and up alternate."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ _TINY_ROPE = _ROPE | {"factor": 4.0, "original_max_position_embeddings": 64, "ro
 
 
 def _ramp(read: Fields, found: Found) -> Found:
-    """The model's own ramp does not end at whole planes, and files do not say that."""
+    """Set the model's own ramp, which does not end at whole planes and is missing in files."""
     rope = found["rope"]
     return {"rope": replace(rope, truncate=False)} if rope.scaling == "yarn" else {}
 

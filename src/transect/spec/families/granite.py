@@ -18,7 +18,7 @@ def _logits(read: Fields, found: Found) -> Found:
 
 
 def _gguf(field: str, name: str, default: Callable[[Found], float] = lambda found: 1.0) -> Part:
-    """A factor; a file without it, or with 0, means the default."""
+    """Build the key of a factor; a file without it, or with 0, means the default."""
     return Part(
         lambda read, found: {field: short_float(read.number(name, 0.0)) or default(found)},
         lambda config: {name: getattr(config, field)},

@@ -1,4 +1,5 @@
-"""Mistral 7B, Nemo, Small; Ministral, whose ``layer_types`` say which layers slide. GGUF files call it ``llama``."""
+"""Mistral 7B, Nemo, Small; Ministral, whose ``layer_types`` list the layers with a sliding window. GGUF files call it
+``llama``."""
 
 from ..fields import Fields
 from .config_json import full_layers, layer_types, sizes

@@ -17,7 +17,7 @@ from .family import Family
 
 @cache
 def families() -> Mapping[str, Family]:
-    """All families by name.
+    """Return all families by name.
 
     Raises:
         ValueError: two records have one name.
@@ -38,12 +38,12 @@ def _by_model_type() -> Mapping[str, Family]:
 
 
 def is_known(model_type: object) -> bool:
-    """True if ``model_type`` of config.json names a family."""
+    """Return True if ``model_type`` of config.json names a family."""
     return isinstance(model_type, str) and model_type in _by_model_type()
 
 
 def family(model_type: object) -> Family:
-    """The family of that ``model_type`` of config.json.
+    """Return the family of that ``model_type`` of config.json.
 
     Raises:
         ValueError: there is none; the message lists those that there are.
@@ -61,6 +61,6 @@ def family(model_type: object) -> Family:
 
 @cache
 def by_gguf() -> Mapping[str, tuple[Family, ...]]:
-    """The families of GGUF files by ``general.architecture``; those with a condition first."""
+    """Return the families of GGUF files by ``general.architecture``; those with a condition first."""
     ordered = sorted(families().values(), key=lambda each: each.gguf_if is None)
     return {each.gguf: tuple(one for one in ordered if one.gguf == each.gguf) for each in ordered if each.gguf}

@@ -1,4 +1,4 @@
-"""SmolLM3: every fourth layer does not rotate; with a window those slide."""
+"""SmolLM3: every fourth layer does not rotate; with a window those layers use it."""
 
 from ..fields import Fields
 from .config_json import ATTENTION_BIAS, NO_ROPE_LAYERS, sizes, windows

@@ -1,4 +1,4 @@
-"""``RankLayout``: how many ranks there are along each axis, and which place a rank has. Plain arithmetic, no torch."""
+"""``RankLayout``: the number of ranks along each axis, and the coordinates of each rank. Plain arithmetic, no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AXES = ("data", "pipeline", "context", "tensor")
 
 
 class RankPlace(NamedTuple):
-    """Where a rank is along each axis, from 0."""
+    """Coordinates of a rank along the axes, from 0."""
 
     data: int
     pipeline: int
@@ -26,7 +26,7 @@ class RankLayout:
     else.
 
     Raises:
-        ValueError: a size is no whole number of at least 1.
+        ValueError: a size is not a whole number of at least 1.
     """
 
     tensor: int = 1
@@ -43,16 +43,16 @@ class RankLayout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """In the order of ``AXES``."""
+        """Sizes in the order of ``AXES``."""
         return self.data, self.pipeline, self.context, self.tensor
 
     @property
     def size(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return self.data * self.pipeline * self.context * self.tensor
 
     def place(self, rank: int) -> RankPlace:
-        """Where ``rank`` is.
+        """Return the coordinates of ``rank``.
 
         Raises:
             ValueError: there is no such rank.
@@ -65,7 +65,7 @@ class RankLayout:
         return RankPlace(data, pipeline, tensor, context)
 
     def rank(self, place: RankPlace) -> int:
-        """The rank at a place."""
+        """Return the rank at these coordinates."""
         at = place.data * self.pipeline + place.pipeline
         return (at * self.context + place.context) * self.tensor + place.tensor
 
@@ -76,8 +76,8 @@ class RankLayout:
 
 
 def share(size: int, part: int, parts: int) -> slice:
-    """Part ``part`` of ``size`` things in a row, cut into ``parts`` that differ by at most one thing: the first ones
-    are the larger."""
+    """Return part ``part`` of ``size`` items, divided into ``parts`` that differ by at most one item: the first ones
+    are larger."""
     each, more = divmod(size, parts)
     start = part * each + min(part, more)
     return slice(start, start + each + (part < more))
@@ -95,7 +95,7 @@ def owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 def check_shares(batches: int, ranks: int) -> None:
-    """See that ranks can share the micro-batches of a step.
+    """Check that ranks can share the micro-batches of a step.
 
     Raises:
         ValueError: there are not as many for each; the message names the next number that works.

@@ -1,4 +1,4 @@
-"""Reasons why a run cannot be spread over ranks, and the nearest layout that works. Plain arithmetic, no torch.
+"""Reasons why a run cannot be distributed over ranks, and the nearest layout that works. Plain arithmetic, no torch.
 
 The trainer, the account of memory, the planner and ``parallelize`` all ask here before anything starts.
 Each rule below looks at a whole run and says why it cannot be. ``nearest`` goes through the other layouts of as many
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..model import ModelConfig
-from .schedule import Name
 from .schedule import check as check_schedule
 from .spread import Spread
 
@@ -20,12 +19,12 @@ AXES = ("data", "pipeline", "tensor", "context")
 ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 """Optimizers whose ranks exchange signs of the momentum."""
 MOST_RANKS = 256
-"""Layouts of more ranks are not searched."""
+"""Most ranks of a layout for which others are searched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Settings of a run that decide how it can be spread; names are those of the training configuration.
+    """Settings of a run that determine possible distributions; names are those of the training configuration.
 
     Attributes:
         adapted: adapters are trained.
@@ -43,14 +42,15 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a run is refused, and the setting that helps ``instead`` of another layout; empty if only a layout helps."""
+    """Reason for refusing a run, and the setting that helps ``instead`` of another layout; empty if only a layout
+    helps."""
 
     why: str
     instead: str = ""
 
 
 def refusal(run: RunSettings, spread: Spread, model: ModelConfig | None = None) -> str | None:
-    """Return why a run cannot be spread so, and what to set; None if it can.
+    """Return the reason why a run cannot be distributed so, and the settings to use; None if it can.
 
     Args:
         model: the whole model; None if it is not known yet, which skips the rules about models.
@@ -67,8 +67,8 @@ def refusal(run: RunSettings, spread: Spread, model: ModelConfig | None = None) 
 
 
 def nearest(run: RunSettings, spread: Spread, model: ModelConfig | None = None) -> tuple[Spread, int] | None:
-    """The layout that differs least from one that is refused, of as many ranks if there is one, and ``accumulate`` with
-    it. Equally near ones count by the order of ``AXES``: what is most often quicker comes first."""
+    """Find the layout that differs least from a refused one, with as many ranks if possible, and its ``accumulate``.
+    Ties are broken by the order of ``AXES``: the usually faster axis comes first."""
     ranks = spread.ranks
     if ranks > MOST_RANKS:
         return None
@@ -93,7 +93,7 @@ def _layouts(ranks: int, like: Spread) -> Iterator[Spread]:
             for tensor in _divisors(ranks // data // pipeline):
                 context = ranks // data // pipeline // tensor
                 levels = (3,) if like.host_weights else range(4) if data > 1 else (0,)  # weights elsewhere are cut
-                schedules: set[tuple[Name, int]]
+                schedules: set[tuple[str, int]]
                 schedules = {(like.schedule, like.chunks), ("1f1b", 1)} if pipeline > 1 else {("1f1b", 1)}
                 for zero in levels:
                     for name, chunks in schedules:
@@ -131,7 +131,7 @@ def _changes(asked: Spread, run: RunSettings, found: Spread, accumulate: int) ->
     parts = []
     for name in ("tensor", "context", "pipeline", "data", "expert", "zero", "tiles", "sequence", "schedule", "chunks"):
         before, now = _of(asked, name), _of(found, name)
-        if name == "chunks" and found.schedule != "interleaved":
+        if name == "chunks" and found.chunks == 1:
             continue
         if before != now:
             parts.append(f"parallel.{name} to " + (f'"{now}"' if isinstance(now, str) else str(now).lower()))
@@ -144,7 +144,7 @@ def _changes(asked: Spread, run: RunSettings, found: Spread, accumulate: int) ->
 
 
 def reasons(run: RunSettings, spread: Spread, model: ModelConfig | None = None) -> Iterator[Reason]:
-    """Why a run cannot be spread so, every reason there is."""
+    """Yield every reason why a run cannot be distributed so."""
     yield from _of_steps(run, spread)
     yield from _of_what_is_trained(run, spread)
     yield from _of_optimizers(run, spread)
@@ -159,7 +159,7 @@ def _of_steps(run: RunSettings, spread: Spread) -> Iterator[Reason]:
         enough = -(-run.accumulate // spread.data) * spread.data
         why = f"a step has {run.accumulate} micro-batches, which {spread.data} ranks cannot share evenly"
         yield Reason(why, f"accumulate to {enough}")
-    elif spread.schedule == "interleaved":
+    elif spread.pipeline > 1:
         try:
             check_schedule(spread.schedule, spread.pipeline, run.accumulate // spread.data, spread.chunks)
         except ValueError as error:
@@ -252,7 +252,7 @@ def _of_heads(spread: Spread, model: ModelConfig) -> Iterator[Reason]:
             odd = "norms of queries over all heads" if model.qk_norm_whole else "attention sinks"
             yield Reason(f"a model with {odd} is not cut between ranks for training")
     if spread.context > 1 and (model.plain_attention or model.attention_temperature is not None):
-        yield Reason("ring attention knows no caps on scores, no attention sinks and no chunks")
+        yield Reason("ring attention does not support caps on scores, attention sinks or chunks")
 
 
 def _of_layers(spread: Spread, model: ModelConfig) -> Iterator[Reason]:

@@ -22,31 +22,31 @@ from .ranks import RankLayout, share
 
 ALL = slice(None)
 ROWS, DRAWN = 16, 128
-"""Rows that a part of the vocabulary, except the last, is a multiple of: as packed matrices need; and as draws do, if
-the parts stay about equal."""
+"""Divisors of a part of the vocabulary, except the last: as required by packed matrices; and by draws, if the parts
+stay roughly equal."""
 
 CUT_OUTPUTS = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up", "mlp.shared_gate", "mlp.shared_up")
 CUT_INPUTS = ("attention.o", "mlp.down", "mlp.shared_down")
 CUT_HEADS = {"attention.sinks": False, "attention.q_norm": False, "attention.k_norm": True}
-"""Weights with a number for each head, or for each number of a head; True for key heads."""
+"""Weights with a number for each head, or for each number of a head; True for those of key heads."""
 
 
 class WeightPart(NamedTuple):
-    """Rows and columns of a weight. ``stack``: equal matrices that the weight concatenates; ``rows`` are those of each
-    of them."""
+    """Rows and columns of a weight. ``stack``: number of equal matrices that the weight concatenates; ``rows`` are
+    those of each of them."""
 
     rows: slice
     columns: slice
     stack: int = 1
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of this part of a weight of shape ``whole``."""
+        """Return the shape of this part of a weight of shape ``whole``."""
         rows = self.stack * len(range(whole[0] // self.stack)[self.rows])
         return (rows, *(len(range(size)[self.columns]) for size in whole[1:]))
 
 
 def vocabulary_part(vocab_size: int, rank: int, ranks: int) -> slice:
-    """The tokens that rank ``rank`` has of the embedding and the head; the last rank may have fewer.
+    """Return the tokens that rank ``rank`` has of the embedding and the head; the last rank may have fewer.
 
     Raises:
         ValueError: there are more ranks than tokens.
@@ -58,7 +58,7 @@ def vocabulary_part(vocab_size: int, rank: int, ranks: int) -> slice:
 
 
 def vocabulary_share(vocab_size: int, ranks: int) -> int:
-    """The most tokens that a rank has."""
+    """Return the most tokens that a rank has."""
     each = -(-vocab_size // (ranks * DRAWN)) * DRAWN
     if vocab_size - (ranks - 1) * each > each // 2:
         return each
@@ -98,8 +98,8 @@ class Shard:
 
     @property
     def layers(self) -> slice:
-        """The layers of this stage. The first stages have one more where they do not come out even; the last stage has
-        the head to compute beside its own."""
+        """Layers of this stage. If they do not divide evenly, the first stages have one more; the last stage computes
+        the head too."""
         return share(self.model.n_layers, self.stage, self.stages)
 
     @property
@@ -114,7 +114,7 @@ class Shard:
 
     @property
     def local(self) -> ModelConfig:
-        """The sizes of what this rank computes: heads, feed-forward units and layers; the vocabulary is the whole."""
+        """Sizes of the part that this rank computes: heads, feed-forward units and layers; the vocabulary is whole."""
         whole = self.model.local(self.ranks, self.expert_ranks)
         if self.stages == 1:
             return whole
@@ -128,23 +128,24 @@ class Shard:
         )
 
     def _own(self, layers: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of some layers that this stage has, by its own count."""
+        """Return those of some layers that this stage has, by its own count."""
         return tuple(i - self.layers.start for i in layers if self.layers.start <= i < self.layers.stop)
 
     @property
     def experts(self) -> slice:
-        """The experts that this rank has a part of: all, or with expert parallel its own."""
+        """Experts that this rank has a part of: all, or with expert parallelism its own."""
         assert self.model.moe is not None
         each = self.model.moe.experts // self.expert_ranks
         return slice(self.expert_rank * each, (self.expert_rank + 1) * each)
 
     @property
     def vocabulary(self) -> slice:
-        """The tokens whose rows of the embedding and of the head this rank has."""
+        """Tokens whose rows of the embedding and of the head this rank has."""
         return vocabulary_part(self.model.vocab_size, self.rank, self.ranks)
 
     def part(self, name: str, shape: tuple[int, ...]) -> WeightPart | None:
-        """The rows and columns of the weight ``name`` (of ``shape`` in the files) that this rank has; None if none."""
+        """Return the rows and columns of the weight ``name`` (of ``shape`` in the files) that this rank has; None if it
+        has none."""
         module = name.rpartition(".")[0]
         if module.startswith("layers."):
             _, layer, inner = module.split(".", 2)
@@ -166,7 +167,7 @@ class Shard:
         return WeightPart(self.vocabulary if module in ("embed", "head") else ALL, ALL)
 
     def _expert_part(self, inner: str, shape: tuple[int, ...]) -> WeightPart | None:
-        """The part of the matrices or the biases of all experts of a layer."""
+        """Return the part of the matrices or the biases of all experts of a layer."""
         assert self.model.moe is not None
         experts = self.model.moe.experts
         if self.expert_ranks > 1:
@@ -179,7 +180,7 @@ class Shard:
         return None if self.rank else WeightPart(ALL, ALL)  # one rank adds the bias
 
     def _head_part(self, name: str, shape: tuple[int, ...]) -> WeightPart:
-        """The part of what a layer has beside its matrices."""
+        """Return the part of a layer's weights that are not matrices."""
         module = name.removesuffix(".weight")
         if module in CUT_HEADS and (module == "attention.sinks" or self.model.qk_norm_whole):
             return WeightPart(self._even(shape[0], CUT_HEADS[module]), ALL)
@@ -195,14 +196,14 @@ class Shard:
         return found
 
     def own_name(self, name: str) -> str:
-        """The name in this rank's model of a weight that it has a part of."""
+        """Return the name, in this rank's model, of a weight that it has a part of."""
         if not name.startswith("layers."):
             return name
         _, layer, inner = name.split(".", 2)
         return f"layers.{int(layer) - self.layers.start}.{inner}"
 
     def whole_name(self, own: str) -> str:
-        """The other way round: the name in the whole model of a weight of this rank's model."""
+        """Return the name, in the whole model, of a weight of this rank's model."""
         if not own.startswith("layers."):
             return own
         _, layer, inner = own.split(".", 2)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .schedule import Name
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
@@ -35,7 +33,7 @@ class Spread:
     tensor: int = 1
     sequence: bool = False
     pipeline: int = 1
-    schedule: Name = "1f1b"
+    schedule: str = "1f1b"
     chunks: int = 1
     context: int = 1
     expert: bool = False
@@ -61,18 +59,18 @@ class Spread:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Number of all ranks."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
     def settings(self) -> str:
-        """The settings that differ from one device, as the file of a run names them."""
+        """Settings that differ from one device, in the form of a run's file."""
         sizes = ("data", "zero", "tensor", "pipeline", "context")
         found = [f"{name} = {getattr(self, name)}" for name in sizes if getattr(self, name) > (name != "zero")]
         found = [each for each in found if self.data > 1 or not each.startswith("zero")]
         found += [f"expert = {self.data}"] if self.expert else []
         found += [f'schedule = "{self.schedule}"'] if self.schedule != "1f1b" else []
-        found += [f"chunks = {self.chunks}"] if self.schedule == "interleaved" else []
+        found += [f"chunks = {self.chunks}"] if self.chunks > 1 else []
         found += ["sequence = true"] if self.sequence else []
         found += [f"tiles = {self.tiles}"] if self.tiles > 1 else []
         found += ['reduce = "bfloat16"'] if self.reduce == 2 and self.data * self.context > 1 else []
@@ -84,8 +82,7 @@ class Spread:
         found = [f"{name} {size}" for name, size in names if size > 1] or ["one device"]
         found += [f"zero {self.zero}"] if self.zero else []
         found += ["experts shared"] if self.expert else []
-        found += [self.schedule] if self.schedule == "gpipe" else []
-        found += [f"interleaved {self.chunks}"] if self.schedule == "interleaved" else []
+        found += [self.schedule + f" {self.chunks}" * (self.chunks > 1)] if self.schedule != "1f1b" else []
         found += ["sp"] if self.sequence else []
         found += [f"tiles {self.tiles}"] if self.tiles > 1 else []
         return ", ".join([*found, *(["states on the host"] if self.host_state else [])])

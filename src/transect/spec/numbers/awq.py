@@ -20,7 +20,7 @@ def _check(read: Fields, settings: Mapping[str, Any]) -> None:
 
 _NAME = "awq"
 _VERSION = "gemm"
-"""The order of codes that is read and written."""
+"""Order of codes that is read and written."""
 AWQ_METHOD = Method(_NAME, _check)
 
 

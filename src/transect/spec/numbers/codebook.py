@@ -12,13 +12,13 @@ from .number_format import Codebook, FileUse, Method, NumberFormat, Rounding
 def codebook_format(
     name: str, values: tuple[float, ...], group: int, *, summary: str, accuracy: str = "", scale_dtype: str = "float16"
 ) -> NumberFormat:
-    """A format whose numbers are ``scale * values[code]`` with a scale for each ``group`` neighbours of a row.
+    """Build a format whose numbers are ``scale * values[code]`` with a scale for each ``group`` neighbours of a row.
 
     Matrices are held so by a GPU and by plain torch, which rebuild them for each product; the C++ kernels do not take
     them. Checkpoints are for this program alone.
 
     Raises:
-        ValueError: values that are no codebook.
+        ValueError: values that are not codebook.
     """
     codebook = Codebook(values, group, scale_dtype)
 
@@ -44,10 +44,10 @@ def codebook_format(
 
 
 def codebook_of(settings: Mapping[str, Any]) -> Codebook:
-    """The codebook of a checkpoint that ``codebook_format`` describes.
+    """Read the codebook of a checkpoint that ``codebook_format`` describes.
 
     Raises:
-        ValueError: the settings are no codebook.
+        ValueError: the settings are not codebook.
     """
     values = settings.get("values")
     if not isinstance(values, list) or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):

@@ -13,7 +13,7 @@ _READ = (
 )  # fmt: skip
 """Layouts of matrices that can be read."""
 _KEPT = ("lm_head", "re:.*mlp.gate$", "re:.*block_sparse_moe.gate$", "re:.*shared_expert_gate$")
-"""Modules that stay as they are."""
+"""Modules that are not quantized."""
 
 
 def compressed(layout: str, kind: str, bits: int, group: int | None = None) -> dict[str, Any]:

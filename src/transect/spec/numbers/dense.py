@@ -29,5 +29,5 @@ DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
 
 
 def dense_format(bits: int) -> WeightFormat:
-    """Numbers side by side, nothing packed."""
+    """Build the format of numbers of this many bits, not packed."""
     return WeightFormat(f"dense {bits}-bit", bits)

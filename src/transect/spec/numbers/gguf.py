@@ -1,4 +1,4 @@
-"""The block types of GGUF files: how many numbers a block has in how many bytes, and how files and GPUs hold them.
+"""The block types of GGUF files: sizes of blocks in numbers and bytes, and their forms in files and on GPUs.
 
 A row of a matrix is cut into blocks of 32 (or, for the K types, 256) columns, each block a few bytes of scales followed
 by the packed codes. ``formats/ggml_blocks.py`` has the places of the bits.
@@ -17,7 +17,7 @@ UNIT_ROWS, UNIT_COLUMNS = 16, 256
 
 @dataclass(frozen=True)
 class BlockUnits:
-    """A block type as a GPU holds it: the file's bits in units of 16 rows by 256 columns (``gguf_layout.py``)."""
+    """A block type in GPU memory: the file's bits in units of 16 rows by 256 columns (``gguf_layout.py``)."""
 
     name: str
     planes: tuple[int, ...]
@@ -25,23 +25,23 @@ class BlockUnits:
     group: int = 32
     """Columns that share a scale."""
     byte_scales: int | None = None
-    """The number that is taken off a scale that is a byte; None if scales are floats."""
+    """Number subtracted from a scale that is a byte; None if scales are floats."""
     minimum: bool = False
     offset: int = 0
-    """The number that is taken off a code (of types with ``listed``: off the byte that it stands for)."""
+    """Number subtracted from a code (of types with ``listed``: from the byte that it represents)."""
     listed: tuple[int, ...] | None = None
-    """Values of the 16 codes of 4 bits, where they are no whole numbers in turn."""
+    """Values of the 16 codes of 4 bits, if they are not consecutive whole numbers."""
     exponents: bool = False
-    """Scales are powers of two."""
+    """True if scales are powers of two."""
 
     @property
     def index(self) -> int:
-        """Its number in the kernels."""
+        """Number of the type in the kernels."""
         return list(UNITS).index(self.name)
 
     @property
     def scale_dtype(self) -> str:
-        """The dtype of the scales that are no bytes, by its name in torch: bfloat16 has the exponents of float32."""
+        """Dtype of the scales that are not bytes, by its name in torch: bfloat16 has the exponents of float32."""
         return "bfloat16" if self.exponents else "float16"
 
     @property
@@ -51,7 +51,7 @@ class BlockUnits:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales of a unit, without the floats that bytes are multiplied by."""
+        """Bytes of the scales of a unit, without the floats that multiply them."""
         each = UNIT_ROWS * UNIT_COLUMNS // self.group * (1 + self.minimum)
         return each if self.byte_scales is not None else 2 * each
 
@@ -77,10 +77,10 @@ class BlockType:
         halves: byte offsets of the float16 numbers in a block.
         packed: False for F32, F16 and BF16, whose block is one number.
         file_type: llama.cpp's number of a file whose matrices are mostly of the type; None if the type is not written.
-        smaller: the type that takes its place where rows are no whole blocks.
+        smaller: the type that takes its place where rows are not whole blocks.
         tables: the type of embedding and head in files of this type, where rounding hurts most.
         searched: codes are searched for, and heed the importance of columns.
-        listed: values of the 16 codes of 4 bits, where they are no whole numbers in turn.
+        listed: values of the 16 codes of 4 bits, where they are not whole numbers in turn.
     """
 
     name: str
@@ -104,7 +104,7 @@ class BlockType:
         return 8 * self.nbytes / self.block
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row with this many columns.
+        """Return the bytes of a row with this many columns.
 
         Raises:
             ValueError: the columns do not fill whole blocks.
@@ -132,7 +132,7 @@ def _plain(name: str, ggml_id: int, nbytes: int, file_type: int) -> BlockType:
 
 def _small(name: str, ggml_id: int, nbytes: int, bits: int, offset: int, file_type: int, halves: tuple[int, ...] = (0,),
            searched: bool = False) -> BlockType:  # fmt: skip
-    """Blocks of 32."""
+    """Describe a type with blocks of 32."""
     tables = "" if bits == 8 else "Q8_0"
     return BlockType(name=name, ggml_id=ggml_id, block=32, nbytes=nbytes, bits=bits, group=32, offset=offset,
                      halves=halves, file_type=file_type, tables=tables, searched=searched)  # fmt: skip
@@ -140,14 +140,14 @@ def _small(name: str, ggml_id: int, nbytes: int, bits: int, offset: int, file_ty
 
 def _k(name: str, ggml_id: int, nbytes: int, bits: int, group: int, offset: int, halves: tuple[int, ...],
        file_type: int | None = None, smaller: str = "F16") -> BlockType:  # fmt: skip
-    """Blocks of 256: the K types."""
+    """Describe a type with blocks of 256, a K type."""
     return BlockType(name=name, ggml_id=ggml_id, block=256, nbytes=nbytes, bits=bits, group=group, offset=offset,
                      halves=halves, file_type=file_type, smaller=smaller, tables="Q6_K",
                      searched=file_type is not None)  # fmt: skip
 
 
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice the values of MXFP4, which has half the scale here."""
+"""Values of MXFP4, doubled; the scale is half as large here."""
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 BLOCK_TYPES: Mapping[str, BlockType] = {
@@ -175,7 +175,7 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
         ),
     )
 }  # fmt: skip
-"""By name."""
+"""Block types by name."""
 
 MIXTURES: Mapping[str, BlockMixture] = {
     each.name: each for each in (BlockMixture("Q4_K_M", "Q4_K", "Q6_K", 15), BlockMixture("Q5_K_M", "Q5_K", "Q6_K", 17))
@@ -203,11 +203,11 @@ UNITS: Mapping[str, BlockUnits] = {
         BlockUnits("MXFP4", (4,), offset=128, listed=BLOCK_TYPES["MXFP4"].listed, exponents=True),
     )
 }
-"""By name; the order is that of the kernels."""
+"""GPU forms of block types by name, in the order of the kernels."""
 
 
 def block_type(name: str) -> BlockType:
-    """The type called ``name``.
+    """Return the type called ``name``.
 
     Raises:
         ValueError: it is none of ``BLOCK_TYPES``.

@@ -11,7 +11,7 @@ from .number_format import FileUse, Method, NumberFormat
 
 
 def check_four_bits(read: Fields, method: str) -> None:
-    """See that codes have 4 bits.
+    """Check that codes have 4 bits.
 
     Raises:
         ValueError: they have others.
@@ -23,11 +23,11 @@ def check_four_bits(read: Fields, method: str) -> None:
 
 GPTQ_METHOD = Method("gptq", lambda read, settings: check_four_bits(read, "gptq"))
 NEW_ZEROS = "gptq_v2"
-"""The ``checkpoint_format`` that stores zeros as they are."""
+"""Value of ``checkpoint_format`` for zeros that are stored unchanged."""
 
 
 def zero_step(settings: Mapping[str, Any]) -> int:
-    """The number that the first format of AutoGPTQ takes off each zero: 1, or 0 for later formats."""
+    """Return the number that the first format of AutoGPTQ subtracts from each zero: 1, or 0 for later formats."""
     return int(settings.get("checkpoint_format") != NEW_ZEROS)
 
 

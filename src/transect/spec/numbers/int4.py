@@ -6,17 +6,17 @@ from .compressed_tensors import COMPRESSED_TENSORS, compressed
 from .number_format import FileUse, FrozenBase, NumberFormat, Rounding, WeightFormat
 
 SCALE_BITS = 16
-"""Bits of a group's scale, and of its zero, where a model in 4 bits is served."""
+"""Bits of a group's scale, and of its zero, in a model served in 4 bits."""
 SERVING_GROUP = 128
-"""Numbers of a row that share a scale and a zero, where a model in 4 bits is served."""
+"""Numbers of a row that share a scale and a zero, in a model served in 4 bits."""
 NATIVE_GROUP = 32
-"""The same on the C++ kernels."""
+"""Numbers of a row that share a scale and a zero in the C++ kernels."""
 GROUPS = (128, 64, 32)
 """Group sizes of checkpoints that are written, the largest first."""
 
 
 def int4_format(group: int = SERVING_GROUP, scale_bits: float = SCALE_BITS) -> WeightFormat:
-    """4-bit codes, with a scale and a zero of ``scale_bits`` for each ``group`` of them."""
+    """Build the format of 4-bit codes, with a scale and a zero of ``scale_bits`` for each ``group`` of them."""
     return WeightFormat(f"int4, groups of {group}", 4 + 2 * scale_bits / group)
 
 

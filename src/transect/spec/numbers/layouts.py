@@ -1,4 +1,4 @@
-"""Layouts of matrices in checkpoints that kinds of weight can hold. A weight says which it takes.
+"""Layouts of matrices in checkpoints that kinds of weight can hold. A weight defines which it takes.
 
 A layout says its bits. The tensors that go with each are in ``models/stored.py``: ``Codes8``, ``Codes4``,
 ``BlockCodes`` and ``ListedCodes``.
@@ -29,11 +29,12 @@ class MatrixLayout:
 
     @property
     def bits(self) -> float:
-        """Bits of a number as it is held, scales included; scales of rows and blocks of 8 bits are left out."""
+        """Bits of a number in memory, including scales; scales of rows and blocks of 8 bits are excluded."""
         raise NotImplementedError
 
     def stacks(self, rows: int) -> bool:
-        """True if packed matrices of ``rows`` rows each can be concatenated along their rows: a stack of experts."""
+        """Return True if packed matrices of ``rows`` rows each can be concatenated along their rows: a stack of
+        experts."""
         return True
 
 
@@ -91,7 +92,7 @@ class GroupLayout(MatrixLayout):
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout(MatrixLayout):
-    """Blocks of a GGUF file; ``units`` is how a GPU holds them."""
+    """Blocks of a GGUF file; ``units`` is their form on a GPU."""
 
     units: BlockUnits
 

@@ -37,11 +37,11 @@ def _check(read: Fields, settings: Mapping[str, Any]) -> None:
 
 
 BITSANDBYTES = Method("bitsandbytes", _check)
-"""Their files bring the values of the codes, so fp4 is read as nf4 is."""
+"""Method of bitsandbytes, whose files contain the values of the codes, so fp4 is read like nf4."""
 
 
 def nf4_format() -> WeightFormat:
-    """4-bit NormalFloat with double quantization."""
+    """Build the format of 4-bit NormalFloat with double quantization."""
     return WeightFormat("nf4, double quantization", BITS)
 
 

@@ -12,13 +12,13 @@ from ..fields import Fields
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """A format of a matrix, and the bits that a number takes in it, scales included (Q4_1 is 5, Q8_0 is 8.5)."""
+    """A format of a matrix, and the bits of a number in it, including scales (Q4_1 is 5, Q8_0 is 8.5)."""
 
     name: str
     bits: float
 
     def bytes(self, *shape: int) -> float:
-        """Bytes of a matrix."""
+        """Return the bytes of a matrix."""
         return math.prod(shape) * self.bits / 8
 
 
@@ -46,7 +46,7 @@ class Codebook:
         if self.scale_dtype not in SCALE_BITS:
             raise ValueError(f"scales of a codebook are {', '.join(SCALE_BITS)}, not {self.scale_dtype!r}")
         if self.group % (8 // self.code_bits):
-            raise ValueError(f"groups of {self.group} codes of {self.code_bits} bits are no whole bytes")
+            raise ValueError(f"groups of {self.group} codes of {self.code_bits} bits are not whole bytes")
 
     @property
     def code_bits(self) -> int:
@@ -55,7 +55,7 @@ class Codebook:
 
     @property
     def bits(self) -> float:
-        """Bits of a number, its part of the scale included."""
+        """Bits of a number, including its part of the scale."""
         return self.code_bits + SCALE_BITS[self.scale_dtype] / self.group
 
 
@@ -130,7 +130,7 @@ class FileUse:
 
     @property
     def grouped(self) -> bool:
-        """Codes have a scale for each group of ``--group-size`` numbers, and can be calibrated."""
+        """True if codes have a scale for each group of ``--group-size`` numbers, and can be calibrated."""
         return bool(self.scale_dtype)
 
 

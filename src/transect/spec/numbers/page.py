@@ -8,7 +8,7 @@ from .registry import formats
 
 
 def page() -> str:
-    """Markdown: a table of formats by name, and one of the block types of GGUF files."""
+    """Write Markdown: a table of formats by name, and one of the block types of GGUF files."""
     return f"{_formats()}\n{_blocks()}"
 
 

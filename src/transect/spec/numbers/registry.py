@@ -29,7 +29,7 @@ def _modules() -> tuple[Any, ...]:
 
 
 def _all(kind: type[T]) -> dict[str, T]:
-    """Records by name.
+    """Return records by name.
 
     Raises:
         ValueError: two records have one name.
@@ -46,48 +46,49 @@ def _all(kind: type[T]) -> dict[str, T]:
 
 @cache
 def formats() -> Mapping[str, NumberFormat]:
-    """All formats by name."""
+    """Return all formats by name."""
     return _all(NumberFormat)
 
 
 @cache
 def methods() -> Mapping[str, Method]:
-    """The quantization methods of checkpoints that can be read, by name."""
+    """Return the quantization methods of checkpoints that can be read, by name."""
     return _all(Method)
 
 
 @cache
 def roundings() -> Mapping[str, NumberFormat]:
-    """Formats for ``--quantization``, the fewest bits first."""
+    """Return the formats for ``--quantization``, fewest bits first."""
     found = [(each.bits, name, each) for name, each in formats().items() if each.rounding is not None]
     return {name: each for _, name, each in sorted(found, key=lambda entry: entry[:2])}
 
 
 @cache
 def cache_formats() -> Mapping[str, NumberFormat]:
-    """Formats for ``--kv-cache-dtype``."""
+    """Return the formats for ``--kv-cache-dtype``."""
     return {name: each for name, each in sorted(formats().items()) if each.cache is not None}
 
 
 def cache_uses() -> Mapping[str, CacheUse]:
-    """The uses of ``cache_formats``."""
+    """Return the uses of ``cache_formats``."""
     return {name: each.cache for name, each in cache_formats().items() if each.cache is not None}
 
 
 @cache
 def base_formats() -> Mapping[str, NumberFormat]:
-    """Formats for ``lora.base_format``."""
+    """Return the formats for ``lora.base_format``."""
     return {name: each for name, each in sorted(formats().items()) if each.base is not None}
 
 
 def file_uses() -> Mapping[str, FileUse]:
-    """The uses of ``file_formats``."""
+    """Return the uses of ``file_formats``."""
     return {name: each.file for name, each in file_formats().items() if each.file is not None}
 
 
 @cache
 def file_formats() -> Mapping[str, NumberFormat]:
-    """Formats of ``transect quantize --format`` in safetensors: first those of ``roundings``, the most bits first."""
+    """Return the formats of ``transect quantize --format`` in safetensors: first those of ``roundings``, most bits
+    first."""
     found = [each for each in formats().values() if each.file is not None]
     return {each.name: each for each in sorted(found, key=_order)}
 
@@ -97,13 +98,14 @@ def _order(form: NumberFormat) -> tuple[float, str]:
 
 
 def gguf_names() -> tuple[str, ...]:
-    """GGUF types of ``transect quantize --format`` as users type them, the most bits first; without plain floats."""
+    """List the GGUF types of ``transect quantize --format`` as users type them, most bits first; without plain
+    floats."""
     packed = [name for name in MATRIX_TYPES if name not in BLOCK_TYPES or BLOCK_TYPES[name].packed]
     return tuple(name.lower() for name in sorted(packed, reverse=True))
 
 
 def dtype_name(name: str) -> str:
-    """The dtype that ``--dtype`` names, also by another of its names; ``auto`` stays.
+    """Return the dtype that ``--dtype`` names, including by another of its names; ``auto`` is unchanged.
 
     Raises:
         ValueError: there is none; the message lists those that there are.
@@ -117,7 +119,7 @@ def dtype_name(name: str) -> str:
 
 
 def rounding(name: str | None) -> NumberFormat | None:
-    """The format that ``--quantization`` names; None without one.
+    """Return the format that ``--quantization`` names; None without one.
 
     Raises:
         ValueError: there is no such format, or models are not rounded to it; the message lists those that there are.
@@ -130,7 +132,7 @@ def rounding(name: str | None) -> NumberFormat | None:
 
 
 def cache_format(name: str) -> NumberFormat | None:
-    """The format that ``--kv-cache-dtype`` names, also by another of its names; None for ``auto``.
+    """Return the format that ``--kv-cache-dtype`` names, including by another of its names; None for ``auto``.
 
     Raises:
         ValueError: there is no such format, or keys and values are not cached in it; the message lists those that
@@ -145,19 +147,19 @@ def cache_format(name: str) -> NumberFormat | None:
 
 
 def takes_scales(kv_cache_dtype: str) -> bool:
-    """True if a cache in that format keeps keys and values divided by a checkpoint's scales."""
+    """Return True if a cache in that format stores keys and values divided by a checkpoint's scales."""
     form = cache_format(kv_cache_dtype)
     return form is not None and form.cache is not None and form.cache.scaled
 
 
 def cache_bits(kv_cache_dtype: str, plain: float, head_dim: int) -> float:
-    """Bits of a number in a KV cache, scales included; ``plain`` of them without a format."""
+    """Return the bits of a number in a KV cache, including scales; ``plain`` bits without a format."""
     form = cache_format(kv_cache_dtype)
     return plain if form is None or form.cache is None else form.bits + form.cache.head_bits / head_dim
 
 
 def check_method(settings: Any) -> None:
-    """See that a ``quantization_config`` of config.json can be read.
+    """Check that a ``quantization_config`` of config.json can be read.
 
     Raises:
         ValueError: it cannot; the message says what can.
@@ -173,10 +175,10 @@ def check_method(settings: Any) -> None:
 
 
 def listed(names: Iterable[str], last: str = "or") -> str:
-    """Names in a sentence: ``a, b or c``."""
+    """Join names for a sentence: ``a, b or c``."""
     *first, end = names
     return f"{', '.join(first)} {last} {end}" if first else end
 
 
 AUTO = "auto"
-"""The name of no format: the model's own choice."""
+"""Name for no format: the model's own choice."""

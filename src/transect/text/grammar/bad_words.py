@@ -11,7 +11,7 @@ from typing import Any
 
 
 def spellings(words: Sequence[str], encode: Callable[..., Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each word as it stands at the beginning of a text, and after a space.
+    """Return the token ids of each word at the beginning of a text, and after a space.
 
     Args:
         encode: ``Tokenizer.encode``.
@@ -51,7 +51,8 @@ class WithoutSequences:
         return self.inner is not None and self.inner.terminated
 
     def accept(self, token: int) -> str | None:
-        """See ``Constraint.accept``; the masks have kept bad words out, so only ``inner`` can object."""
+        """Advance by a token; see ``Constraint.accept``. The masks have excluded bad words, so only ``inner`` can
+        refuse."""
         if self._longest:
             self._recent = (*self._recent, token)[-self._longest :]
         return None if self.inner is None else self.inner.accept(token)
@@ -61,7 +62,7 @@ class WithoutSequences:
         return []
 
     def banned(self) -> set[int]:
-        """Tokens that would complete a sequence now."""
+        """Return the tokens that would complete a sequence now."""
         recent, found = self._recent, set(self._ends)
         for ids in self._sequences:
             if 1 < len(ids) <= len(recent) + 1 and recent[len(recent) + 1 - len(ids) :] == ids[:-1]:
@@ -69,7 +70,7 @@ class WithoutSequences:
         return found
 
     def fill(self, words: Any) -> str | None:
-        """See ``Constraint.fill``."""
+        """Write the mask of the next token; see ``Constraint.fill``."""
         if self.inner is None:
             words[:] = -1
         elif (problem := self.inner.fill(words)) is not None:
@@ -78,7 +79,7 @@ class WithoutSequences:
         return None
 
     def amend(self, words: Any) -> None:
-        """Take the banned tokens out of a mask."""
+        """Remove the banned tokens from a mask."""
         for token in self.banned():
             word = (int(words[token >> 5]) & 0xFFFFFFFF) & ~(1 << (token & 31))
             words[token >> 5] = word - ((word >> 31) << 32)

@@ -1,4 +1,4 @@
-"""Compile grammars on trial in a separate process.
+"""Trial compilation of grammars in a separate process.
 
 A grammar from a request can keep the compiler busy for minutes and take gigabytes; a separate process can be ended, and
 no other request waits for it.
@@ -11,6 +11,7 @@ draws some tokens under a grammar, because slow masks would delay the steps of a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import selectors
 import subprocess
@@ -29,11 +30,14 @@ from .vocabulary import Vocabulary
 TRIAL_TOKENS = 48
 SLOWEST_MASK_S = 0.1
 PATIENCE_S = 30.0
-"""For the process to start and take in the vocabulary."""
+"""Seconds for the process to start and read the vocabulary."""
 POLL_S = 0.02
 BUSY = 6
 """Largest ratio of wall time to CPU time of compiling."""
 LENGTH_BYTES = 8
+HEAP_FIELDS = (
+    "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+)  # fmt: skip
 _CHECK, _TRANSLATE, _RIGHT, _WRONG = b"c", b"t", b"+", b"-"
 """First bytes of messages and answers."""
 
@@ -52,7 +56,7 @@ def limits() -> Any:
 
 
 def compile_matcher(tokenizer: Any, grammar: str) -> Any:
-    """llguidance's matcher for a grammar.
+    """Compile llguidance's matcher for a grammar.
 
     Raises:
         ValueError: the grammar cannot be compiled; see ``explain``.
@@ -66,11 +70,11 @@ def compile_matcher(tokenizer: Any, grammar: str) -> Any:
 
 
 class Busy(ValueError):
-    """The machine had other things to do, which says nothing about a grammar."""
+    """The machine was busy with other work, so the check of a grammar was inconclusive."""
 
 
 class Checker:
-    """One such process, started when it is first needed; for one thread.
+    """A checking process, started when it is first needed; for one thread.
 
     Args:
         seconds: of processor time that compiling may take, and a sixth of what it may take on a machine that is busy
@@ -83,6 +87,8 @@ class Checker:
         self._seconds, self._nbytes = seconds, nbytes
         self._process: subprocess.Popen[bytes] | None = None
         self._resting = 0
+        self.nbytes = 0
+        """Bytes of the compiled form of the last valid grammar; 0 if the system does not report them."""
 
     def start(self) -> None:
         """Start the process and wait until it is ready, unless it runs already."""
@@ -90,12 +96,12 @@ class Checker:
 
     @property
     def alive(self) -> bool:
-        """The process runs."""
+        """True while the process runs."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def growth(self) -> int:
-        """Bytes that the process has taken since it started."""
+        """Bytes by which the process has grown since it started."""
         process = self._process
         return 0 if process is None else max(0, _memory(process.pid) - self._resting)
 
@@ -106,7 +112,7 @@ class Checker:
             Busy: the check took too long to decide.
         """
         try:
-            self._ask(_CHECK, grammar)
+            self.nbytes = int(self._ask(_CHECK, grammar))
         except Busy:
             raise
         except ValueError as error:
@@ -114,7 +120,7 @@ class Checker:
         return None
 
     def translate(self, grammar: str) -> str:
-        """EBNF in Lark.
+        """Translate EBNF to Lark.
 
         Raises:
             ValueError: the grammar is invalid; the message gives the reason.
@@ -187,11 +193,28 @@ def _readable(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def _memory(pid: int) -> int:
-    """Resident bytes of a process; 0 where that is not told."""
+    """Return the resident bytes of a process; 0 if the system does not report them."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
+
+
+class _HeapInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in HEAP_FIELDS]
+
+
+def heap_bytes() -> int:
+    """Return the bytes that this process has allocated in glibc's heap; 0 with another C library."""
+    try:
+        info = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return 0
+    info.restype = _HeapInfo
+    found = info()
+    return int(found.uordblks + found.hblkhd)
 
 
 def _processor_seconds(pid: int) -> float:
@@ -218,7 +241,7 @@ def _read(pipe: IO[bytes] | None) -> bytes:
 
 
 def trial(matcher: Any, words: int) -> str | None:
-    """Draw tokens as chance has it; complains where a mask takes too much processor time or cannot be made."""
+    """Draw random tokens; returns an error if a mask takes too much CPU time or cannot be made."""
     import random
 
     import numpy as np
@@ -239,15 +262,22 @@ def trial(matcher: Any, words: int) -> str | None:
     return None
 
 
+def _tried(tokenizer: Any, grammar: str, words: int) -> tuple[str | None, int]:
+    """Compile a grammar and draw from it. Returns the problem and the bytes that its compiled form takes."""
+    before = heap_bytes()
+    matcher = compile_matcher(tokenizer, grammar)
+    return trial(matcher, words), max(0, heap_bytes() - before)
+
+
 def _end_with(parent: int) -> None:
-    """A compiler that is busy does not see the pipe close."""
+    """Exit when the parent has ended: a busy compiler does not notice that the pipe is closed."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(0)
 
 
 def main() -> None:
-    """The far side, until the pipe closes."""
+    """Run the checking process until the pipe closes."""
     os.nice(5)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
@@ -264,10 +294,10 @@ def main() -> None:
             grammar = message[1:].decode()
             try:
                 if message.startswith(_TRANSLATE):
-                    answer = from_ebnf(grammar)
-                else:
-                    answer = trial(compile_matcher(tokenizer, grammar), -(-len(tokens) // 32)) or ""
-                _write(stdout, (_WRONG if answer and message.startswith(_CHECK) else _RIGHT) + answer.encode())
+                    _write(stdout, _RIGHT + from_ebnf(grammar).encode())
+                    continue
+                problem, nbytes = _tried(tokenizer, grammar, -(-len(tokens) // 32))
+                _write(stdout, _RIGHT + str(nbytes).encode() if problem is None else _WRONG + problem.encode())
             except ValueError as error:
                 _write(stdout, _WRONG + (str(error) or "it cannot be compiled").encode())
 

@@ -1,4 +1,4 @@
-"""Schemas of objects that have the properties that they name, and no others.
+"""Closed schemas: objects with no other properties than the named ones.
 
 JSON Schema lets every object have more properties than it names, unless it says otherwise. A model that may invent some
 does so at length, and the function that is called with them fails. So where a schema says nothing of further
@@ -10,20 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 _SAYS = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
-"""The schema speaks of further properties itself."""
+"""Keywords by which a schema sets its further properties itself."""
 _PARTS = ("allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas", "dependencies", "$dynamicRef")
-"""Beside these, what an object names is not all that it may have."""
+"""Keywords that let an object have more properties than it names."""
 _OBJECTS = ("properties", "$defs", "definitions")
 """Keywords whose values are objects of schemas."""
 _NAMED = (*_OBJECTS, "patternProperties", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "examples")
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 _PLACES = ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties", "contains")
-"""Keywords whose values are schemas, or lists of them, that stand for a whole value."""
+"""Keywords whose values are schemas, or lists of them, for a whole value."""
 
 
 def closed(schema: Any) -> Any:
-    """Return a copy of a schema in which objects are closed where that forbids no property that the schema names.
+    """Copy a schema, closing objects if that forbids no property that the schema names.
 
     A schema that puts an object together of parts with ``$ref`` is left as it is: a part would forbid what another
     names. So is one that is nested too deeply, which the compiler refuses.

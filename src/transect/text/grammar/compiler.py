@@ -1,4 +1,4 @@
-"""From a grammar to a constraint, beside the steps of an engine and within limits."""
+"""Compilation of grammars to constraints, outside of the engine's steps and within limits."""
 
 from __future__ import annotations
 
@@ -6,23 +6,32 @@ import dataclasses
 import functools
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from .checker import Busy, compile_matcher
 from .checkers import Checkers
 from .constraint import GrammarConstraint
-from .fair_pool import FairPool
-from .params import StructuredOutputsParams
+from .fair_pool import LIGHT_S, FairPool
+from .params import CACHE_BYTES, StructuredOutputsParams
 from .sources import from_ebnf, grammar_of, is_ebnf
 from .vocabulary import Vocabulary
 
-KEPT = 256
-KEPT_BYTES = 8 * 2**20
-"""Compiled grammars that are kept, by their number and by the length of their texts."""
-MOST_THREADS = 4
+EMPTY_BYTES, TEXT_FACTOR = 150 * 2**10, 80
+"""Estimate of a compiled grammar's memory where it was not measured: some bytes, and as many for each of its text."""
+REFUSED_BYTES = 2**10
+"""Memory of a refusal that is kept beside its text."""
+LEAST_THREADS, MOST_THREADS = 2, 4
+"""Threads that compile; one of them is for short work."""
+BYTE_S = 5e-6
+"""Seconds of compiling expected for a byte of a grammar that has not been seen."""
+MOST_TIMED = 4096
+"""Grammars whose time of compiling is remembered."""
 
 
 class GrammarCompiler:
@@ -31,29 +40,59 @@ class GrammarCompiler:
     Args:
         vocabulary: makes the model's vocabulary when it is first needed.
         checked: grammars come from strangers: each is compiled on trial in a process of its own first.
+        cache_bytes: memory of compiled grammars that are kept, and of refusals; the least recently used go first.
     """
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], *, checked: bool = True) -> None:
-        self._make_vocabulary, self._checked = vocabulary, checked
+    def __init__(
+        self, vocabulary: Callable[[], Vocabulary], *, checked: bool = True, cache_bytes: int = CACHE_BYTES
+    ) -> None:
+        self._make_vocabulary, self._checked, self._most_bytes = vocabulary, checked, cache_bytes
         self._lock = threading.Lock()
         self._tokenizer: Any = None
         self._vocabulary: Vocabulary | None = None
-        self._known: OrderedDict[str, Any | str] = OrderedDict()
-        """By grammar: llguidance's matcher, or why there is none."""
-        self._known_bytes = 0
-        self._threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._known: OrderedDict[str, tuple[Any | str, int]] = OrderedDict()
+        """llguidance's matcher of each grammar, or the reason why there is none; and its bytes."""
+        self.kept_bytes = 0
+        """Memory of all that is kept."""
+        self._seconds: OrderedDict[int, float] = OrderedDict()
+        """By hash of a request for a grammar: seconds that it took last."""
+        self._threads = max(LEAST_THREADS, min(MOST_THREADS, len(os.sched_getaffinity(0))))
         self._checkers: Checkers | None = None
         self._pool: FairPool | None = None
 
     def submit(self, params: StructuredOutputsParams, client: str = "") -> Future[GrammarConstraint]:
-        """``compile`` in another thread; clients share the threads by time."""
+        """Compile in another thread; clients share the threads by time, and short work runs before long work."""
         with self._lock:
             if self._pool is None:
                 self._pool = FairPool(self._threads, "grammar")
-        return self._pool.submit(client, functools.partial(self.compile, params))
+            key, seconds = self._expect(params)
+        return self._pool.submit(client, functools.partial(self._timed, params, key, seconds > LIGHT_S), seconds)
 
-    def compile(self, params: StructuredOutputsParams) -> GrammarConstraint:
+    def _expect(self, params: StructuredOutputsParams) -> tuple[int, float]:
+        """Hash a request, and return it with the seconds that its grammar will take as far as can be told."""
+        try:
+            text = msgspec.json.encode(params)
+        except (TypeError, ValueError, OverflowError, RecursionError):  # ``compile`` says what is wrong with it
+            return 0, LIGHT_S
+        key = hash(text)
+        return key, self._seconds.get(key, BYTE_S * len(text))
+
+    def _timed(self, params: StructuredOutputsParams, key: int, long: bool) -> GrammarConstraint:
+        began = time.monotonic()
+        try:
+            return self.compile(params, long=long)
+        finally:
+            with self._lock:
+                self._seconds[key] = time.monotonic() - began
+                self._seconds.move_to_end(key)
+                if len(self._seconds) > MOST_TIMED:
+                    self._seconds.popitem(last=False)
+
+    def compile(self, params: StructuredOutputsParams, *, long: bool = False) -> GrammarConstraint:
         """Return the constraint at the beginning of an answer.
+
+        Args:
+            long: compiling is expected to take long: leave a process for others that are not.
 
         Raises:
             Busy: it is not known whether it can be used.
@@ -64,15 +103,15 @@ class GrammarCompiler:
             params = dataclasses.replace(params, grammar=self._translate(params.grammar, params.field, vocabulary))
         grammar = grammar_of(params, vocabulary.special_names)
         with self._lock:
-            found = self._known.get(grammar)
+            found, _ = self._known.get(grammar, (None, 0))
             if found is not None:
                 self._known.move_to_end(grammar)
         if found is None:
             try:
-                found = self._compile(grammar, vocabulary, tokenizer)
+                found, nbytes = self._compile(grammar, vocabulary, tokenizer, long)
             except Busy as error:
                 raise Busy(f"{params.field} cannot be used: {error}") from None
-            self._keep(grammar, found)
+            self._keep(grammar, found, nbytes)
         if isinstance(found, str):
             raise ValueError(f"{params.field} cannot be used: {found}")
         return GrammarConstraint(found.deep_copy(), params.field)
@@ -99,16 +138,19 @@ class GrammarCompiler:
                 self._checkers = Checkers(vocabulary, self._threads)
             return self._checkers
 
-    def _compile(self, grammar: str, vocabulary: Vocabulary, tokenizer: Any) -> Any | str:
+    def _compile(self, grammar: str, vocabulary: Vocabulary, tokenizer: Any, long: bool) -> tuple[Any | str, int]:
+        nbytes = 0
         if self._checked:
-            with self._spares(vocabulary).one() as checker:
+            with self._spares(vocabulary).one(long=long) as checker:
                 problem = checker.check(grammar)
+                nbytes = checker.nbytes
             if problem is not None:
-                return problem
+                return problem, REFUSED_BYTES + len(grammar)
         try:
-            return compile_matcher(tokenizer, grammar)
+            matcher = compile_matcher(tokenizer, grammar)
         except ValueError as error:
-            return str(error)
+            return str(error), REFUSED_BYTES + len(grammar)
+        return matcher, len(grammar) + (nbytes or EMPTY_BYTES + TEXT_FACTOR * len(grammar))
 
     def _ready(self) -> tuple[Vocabulary, Any]:
         with self._lock:
@@ -117,11 +159,12 @@ class GrammarCompiler:
                 self._tokenizer = self._vocabulary.make()
             return self._vocabulary, self._tokenizer
 
-    def _keep(self, grammar: str, found: Any | str) -> None:
+    def _keep(self, grammar: str, found: Any | str, nbytes: int) -> None:
         with self._lock:
-            if grammar not in self._known:
-                self._known_bytes += len(grammar)
-            self._known[grammar] = found
-            while len(self._known) > KEPT or (self._known_bytes > KEPT_BYTES and len(self._known) > 1):
-                old, _ = self._known.popitem(last=False)
-                self._known_bytes -= len(old)
+            if grammar in self._known:  # two requests compiled it at the same time
+                return
+            self._known[grammar] = found, nbytes
+            self.kept_bytes += nbytes
+            while self.kept_bytes > self._most_bytes:
+                _, (_, old) = self._known.popitem(last=False)
+                self.kept_bytes -= old

@@ -1,4 +1,4 @@
-"""Complaints about grammars in this project's own words: those of the library are about its internals."""
+"""Error messages about grammars in this project's words: the library's are about its internals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KNOWN = (
 
 
 def explain(error: str) -> str:
-    """One sentence for a complaint of llguidance.
+    """Translate an error message of llguidance to one sentence.
 
     Args:
         error: its text.

@@ -1,4 +1,4 @@
-"""The state of one answer under a grammar, and the masks of many answers."""
+"""The state of one answer under a grammar, and the masks of many answers at once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .bad_words import WithoutSequences
 from .complaints import explain
 
 ALONE_S = 0.002
-"""Seconds for which masks are made one after another; if those that are left then would take as long again, several
-threads make them. A mask takes some microseconds as a rule, and to wake threads takes longer than all masks of a step;
-some grammars take a hundred times as long."""
+"""Seconds for which masks are made sequentially; if the remaining ones would take as long again, several threads make
+them. A mask usually takes some microseconds, and waking threads takes longer than all masks of a step; some grammars
+take a hundred times as long."""
 
 
 class GrammarConstraint:
@@ -32,27 +32,27 @@ class GrammarConstraint:
         self._field = field
 
     def fork(self) -> GrammarConstraint:
-        """Another answer in the same state, which goes its own way."""
+        """Return a copy for another answer in the same state."""
         return GrammarConstraint(self._matcher.deep_copy(), self._field)
 
     @property
     def terminated(self) -> bool:
-        """Nothing but the end can follow. False if the grammar has failed: the answer is not complete then."""
+        """True if only the end can follow. False if the grammar has failed, because the answer is not complete then."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def may_end(self) -> bool:
-        """The answer so far is complete."""
+        """True if the answer so far is complete."""
         return self._matcher.is_accepting()
 
     def accept(self, token: int) -> str | None:
-        """Return the next token of the answer. Returns what is wrong with it, or None."""
+        """Advance by the next token of the answer. Returns an error, or None."""
         if self._matcher.is_stopped() and not self._matcher.is_error():
             return None  # the end itself, or a token that nobody will see
         return None if self._matcher.consume_token(token) else self._complaint()
 
     def forced(self) -> list[int]:
-        """Tokens that must come next, because nothing else can."""
+        """Return the tokens that must come next, because no others can."""
         return self._matcher.compute_ff_tokens()
 
     def fill(self, words: np.ndarray) -> str | None:
@@ -68,7 +68,7 @@ class GrammarConstraint:
 
 
 class MaskFiller:
-    """Masks of a step's rows: one after another as long as that is quick, the rest by several threads.
+    """Fills the masks of a step's rows: sequentially as long as that is fast, the rest by several threads.
 
     Args:
         alone_s: see ``ALONE_S``; 0 makes all but the first by threads.
@@ -80,7 +80,7 @@ class MaskFiller:
 
     def __call__(self, constraints: Sequence[Any], words: np.ndarray) -> list[str | None]:
         """Fill row i of int32 ``[rows, W]`` for constraint i (``GrammarConstraint``, or ``WithoutSequences`` around
-        one); for each what is wrong, or None."""
+        one). Returns an error or None for each."""
         problems: list[str | None] = [None] * len(constraints)
         grammars: list[tuple[GrammarConstraint, int]] = []
         for row, constraint in enumerate(constraints):

@@ -51,11 +51,11 @@ def regex(pattern: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text inside a regular expression between slashes."""
+    """Escape text for a regular expression between slashes."""
     return re.sub(r"([][\\.+*?(){}|^$/-])", r"\\\1", text)
 
 
 def until(rule: str, end: str) -> list[str]:
-    """Rules that define ``rule``: any text, and then ``end``, an expression of ``literal``."""
+    """Return the rules that define ``rule``: any text, and then ``end``, an expression of ``literal``."""
     lazy = "" if end.startswith("<[") else "[lazy]"
     return [f"{rule}{lazy}: {rule.upper()} {end}", f"{rule.upper()}: {ANY_TEXT}"]

@@ -1,4 +1,5 @@
-"""Deep schemas as shallow ones. llguidance reads 128 levels of JSON; a schema has two for each level of objects."""
+"""Conversion of deep schemas to shallow ones. llguidance reads 128 levels of JSON; a schema has two for each level of
+objects."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 MOST = 96
-"""Levels of a schema that is left as it is. The rest of 128 is for what grammars put around schemas."""
+"""Most levels of a schema that is left unchanged. The rest of 128 is for what grammars put around schemas."""
 STEP = 32
 """Levels of a part."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -18,14 +19,14 @@ _PLACES = frozenset(
 )  # fmt: skip
 """Keywords whose values are schemas, or lists of them."""
 _SIMPLE = re.compile(r"#(/(\$defs|definitions)/[^/]+)?")
-"""References that hold wherever a part of the schema lies."""
+"""References that stay valid wherever a part of the schema is moved."""
 
 
 def shallow(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema that means the same and has few levels: parts that lie deep become definitions.
+    """Return an equivalent schema with few levels: deep parts become definitions.
 
     A schema is left as it is where that could change its meaning: it has an ``$id``, or a reference to a place that is
-    no definition.
+    not a definition.
     """
     if _levels(schema) <= MOST or not all(map(_may_move, _dicts(schema))):
         return schema
@@ -35,7 +36,7 @@ def shallow(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut(schema: Any, level: int, parts: dict[str, Any]) -> Any:
-    """A copy without what lies deeper than STEP; that goes to ``parts``."""
+    """Copy a schema without the parts deeper than STEP, which are moved to ``parts``."""
     if isinstance(schema, list):
         return [_cut(each, level + 1, parts) for each in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Define a request for the form of an answer, with the names of vLLM's ``StructuredOutputsParams``."""
+"""Define requests for the form of an answer, with the names of vLLM's ``StructuredOutputsParams``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 MAX_GRAMMAR_BYTES = 2**20
-"""A schema or a grammar as text. The compiler has limits of its own; this one keeps it from reading for long."""
+"""Most bytes of a schema or grammar as text. The compiler has limits of its own; this one bounds the time of
+reading."""
 MAX_REGEX_BYTES = 2**15
 MAX_CHOICES = 10_000
+CACHE_BYTES = 128 * 2**20
+"""Default of the memory of compiled grammars that an engine keeps."""
 
 OBJECT_BYTES = 2**16
 """Estimate of the memory of a schema that is an object."""
@@ -86,7 +89,7 @@ class StructuredOutputsParams:
         if not isinstance(value, str):
             raise ValueError(f"{self.field} {name} must be text, got {type(value).__name__}")
         if len(value) > limit:
-            raise ValueError(f"{self.field} {name} has {len(value)} characters; {limit} are the most that it may have")
+            raise ValueError(f"{self.field} {name} has {len(value)} characters; at most {limit} are allowed")
 
     def _check_choice(self) -> None:
         if self.choice is None:
@@ -102,16 +105,16 @@ class StructuredOutputsParams:
 
     @property
     def nbytes(self) -> int:
-        """Estimate of the memory that it holds."""
+        """Estimate of the memory that the request holds."""
         texts = (self.regex, self.grammar, self.lark, self.lead, self.json)
         known = sum(len(text) for text in texts if isinstance(text, str)) + sum(map(len, self.choice or ()))
         return known + OBJECT_BYTES * (isinstance(self.json, dict) + isinstance(self.structural_tag, dict))
 
     def schema(self) -> Any:
-        """``json`` as an object.
+        """Return ``json`` as an object.
 
         Raises:
-            ValueError: it is text that is no JSON, or holds what JSON cannot.
+            ValueError: it is text that is not JSON, or holds what JSON cannot.
         """
         try:
             return json.loads(self.json) if isinstance(self.json, str) else json.loads(json.dumps(self.json))
@@ -124,7 +127,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, value: Any) -> StructuredOutputsParams:
-        """From what a request or a message holds: an object with fields of this class.
+        """Build the parameters from an object with fields of this class, as in requests and messages.
 
         Raises:
             ValueError: something else, or an unknown field.

@@ -1,4 +1,4 @@
-"""From what a caller asks for to one grammar in llguidance's form (a JSON text)."""
+"""Conversion of structured-output requests to one grammar in llguidance's form (a JSON text)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .nesting import shallow
 from .params import StructuredOutputsParams
 
 SHORT_SPACE = r"( |\r?\n[ \t]{0,40})"
-"""White space between the parts of JSON: a space, or a line break and what indents the next line."""
+"""Pattern of white space between the parts of JSON: a space, or a line break with the next line's indentation."""
 
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
-"""Formats of strings that are kept to; others say something about a string that its text need not show, and are left
-to the model, as JSON Schema has it."""
+"""Formats of strings that grammars enforce; others constrain more than the text shows, and are left to the model, as
+JSON Schema permits."""
 
 _SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values are objects of schemas; in all other places an object is a schema or holds some."""
 _VALUES = frozenset(("const", "enum", "default", "examples", "required", "x-guidance"))
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 
 
 def grammar_of(params: StructuredOutputsParams, special_ids: Mapping[str, int] | None = None) -> str:
@@ -75,7 +75,7 @@ def json_schema(params: StructuredOutputsParams) -> dict[str, Any]:
     """Return the schema of ``params.json`` with what makes it work here.
 
     Raises:
-        ValueError: it is no schema.
+        ValueError: it is not a schema.
     """
     schema = params.schema()
     if isinstance(schema, bool):
@@ -93,8 +93,8 @@ def _with_options(schema: dict[str, Any], params: StructuredOutputsParams) -> di
 
 
 def with_options(schema: dict[str, Any], space: str = SHORT_SPACE, *, lenient: bool = False) -> dict[str, Any]:
-    """A schema with what llguidance is to make of it: white space, escapes in strings (any letter may be written so),
-    and whether keywords that it cannot keep to are refused."""
+    """Add llguidance's options to a schema: white space, escapes in strings (any letter may be escaped), and refusal of
+    keywords that it cannot enforce."""
     options: dict[str, Any] = {"whitespace_pattern": space} if space else {"whitespace_flexible": False}
     return {
         **shallow(schema),
@@ -103,8 +103,8 @@ def with_options(schema: dict[str, Any], space: str = SHORT_SPACE, *, lenient: b
 
 
 def tidy(schema: Any, *, close: bool = False) -> Any:
-    """Return a copy of a schema without formats that a grammar cannot keep to; ``close``: objects with the properties
-    that they name, and no others."""
+    """Copy a schema without formats that a grammar cannot enforce; ``close``: objects have no properties but the named
+    ones."""
     if isinstance(schema, list):
         return [tidy(each, close=close) for each in schema]
     if not isinstance(schema, dict):
@@ -125,7 +125,7 @@ def tidy(schema: Any, *, close: bool = False) -> Any:
 
 
 def _without_anchors(pattern: str) -> str:
-    """The whole answer matches anyway; ``^`` and ``$`` around it are what people write."""
+    """Remove ``^`` and ``$`` around a pattern, which always matches the whole answer."""
     pattern = pattern.removeprefix("^")
     ends = len(pattern) - len(pattern.rstrip("$"))
     if ends == 1 and not pattern.endswith(r"\$"):
@@ -139,7 +139,7 @@ def is_ebnf(grammar: str) -> bool:
 
 
 def from_ebnf(grammar: str) -> str:
-    """EBNF in Lark. The time that this takes grows with the square of the number of rules.
+    """Translate EBNF to Lark. The time grows with the square of the number of rules.
 
     Raises:
         ValueError: it cannot be read.
@@ -153,7 +153,7 @@ def from_ebnf(grammar: str) -> str:
 
 
 def structural_tag(params: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str:
-    """Free text, in which each trigger begins one of the tags.
+    """Return a grammar of free text in which each trigger begins one of the tags.
 
     Raises:
         ValueError: the tag is not of the form that ``StructuredOutputsParams`` describes.

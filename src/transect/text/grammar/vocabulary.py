@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 LONGEST_GREEDY = 32
-"""Bytes of a token that greedy encoding looks for."""
+"""Longest token, in bytes, that greedy encoding searches for."""
 
 
 class TokenizerLike(Protocol):
@@ -27,7 +27,7 @@ class Vocabulary:
 
     Attributes:
         tokens: bytes by id; b"" for an id that stands for no text.
-        special_ids: tokens that are no text.
+        special_ids: tokens that are not text.
         eos_ids: tokens that end an answer; where the model has none, the last of ``tokens`` is made up for it.
         size: ids that the model's logits have.
         encode: function that tokenizes a text as the model would; None for greedy tokenization.
@@ -64,15 +64,15 @@ class Vocabulary:
         return {name: index for name, index in named if name}
 
     def make(self) -> Any:
-        """llguidance's tokenizer over this vocabulary."""
+        """Build llguidance's tokenizer over this vocabulary."""
         import llguidance
 
         words: Any = _Words(self)
         return llguidance.LLTokenizer(words, n_vocab=len(self.tokens), eos_token=self.eos_ids)
 
     def spell(self, text: str) -> list[int]:
-        """Tokens whose bytes are exactly this text: as the model's tokenizer has it, if that keeps to the bytes (one
-        that puts a space before every text does not), else the longest that fit, one after another."""
+        """Encode text to tokens with exactly its bytes: by the model's tokenizer, if that keeps to the bytes (one that
+        puts a space before every text does not), else greedily by the longest token."""
         data = text.encode("utf-8", errors="replace")
         if self.encode is not None:
             ids = list(self.encode(text))

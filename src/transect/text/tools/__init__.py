@@ -1,5 +1,5 @@
-"""Tool calls in a model's text: one description of their form makes the grammar that keeps answers to it and the parser
-that reads them, so that what is streamed is always what was written.
+"""Tool calls in a model's text: one description of a form yields both the grammar that enforces it and the parser that
+reads it.
 
 * ``families.py``  the table: one row for each family of models; a new one begins here
 * ``shape.py``     CallShape, a row: the literal text around a call's name and arguments; the grammar of it

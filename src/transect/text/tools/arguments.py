@@ -16,14 +16,15 @@ from ..grammar.sources import tidy, with_options
 from .spec import Tool
 
 Fixed = Callable[[str], str]
-"""An expression for exactly a text, special tokens in it as such."""
+"""Function that builds an expression for exactly a text; special tokens in it are matched as tokens."""
 
 
 class ArgumentReader(Protocol):
     """Reads the arguments of one call."""
 
     def feed(self, held: str, last: bool) -> tuple[str, str, bool]:
-        """(JSON text that is new, what is left of ``held``, whether the arguments are complete)."""
+        """Read more of the arguments; returns (new JSON text, unread rest of ``held``, True if the arguments are
+        complete)."""
 
 
 class ArgumentStyle(Protocol):
@@ -34,7 +35,7 @@ class ArgumentStyle(Protocol):
         """Common beginning of all arguments; empty if there is none."""
 
     def grammar(self, name: str, tool: Tool, fixed: Fixed) -> tuple[str, list[str]]:
-        """(expression, rules that it needs; their names begin with ``name``).
+        """Return (expression, rules that it needs; their names begin with ``name``).
 
         Raises:
             ValueError: the tool is strict, and this style cannot keep to its parameters.
@@ -53,28 +54,28 @@ class JsonArguments:
     begin = "{"
 
     def grammar(self, name: str, tool: Tool, fixed: Fixed) -> tuple[str, list[str]]:
-        """See ``ArgumentStyle``."""
+        """Return the grammar of a tool's arguments; see ``ArgumentStyle``."""
         schema = tidy(closed(tool.parameters))
         return lark.schema(with_options(schema, lenient=not tool.strict)), []
 
     def reader(self, tool: Tool | None) -> ArgumentReader:
-        """See ``ArgumentStyle``."""
+        """Return a reader for one call; see ``ArgumentStyle``."""
         return JsonReader()
 
     def write(self, arguments: Mapping[str, Any]) -> str:
-        """See ``ArgumentStyle``."""
+        """Write arguments as JSON; see ``ArgumentStyle``."""
         return json.dumps(arguments, ensure_ascii=False)
 
 
 class JsonReader:
-    """Hands out the letters of a JSON object up to its end."""
+    """Returns the characters of a JSON object up to its end."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = self._escaped = False
 
     def feed(self, held: str, last: bool) -> tuple[str, str, bool]:
-        """See ``ArgumentReader``."""
+        """Read more of the object; see ``ArgumentReader``."""
         for position, letter in enumerate(held):
             if self._in_string:
                 if self._escaped:
@@ -113,12 +114,12 @@ class Parameter:
 
 _TOP = frozenset(("type", "properties", "required", "additionalProperties", "description", "title", "$defs", "$schema",
                   "definitions", "examples", "default"))  # fmt: skip
-"""Keywords of an object's schema that styles with single parameters keep to, or that ask for nothing."""
+"""Keywords of an object's schema that styles with single parameters enforce, or that have no effect."""
 _OF_STRINGS = ("pattern", "minLength", "maxLength", "format")
 
 
 def parameters_of(tool: Tool) -> tuple[list[Parameter], bool]:
-    """(the parameters that the tool names, whether there may be others)."""
+    """Return (parameters that the tool names, True if there may be others)."""
     schema = closed(tool.parameters)
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     named = schema.get("properties")
@@ -133,7 +134,8 @@ def parameters_of(tool: Tool) -> tuple[list[Parameter], bool]:
 
 
 def check_strict(tool: Tool, *, of_strings: bool) -> None:
-    """Refuse a strict tool whose parameters cannot be kept to one by one. ``of_strings``: nor what strings look like.
+    """Refuse a strict tool whose parameters cannot be enforced one by one; with ``of_strings``, also one that
+    constrains strings.
 
     Raises:
         ValueError: with the keyword.

@@ -14,12 +14,12 @@ from .tagged import TaggedArguments
 
 
 def _object(name: str, begin: str, end: str = "}", **rest: Any) -> CallShape:
-    """A call is a JSON object."""
+    """Build a family in which a call is a JSON object."""
     return CallShape(name, begin, '{"name": "', '", "arguments": ', end, **rest)
 
 
 def _list(name: str, begin: str, close: str = "]", **rest: Any) -> CallShape:
-    """Calls are a JSON list of objects."""
+    """Build a family in which calls are a JSON list of objects."""
     return _object(name, begin, opening="[", separator=", ", begins_each=False, close=close, **rest)
 
 

@@ -1,4 +1,4 @@
-"""For models whose template knows no tools: a prompt that describes them, in a system message.
+"""Prompts for models whose template has no tools: a system message that describes them.
 
 Calls are written as the template prints those of earlier turns. Where it prints none either, they are written as Hermes
 has them, and calls and results in the conversation so far become text of the assistant and of the user.

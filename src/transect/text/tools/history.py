@@ -1,5 +1,5 @@
-"""Calls of earlier turns as a model's template can take them: with ids as it demands them, and one in a message where
-it prints no more."""
+"""Conversion of calls of earlier turns to the form that a model's template accepts: ids in its format, and one call in
+a message if it prints no more."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _id(shape: CallShape, call: Mapping[str, Any], number: int) -> str:
 
 
 def _one_by_one(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Each call in a message of its own, and its result behind it."""
+    """Split messages so that each call has a message of its own, followed by its result."""
     result: list[Mapping[str, Any]] = []
     waiting: dict[Any, int] = {}
     for message in messages:
@@ -77,5 +77,5 @@ def _one_by_one(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def single(shape: CallShape, template: str) -> CallShape:
-    """Return the form, and whether the template refuses several calls in a message, as Llama's do."""
+    """Return the form, with ``single`` set if the template refuses several calls in a message, as Llama's do."""
     return replace(shape, single=True) if "only supports single tool-calls" in template else shape

@@ -1,4 +1,4 @@
-"""From an answer's text, in pieces of any size, to its own text and the calls in it, in pieces too.
+"""Parsing of an answer's text, in pieces of any size, into plain text and calls, in pieces too.
 
 The grammar of a ``CallShape`` has seen to it that all but names and arguments is the shape's literal text. What is not
 (a model that no grammar watched) stays text. Blanks that the literal text has or lacks do not matter.
@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 @dataclass(slots=True)
 class CallDelta:
-    """News of one call: its beginning (``id`` and ``name``), or more of its arguments."""
+    """New parts of one call: its beginning (``id`` and ``name``), or more of its arguments."""
 
     index: int
     arguments: str = ""
@@ -29,7 +29,7 @@ class CallDelta:
 
 
 class ToolParser:
-    """For one answer.
+    """Parser of one answer.
 
     Args:
         shape: the form of its calls.
@@ -55,7 +55,7 @@ class ToolParser:
         return self._index + 1
 
     def feed(self, piece: str, *, last: bool = False, cut: bool = False) -> tuple[str, list[CallDelta]]:
-        """Read more of the answer; return what is new in its text and in its calls.
+        """Read more of the answer; return the new text and calls.
 
         Args:
             last: no more will come.
@@ -73,7 +73,8 @@ class ToolParser:
     # States. Each returns whether it has got anywhere.
 
     def _free(self) -> bool:
-        """Text up to the mark; what may be the beginning of one is held back, and blanks before it are no text."""
+        """Read text up to the mark; a possible beginning of a mark is held back, and blanks before the mark are
+        dropped."""
         mark, held = self._shape.begin, self._held
         at = held.find(mark) if mark else -1
         if at >= 0:
@@ -93,7 +94,7 @@ class ToolParser:
         return False
 
     def _first(self) -> bool:
-        """The beginning of an answer whose calls have no mark."""
+        """Read the beginning of an answer whose calls have no mark."""
         shape, held = self._shape, self._held
         if not self._last and (not held or held.isspace()):
             return False
@@ -118,7 +119,7 @@ class ToolParser:
         return self._header(shape.separator + shape.before_name)
 
     def _header(self, before: str) -> bool:
-        """All of a call before its arguments, at once."""
+        """Read a call up to its arguments, at once."""
         shape, held = self._shape, self._held
         found = self._take(before)
         self._held = self._held.lstrip()
@@ -165,7 +166,7 @@ class ToolParser:
         return done
 
     def _after(self) -> bool:
-        """The end of a call."""
+        """Read the end of a call."""
         found = self._take(self._shape.end)
         if found is None:
             self._held = "" if self._last else self._held
@@ -174,7 +175,7 @@ class ToolParser:
         return True
 
     def _between(self) -> bool:
-        """Another call of the same list, or its end."""
+        """Read the start of another call of the same list, or the list's end."""
         shape = self._shape
         another = self._fits(shape.separator + shape.before_name)
         close = self._fits(shape.close) if shape.close else False
@@ -199,7 +200,7 @@ class ToolParser:
         return _end_of(literal, self._held)[1]
 
     def _take(self, literal: str) -> bool | None:
-        """``_fits``, and if it does, it is read."""
+        """Consume the literal if ``held`` begins with it; result as of ``_fits``."""
         size, found = _end_of(literal, self._held)
         if found:
             self._held = self._held[size:]

@@ -21,12 +21,13 @@ _KEY = re.compile(r"[\s,]*([^\s=,()]+)\s*=\s*")
 
 
 class PythonArguments:
-    """``NAME=VALUE``, parted by ``, ``."""
+    """Arguments of the form ``NAME=VALUE``, separated by ``, ``."""
 
     begin = ""
 
     def grammar(self, name: str, tool: Tool, fixed: Fixed) -> tuple[str, list[str]]:
-        """See ``ArgumentStyle``. Parameters come in the order of the schema."""
+        """Return the grammar of a tool's arguments, see ``ArgumentStyle``. Parameters come in the order of the
+        schema."""
         check_strict(tool, of_strings=False)
         parameters, more = parameters_of(tool)
         # first_i: nothing has been written before parameter i; next_i: something has.
@@ -43,11 +44,11 @@ class PythonArguments:
         return f"{name}_first_0", rules
 
     def reader(self, tool: Tool | None) -> ArgumentReader:
-        """See ``ArgumentStyle``."""
+        """Return a reader for one call; see ``ArgumentStyle``."""
         return _PythonReader()
 
     def write(self, arguments: Mapping[str, Any]) -> str:
-        """See ``ArgumentStyle``."""
+        """Write arguments in Python's syntax; see ``ArgumentStyle``."""
         return ", ".join(
             f"{name}={value if value is None or isinstance(value, bool) else json.dumps(value, ensure_ascii=False)}"
             for name, value in arguments.items()
@@ -55,7 +56,7 @@ class PythonArguments:
 
 
 def _value(parameter: Parameter, tool: Tool) -> str:
-    """Return an expression for a value: JSON, but for the words that Python spells otherwise."""
+    """Return an expression for a value: JSON, except for constants that Python spells differently."""
     types = _types(parameter.schema)
     words = [word for kind, word in _WORDS.items() if kind in types]
     return " | ".join([*words, value_schema(parameter, tool)] if types - _WORDS.keys() or not types else words)
@@ -71,7 +72,7 @@ def _types(schema: Any) -> set[str]:
 
 
 class _PythonReader:
-    """Hands out each argument when it is complete."""
+    """Returns each argument when it is complete."""
 
     def __init__(self) -> None:
         self._opened = False
@@ -79,7 +80,7 @@ class _PythonReader:
         self._quote = ""
 
     def feed(self, held: str, last: bool) -> tuple[str, str, bool]:
-        """See ``ArgumentReader``."""
+        """Read more of the arguments; see ``ArgumentReader``."""
         news = ""
         while True:
             end = self._end(held)
@@ -91,7 +92,7 @@ class _PythonReader:
             held = held[end + 1 :]
 
     def _end(self, held: str) -> int | None:
-        """Where the argument that ``held`` begins with ends: at a comma or a bracket that is not its own."""
+        """Find the end of the argument at the beginning of ``held``: a comma or a bracket outside of it."""
         while self._at < len(held):
             letter, here = held[self._at], self._at
             self._at += 1

@@ -1,4 +1,4 @@
-"""Which form of tool calls a model speaks, by its name or by what its chat template says."""
+"""Choice of the form of tool calls, by name or by the chat template."""
 
 from __future__ import annotations
 

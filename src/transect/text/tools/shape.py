@@ -18,8 +18,8 @@ from .arguments import JSON, ArgumentStyle, Fixed
 from .spec import Tool, ToolUse
 
 MAX_OTHER = 12
-"""Characters that may follow a call, beyond the length of a mark, and do not open another one. They end the answer, and
-no reader shows them."""
+"""Characters, beyond the length of a mark, that may follow a call without opening another one. They end the answer, and
+readers drop them."""
 _BLANK = r"[ \t\r\n]"
 
 
@@ -71,12 +71,12 @@ class CallShape:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All its literal texts."""
+        """All literal texts of the form."""
         return (self.prefix, self.begin, self.opening, self.before_name, self.id_mark, self.after_name, self.end,
                 self.separator, self.close)  # fmt: skip
 
     def call_id(self, name: str, index: int, written: str | None) -> str:
-        """Return the id of a call; ``written``: the one that the model has given it."""
+        """Return the id of a call; ``written``: the id that the model has written."""
         if self.ids == "numbered":
             return f"functions.{name}:{index if written is None else written}"
         unique = uuid.uuid4().hex
@@ -112,7 +112,7 @@ class CallShape:
         """
         if form and use.mode == "auto" and not self.begin:
             raise ValueError(
-                "tools and response_format do not go together here, because calls of this model have no mark of their "
+                "tools and response_format cannot be combined here, because calls of this model have no mark of their "
                 "own: set tool_choice to required or none"
             )
 
@@ -150,7 +150,7 @@ class CallShape:
         return "\n".join(lines if lead is None else [*lines, lead.rules])
 
     def _call(self, number: int, tool: Tool, fixed: Fixed) -> list[str]:
-        """Rules of a call from its name on."""
+        """Return the rules of a call from its name on."""
         arguments, rules = self.arguments.grammar(f"a{number}", tool, fixed)
         if self.id_mark:
             identity = f"({fixed(self.id_mark)} /{self.id_pattern}/)?"
@@ -164,7 +164,7 @@ class CallShape:
         ]
 
     def _again(self, tools: Sequence[Tool], fixed: Fixed, special_ids: Mapping[str, int]) -> list[str]:
-        """Rules that define ``again``: another call after one that has ended.
+        """Return the rules that define ``again``: another call after one that has ended.
 
         A mark in plain text is a lazy terminal, so the whole mark decides, not its first token.
         """

@@ -58,14 +58,14 @@ class ToolUse:
 
 
 def tools_of(values: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
-    """Tools in OpenAI's form, ``{"type": "function", "function": {"name": ...}}``, or with the function's fields at the
-    top, as ``/v1/responses`` has them.
+    """Check tools in OpenAI's form, ``{"type": "function", "function": {"name": ...}}``, or with the function's fields
+    at the top, as in ``/v1/responses``.
 
     Raises:
         ValueError: one of them is malformed; the message begins with ``tools``.
     """
     if len(values) > MAX_TOOLS:
-        raise ValueError(f"tools holds {len(values)} functions; {MAX_TOOLS} are the most")
+        raise ValueError(f"tools holds {len(values)} functions; at most {MAX_TOOLS} are allowed")
     found: dict[str, Tool] = {}
     for number, value in enumerate(values):
         where = f"tools[{number}]"
@@ -142,5 +142,5 @@ def _some(found: tuple[Tool, ...], asked: Any, several: bool) -> ToolUse:
     for name in names:
         if not isinstance(name, str) or name not in known:
             listing = ", ".join(tool.name for tool in found)[:200]
-            raise ValueError(f"tool_choice allows {str(name)[:80]!r}, which is none of the tools ({listing})")
+            raise ValueError(f"tool_choice allows {str(name)[:80]!r}, which is not one of the tools ({listing})")
     return ToolUse(found, mode, None, several, frozenset(names))

@@ -1,6 +1,5 @@
-r"""Arguments one by one between tags, strings as they are and other values as JSON: Qwen3-Coder's
-``<parameter=NAME>\nVALUE\n</parameter>``, GLM-4.5's ``<arg_key>NAME</arg_key>\n<arg_value>VALUE</arg_value>``.
-"""
+r"""Arguments between tags, strings as plain text and other values as JSON: Qwen3-Coder's
+``<parameter=NAME>\nVALUE\n</parameter>``, GLM-4.5's ``<arg_key>NAME</arg_key>\n<arg_value>VALUE</arg_value>``."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments:
-    """An argument reads ``before_name + NAME + after_name + VALUE + end + between``; blanks around ``between`` do not
-    matter."""
+    """Arguments of the form ``before_name + NAME + after_name + VALUE + end + between``; blanks around ``between`` do
+    not matter."""
 
     before_name: str
     after_name: str
@@ -28,7 +27,8 @@ class TaggedArguments:
     begin: str = ""
 
     def grammar(self, name: str, tool: Tool, fixed: Fixed) -> tuple[str, list[str]]:
-        """See ``ArgumentStyle``. Parameters come in the order of the schema."""
+        """Return the grammar of a tool's arguments, see ``ArgumentStyle``. Parameters come in the order of the
+        schema."""
         check_strict(tool, of_strings=True)
         parameters, more = parameters_of(tool)
         end = fixed(self.end + self.between)
@@ -51,11 +51,11 @@ class TaggedArguments:
         return " ".join(expression), rules
 
     def reader(self, tool: Tool | None) -> ArgumentReader:
-        """See ``ArgumentStyle``."""
+        """Return a reader for one call; see ``ArgumentStyle``."""
         return _TaggedReader(self, {} if tool is None else {each.name: each for each in parameters_of(tool)[0]})
 
     def write(self, arguments: Mapping[str, Any]) -> str:
-        """See ``ArgumentStyle``."""
+        """Write arguments between tags; see ``ArgumentStyle``."""
         texts = (
             (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
             for name, value in arguments.items()
@@ -66,17 +66,17 @@ class TaggedArguments:
 
 
 class _TaggedReader:
-    """Strings are handed out as they come; other values when they are complete."""
+    """Returns strings as they arrive, and other values when they are complete."""
 
     def __init__(self, style: TaggedArguments, parameters: Mapping[str, Parameter]) -> None:
         self._style, self._parameters = style, parameters
         self._opened = False
         self._inside: Parameter | None = None
-        """The parameter whose value comes."""
+        """Parameter whose value is being read."""
         self._value_begun = False
 
     def feed(self, held: str, last: bool) -> tuple[str, str, bool]:
-        """See ``ArgumentReader``."""
+        """Read more of the arguments; see ``ArgumentReader``."""
         news = ""
         while True:
             if self._inside is None:
@@ -112,7 +112,7 @@ class _TaggedReader:
         return news, value.removeprefix(blank), False
 
     def _value(self, parameter: Parameter, held: str, last: bool) -> tuple[str, str, bool]:
-        """(JSON that is new, what is left, whether the value is complete)."""
+        """Read more of a value; returns (new JSON, unread rest, True if the value is complete)."""
         blank = self._style.end[: len(self._style.end) - len(self._style.end.lstrip())]
         mark = self._style.end.lstrip()
         at = held.find(mark)
@@ -130,7 +130,7 @@ class _TaggedReader:
 
 
 def _as_json(text: str, parameter: Parameter) -> str:
-    """Return a value that need not be a string: JSON if it is that, a word of Python's, or else a string after all."""
+    """Convert a value that need not be a string: JSON if it is valid, a Python constant, or else a string."""
     written = _WORDS.get(text.strip(), text.strip())
     try:
         value = json.loads(written)

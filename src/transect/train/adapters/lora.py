@@ -1,4 +1,4 @@
-r"""Adapters on a model, in files and out of them; only what they add is trained.
+r"""Adapters on a model: attach them, and read and write their files. Only the added weights are trained.
 
 ``models/weights/adapted.py`` is a weight with an adapter. ``trained_adapter`` is what a checkpoint keeps.
 ``plain_state`` merges: it gives the weights of the plain model that computes the same.
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def selected(entries: Iterable[str], names: Iterable[str], config: ModelConfig, setting: str) -> dict[str, int]:
-    """Which names of weights the entries of a setting mean.
+    """Find the weights that the entries of a setting name.
 
     Args:
         names: canonical, without ``.weight``.
@@ -95,8 +95,8 @@ def adapted(lora: LoRAConfig, config: ModelConfig) -> dict[str, int]:
 
 
 def saved_weights(lora: LoRAConfig, config: ModelConfig) -> list[str]:
-    """The weights that ``modules_to_save`` means, by canonical name without ``.weight``. Of tied tables, ``embed``
-    stands for both."""
+    """List the weights that ``modules_to_save`` names, by canonical name without ``.weight``. Of tied tables, ``embed``
+    represents both."""
     if not lora.modules_to_save:
         return []
     found = selected(lora.modules_to_save, module_names(config), config, "modules_to_save")
@@ -106,7 +106,8 @@ def saved_weights(lora: LoRAConfig, config: ModelConfig) -> list[str]:
 
 
 def settled(lora: LoRAConfig, new_tokens: Sequence[str] = ()) -> LoRAConfig:
-    """With rank, alpha and kind of the adapter that the run starts from. With new tokens both tables are trained whole.
+    """Return the settings with rank, alpha and kind of the adapter that the run starts from. With new tokens both
+    tables are trained in full.
 
     Raises:
         ValueError: there is no such adapter.
@@ -126,7 +127,7 @@ def settled(lora: LoRAConfig, new_tokens: Sequence[str] = ()) -> LoRAConfig:
 
 
 def adapter_folder(name: str) -> Path:
-    """The directory with an adapter: this, or the last checkpoint of this run.
+    """Find the directory of an adapter: the given one, or the last checkpoint of the given run.
 
     Raises:
         ValueError: neither has one.
@@ -214,8 +215,8 @@ def _modules(replaced: Iterable[str]) -> list[str]:
 
 
 def _place(name: str, target: int) -> tuple[int, str, int]:
-    """The place of an adapter: by layer, attention before MLP, then in the order of the targets. Its seed follows from
-    it."""
+    """Return the sort key of an adapter: by layer, attention before MLP, then in the order of the targets. Its seed
+    follows from the order."""
     if "." not in name:
         return 10**9, name, target
     _, layer, where, _ = name.split(".")
@@ -224,7 +225,7 @@ def _place(name: str, target: int) -> tuple[int, str, int]:
 
 @torch.no_grad()
 def trained_adapter(model: Decoder, config: LoRAConfig) -> StoredAdapter:
-    """The adapters of a model and what else is trained, copied to the CPU."""
+    """Copy the adapters of a model, and all else that is trained, to the CPU."""
     factors = {name: weight.factors for name, weight in model.weights() if isinstance(weight, Adapted)}
     if isinstance(model.embed, AdaptedEmbedding):
         factors["embed"] = model.embed.factors
@@ -249,7 +250,7 @@ def trained_adapter(model: Decoder, config: LoRAConfig) -> StoredAdapter:
 
 @torch.no_grad()
 def take_adapter(model: Decoder, adapter: StoredAdapter) -> None:
-    """Values for the adapters that a model has, and for what else it trains.
+    """Load the values of the adapters, and of all else that the model trains.
 
     Raises:
         ValueError: the adapter has none for one of them.
@@ -272,8 +273,8 @@ def take_adapter(model: Decoder, adapter: StoredAdapter) -> None:
 
 @torch.no_grad()
 def plain_state(model: Decoder) -> dict[str, Tensor]:
-    """The weights of the plain model, by canonical name, copied to the CPU. Packed weights are dequantized, adapters
-    merged. With an adapter on one of two tied tables, both are there."""
+    """Return the weights of the plain model, by canonical name, copied to the CPU. Packed weights are dequantized,
+    adapters merged. With an adapter on one of two tied tables, both are included."""
     state: dict[str, Tensor] = {}
     replaced: list[str] = []
     for name, weight in model.weights():

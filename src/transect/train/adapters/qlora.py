@@ -25,7 +25,7 @@ BASES: Mapping[str, Callable[[Weight, int], Weight]] = {
     INT4.name: Int4.of,
     NF4_FORMAT.name: lambda weight, group: NF4.of(weight),
 }
-"""The form of a weight in a base format, for groups of this size."""
+"""Functions that quantize a weight to a base format, in groups of this size."""
 
 
 def quantize_layers(model: Decoder, config: LoRAConfig) -> None:
@@ -40,7 +40,7 @@ def quantize_layers(model: Decoder, config: LoRAConfig) -> None:
 
 
 def quantized(weight: Weight, config: LoRAConfig) -> Weight:
-    """A weight in the 4 bits of ``config.base_format``.
+    """Quantize a weight to the 4 bits of ``config.base_format``.
 
     Raises:
         ValueError: it has no whole groups.
@@ -49,5 +49,5 @@ def quantized(weight: Weight, config: LoRAConfig) -> Weight:
 
 
 def rounded(weight: Tensor, config: LoRAConfig, dtype: torch.dtype) -> Tensor:
-    """The values that a matrix ``[O, I]`` has in the base of a run in ``dtype``."""
+    """Return the values of a matrix ``[O, I]`` after rounding to the base of a run in ``dtype``."""
     return quantized(Dense.over(weight.to(dtype), None, resolve_ops()), config).dense()

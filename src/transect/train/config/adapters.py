@@ -27,7 +27,8 @@ class LoRAConfig:
     are accepted too.
 
     Attributes:
-        rank, alpha: s is alpha / rank.
+        rank: rank of an adapter: rows of A and columns of B.
+        alpha: s is alpha / rank.
         rank_stabilized: s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732).
         dora: train a magnitude for each output beside the direction (Liu et al. 2024, arXiv:2402.09353).
         dropout: share of an adapter's inputs that are 0 in a pass with a gradient.
@@ -76,7 +77,7 @@ class LoRAConfig:
         _check_names("modules_to_save", self.modules_to_save, (*TABLES, "norm"), (*MATRICES, *PEFT_NAMES, *NORMS))
 
     def refuses_merging(self) -> bool:
-        """True if merged layers cannot compute such adapters; ``Adapted.refuses_merging`` gives the reason."""
+        """Return True if merged layers cannot compute such adapters; ``Adapted.refuses_merging`` gives the reason."""
         return self.dora or self.dropout > 0
 
 
@@ -91,4 +92,4 @@ def _check_names(setting: str, given: tuple[str, ...], own: tuple[str, ...], oth
         try:
             re.compile(entry)
         except re.error as error:
-            raise ValueError(f"lora.{setting}: {entry!r} is no regular expression ({error})") from None
+            raise ValueError(f"lora.{setting}: {entry!r} is not a regular expression ({error})") from None

@@ -19,7 +19,7 @@ RATES = {
 """Learning rates of an objective: for all weights, and for adapters."""
 PRETRAINING = 3e-4
 BY_TASK = ("optimizer.learning_rate", "optimizer.weight_decay", "schedule.warmup")
-"""Settings that depend on the task."""
+"""Settings whose defaults depend on the task."""
 
 TASKS = ("pretrain", "finetune", "lora", "qlora")
 MEANT_BY_TASK = {
@@ -87,7 +87,7 @@ MEANT = {
     "reward_funcs": "grpo.reward",
     "report_to": "log_to",
 }
-"""Names of other trainers, and what they are called here."""
+"""Names of other trainers' settings, with the names used here."""
 
 
 def hint(where: str, key: str, names: list[str]) -> str:
@@ -107,13 +107,13 @@ def _known(key: str) -> str:
 
 
 def rates_of(objective: object) -> tuple[float, float]:
-    """Learning rates of an objective: for all weights, and for adapters."""
+    """Return the learning rates of an objective: for all weights, and for adapters."""
     kind = objective_kind(objective)
     return RATES.get(str(objective), RATES["next_token"]) if kind is None else kind.rates
 
 
 def by_task(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with what the task decides filled in where it is left out; what has another form stays as it is."""
+    """Fill in settings that depend on the task and are unset; values of another form are unchanged."""
     filled = dict(values)
     task, objective = filled.get("task", "finetune"), filled.get("objective", "next_token")
     optimizer, schedule = filled.get("optimizer", {}), filled.get("schedule", {})

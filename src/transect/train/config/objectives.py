@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 NAMES = ("next_token", "dpo", "kto", "orpo", "grpo", "distill")
-"""Objectives with settings below, or without any."""
+"""Objectives with settings below, or without settings."""
 FOLDER = Path(__file__).parents[1] / "objectives"
 
 
@@ -37,13 +37,14 @@ class ObjectiveKind:
 
 @cache
 def objectives() -> tuple[str, ...]:
-    """Names of all objectives: those with settings here, and files of ``train/objectives/`` that hold a record."""
+    """List the names of all objectives: those with settings here, and files of ``train/objectives/`` that contain a
+    record."""
     found = (path.stem for path in sorted(FOLDER.glob("*.py")) if "\nOBJECTIVE = " in path.read_text(encoding="utf-8"))
     return (*NAMES, *found)
 
 
 def check_objective(name: object) -> None:
-    """See that there is such an objective.
+    """Check that an objective of this name exists.
 
     Raises:
         ValueError: there is none; the message lists them.
@@ -53,7 +54,7 @@ def check_objective(name: object) -> None:
 
 
 def objective_kind(name: object) -> ObjectiveKind | None:
-    """The record of an objective in one file; None for the others, and for names that do not exist."""
+    """Return the record of an objective in one file; None for other objectives, and for unknown names."""
     if name in NAMES or name not in objectives():
         return None
     found: ObjectiveKind = import_module(f"transect.train.objectives.{name}").OBJECTIVE
@@ -80,7 +81,7 @@ class DPOConfig:
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"dpo.label_smoothing must be at least 0 and less than 0.5, not {self.label_smoothing}")
         if self.label_smoothing and self.loss in ("hinge", "ipo"):
-            raise ValueError(f'dpo.label_smoothing means nothing for dpo.loss = "{self.loss}": leave it out')
+            raise ValueError(f'dpo.label_smoothing has no effect with dpo.loss = "{self.loss}": leave it out')
         if self.loss == "robust" and not self.label_smoothing:
             raise ValueError('dpo.loss = "robust" needs dpo.label_smoothing: the share of wrong labels, such as 0.1')
 
@@ -223,7 +224,7 @@ class GRPOConfig:
 
     @property
     def steps_a_rollout(self) -> int:
-        """Optimizer steps that the answers of one rollout are used for."""
+        """Optimizer steps that use the answers of one rollout."""
         return self.iterations * self.minibatches
 
     @property

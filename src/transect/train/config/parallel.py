@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from ...spec.layouts.ranks import RankLayout
+from ...spec.layouts.schedules.registry import schedule_kind, schedules
+from ...spec.settings import About
 from .parse import positive
 
 
@@ -17,21 +19,22 @@ class ParallelConfig:
 
     Attributes:
         data: ranks that share the ``accumulate`` micro-batches of a step.
-        zero: sharding over these: 0 nothing; 1 the optimizer's state; 2 gradients too; 3 weights too, which are
-            gathered layer by layer. Each needs less memory and sends more.
-        reduce: data type in which gradients are summed over these: ``float32`` or ``bfloat16``.
+        zero: state that the ``data`` ranks shard: 0 nothing; 1 the optimizer's state; 2 gradients too; 3 weights too,
+            which are gathered layer by layer. Each needs less memory and sends more.
+        reduce: data type in which gradients are summed over the ``data`` ranks.
         sums: transport of gradients, and with ``zero`` 3 of weights, between these: ``auto``, between GPUs of one host
             the copy engines, beside the passes and without their multiprocessors, where that works; ``fused``, the
             same, and a sum, its copy for the other rank and the norm are one launch, and the gradient of a table that
             the head shares travels in two parts, the head's as soon as it is there (not yet run on a GPU); ``nccl``.
             ``zero`` 2 and offloaded runs always take NCCL.
         tensor: ranks that share every matrix, by heads, feed-forward units and tokens of the vocabulary.
-        sequence: these share the tokens too where no matrix is, so that norms and additions are not computed by each of
-            them, and their results are kept once.
+        sequence: the ``tensor`` ranks share the tokens too where no matrix is, so that norms and additions are not
+            computed by each of them, and their results are kept once.
         pipeline: ranks that have some layers each; micro-batches pass through them. A step needs several, so that few
             of the ranks wait.
-        schedule: in which order they do their passes: ``1f1b``, a backward pass after each forward pass; ``gpipe``, all
-            forward passes first; ``interleaved``, ``1f1b`` with ``chunks`` runs of layers to a rank and shorter waits.
+        schedule: order of their forward and backward passes, a file of ``spec/layouts/schedules/``: ``1f1b``, a
+            backward pass after each forward pass; ``gpipe``, all forward passes first; ``interleaved``, ``1f1b`` with
+            ``chunks`` runs of layers to a rank and shorter waits.
         chunks: runs of layers of each rank with ``interleaved``.
         context: ranks that share the tokens of each micro-batch, for long documents: keys and values go round.
         expert: ranks that share the experts of a mixture and have some of them each: as many as ``data``, or 1: every
@@ -41,8 +44,7 @@ class ParallelConfig:
             at most three quarters of the first, with many ranks and few experts to a token.
         tiles: with ``zero`` 3 or ``offload = "all"``, number of parts in which each matrix of a layer comes to the
             device, one after the other, and its gradients leave part by part: a device never has a whole layer. It is
-                for the
-            largest models, and slower.
+            for the largest models, and slower.
         offload: state kept in host memory, with any ``zero`` and on one device too: ``none``; ``optimizer``, whose
             states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload); ``all``: the
             weights to compute with too, which come to the device a layer at a time: on one device, or with ``zero`` 3
@@ -64,7 +66,7 @@ class ParallelConfig:
     tensor: int = 1
     sequence: bool = False
     pipeline: int = 1
-    schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
+    schedule: Annotated[str, About(choices=schedules)] = "1f1b"
     chunks: int = 2
     context: int = 1
     expert: int = 1
@@ -115,7 +117,7 @@ class ParallelConfig:
 
         if self.schedule != "1f1b" and self.pipeline == 1:
             raise ValueError("parallel.schedule is for the stages of parallel.pipeline: set that to 2 or more")
-        if self.schedule == "interleaved" and self.chunks == 1:
+        if self.pipeline > 1 and schedule_kind(self.schedule).chunked and self.chunks == 1:
             raise ValueError('parallel.chunks = 1 is schedule = "1f1b": set that, or parallel.chunks to 2 or more')
 
     @property
@@ -126,7 +128,7 @@ class ParallelConfig:
     @property
     def runs(self) -> int:
         """Runs of layers of each rank."""
-        return self.chunks if self.schedule == "interleaved" else 1
+        return self.chunks if self.pipeline > 1 and schedule_kind(self.schedule).chunked else 1
 
     @property
     def layout(self) -> RankLayout:

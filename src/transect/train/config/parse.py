@@ -1,4 +1,4 @@
-"""Nested plain values to frozen dataclasses: types are checked, and what is wrong is named."""
+"""Conversion of nested plain values to frozen dataclasses, with checks of types and messages that name the setting."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any, Literal, get_args, get_origin
 from .defaults import hint
 
 NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-"""Kinds of values, as messages call them."""
+"""Names of types in error messages."""
 
 
 def build(kind: Any, values: Mapping[str, Any], where: str) -> Any:
-    """``kind`` from values by name; ``where`` stands before a name in messages. ``kind.OTHER_NAMES`` are further names
-    of its fields.
+    """Build a ``kind`` from values by name; ``where`` precedes a name in messages. ``kind.OTHER_NAMES`` has further
+    names of its fields.
 
     Raises:
         ValueError: an unknown or missing name, or a value of another type.
@@ -81,17 +81,17 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 def positive(config: Any, *names: str) -> None:
-    """ValueError if one of these settings is less than 1."""
+    """Check that these settings are at least 1. Raises ValueError."""
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(config, name)}")
 
 
 def overridden(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """A copy of nested values with ``key=value`` settings in it; a value is TOML, or a bare word.
+    """Copy nested values with ``key=value`` settings applied; a value is TOML, or a bare word.
 
     Raises:
-        ValueError: not of this form, or a key below something that is no table.
+        ValueError: not of this form, or a key below something that is not a table.
     """
     made = copy.deepcopy(dict(values))
     for setting in settings:
@@ -107,6 +107,6 @@ def overridden(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, 
         for table in tables:
             place = place.setdefault(table, {})
             if not isinstance(place, dict):
-                raise ValueError(f"the setting {key} is not known: {table} is no table")
+                raise ValueError(f"the setting {key} is not known: {table} is not a table")
         place[name] = value
     return made

@@ -170,7 +170,7 @@ class TrainConfig:
         return self.objective in ("dpo", "kto") or (self.objective == "grpo" and self.grpo.beta > 0)
 
     def unused(self) -> list[str]:
-        """Tables that were filled in and mean nothing for this task and objective."""
+        """List tables that are filled in but have no effect for this task and objective."""
         used = {self.objective, *(["lora"] if self.task in ("lora", "qlora") else [])}
         tables = {"lora": LoRAConfig(), "dpo": DPOConfig(), "kto": KTOConfig(), "orpo": ORPOConfig(),
                   "grpo": GRPOConfig(), "distill": DistillConfig()}  # fmt: skip
@@ -196,8 +196,8 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], settings: Sequence[str] = ()) -> TrainConfig:
-        """From nested mappings, such as ``to_dict`` gives; what they leave out and the task decides is filled in
-        (``defaults.py``). ``settings`` and errors are as in ``from_toml``."""
+        """Build the configuration from nested mappings, such as those of ``to_dict``; missing settings that depend on
+        the task are filled in (``defaults.py``). ``settings`` and errors are as in ``from_toml``."""
         made = by_task(_overridden(values, settings))
         name = made.get("objective", "next_token")
         check_objective(name)
@@ -209,7 +209,7 @@ class TrainConfig:
         return config
 
     def changed(self, settings: Sequence[str]) -> TrainConfig:
-        """With ``key=value`` settings in place of its own, such as ``optimizer.clip=0.5``; values are TOML.
+        """Return a copy with ``key=value`` settings applied, such as ``optimizer.clip=0.5``; values are TOML.
 
         Raises:
             ValueError: not such a setting, or as in ``from_toml``.
@@ -217,12 +217,12 @@ class TrainConfig:
         return self.from_dict(self.to_dict(), settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain values."""
+        """Return the settings as nested plain values."""
         return dataclasses.asdict(self)
 
 
 def _overridden(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """``parse.overridden``, where ``steps`` takes the place of the file's ``epochs``, and the other way round."""
+    """Apply settings like ``parse.overridden``; ``steps`` replaces the file's ``epochs``, and vice versa."""
     made = overridden(values, settings)
     given = {setting.partition("=")[0].strip() for setting in settings}
     for name, other in (("steps", "epochs"), ("epochs", "steps")):

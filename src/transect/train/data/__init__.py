@@ -5,6 +5,6 @@
   run. ``checks.py``: a check of files before a run.
 * ``tokens.py``: token streams and token files; ``tokenize.py`` writes them, from the ``chunks.py`` of other files;
   ``streaming.py`` reads those during the run.
-* ``loader.py``: files to streams, and the position in them. ``batches.py``: documents packed side by side;
-  ``mixing.py``: shares of several files. ``identity.py``: digests of data and base, compared when a run resumes.
+* ``loader.py``: files to streams, and the position in them. ``batches.py``: documents packed side by side, and
+  shares of several files. ``identity.py``: digests of data and base, compared when a run resumes.
 """

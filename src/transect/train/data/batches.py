@@ -22,11 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .mixing import mixed, repeats
 from .tokens import TokenStream
 
 IGNORE = -100
-"""A label that takes no part in the loss."""
+"""Label that is excluded from the loss."""
 GROUP = 512
 """Number of documents packed together: enough to fill every gap, few enough that a batch stays a random mixture."""
 
@@ -53,11 +52,11 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each document; for a batch on the host."""
+        """Tokens of each document, for a batch on the host."""
         return [int(size) for size in self.cu_seqlens.diff()]
 
     def to(self, device: torch.device) -> Batch:
-        """A copy on another device; pinned and asynchronous if that is a GPU."""
+        """Return a copy on another device; pinned and asynchronous if that is a GPU."""
         if device.type == "cpu":
             return self
         tokens, labels, positions, bounds = (
@@ -84,7 +83,8 @@ def padded(batch: Batch, multiple: int) -> Batch:
 
 
 def pack(stream: TokenStream, spans: list[tuple[int, int, bool]]) -> Batch:
-    """Pack one document for each (first token, token after the last, True if the document continues in the stream).
+    """Pack one document for each span: (first token, token after the last, True if the document continues in the
+    stream).
 
     Where a document continues after its span, its last token has a label too: the token after the span.
     """
@@ -126,7 +126,7 @@ class EpochPlan(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, index: int) -> Batch:
-        """Micro-batch ``index`` of the epoch."""
+        """Return micro-batch ``index`` of the epoch."""
         ...
 
 
@@ -136,7 +136,7 @@ class WindowPlan:
     The tokens after the last whole micro-batch are left out in this epoch; another shuffle leaves out others.
 
     Args:
-        weights: shares of the tokens by the source that a window begins in (``mixing.py``); empty: each window once.
+        weights: shares of the tokens by the source that a window begins in; empty: each window once.
         short: the stream may have fewer tokens than a micro-batch, for ``in_order`` alone.
 
     Raises:
@@ -191,13 +191,14 @@ class WindowPlan:
         return pack(self.stream, spans)
 
     def in_order(self) -> Iterator[Batch]:
-        """All windows from the first token to the last, unshuffled; the last window and micro-batch may be shorter."""
+        """Yield all windows from the first token to the last, unshuffled; the last window and micro-batch may be
+        shorter."""
         starts = range(0, len(self.stream.tokens), self.seq_len)
         for at in range(0, len(starts), self.per_batch):
             yield pack(self.stream, [span for first in starts[at : at + self.per_batch] for span in self._spans(first)])
 
     def _spans(self, first: int) -> list[tuple[int, int, bool]]:
-        """The documents, or their parts, in one window."""
+        """Return the documents, or parts of documents, in one window."""
         last = min(first + self.seq_len, len(self.stream.tokens))
         ends = self.stream.ends
         document = int(np.searchsorted(ends, first, side="right"))
@@ -219,7 +220,7 @@ class DocumentPlan:
     """Shuffled whole documents, packed best-fit.
 
     Args:
-        weights: shares of the tokens by source, of documents that are not left out (``mixing.py``); empty: each once.
+        weights: shares of the tokens by source, of documents that are not left out; empty: each once.
         too_long: documents of more than ``seq_len`` tokens are left out (``drop``; ``left_out`` counts them), keep
             their first tokens (``cut``; ``shortened`` counts them) or are an error (``stop``). One that has nothing to
             train on in its first tokens is left out.
@@ -274,7 +275,8 @@ class DocumentPlan:
         self.bins = [self.bins[i] for i in generator.permutation(len(self.bins))]
 
     def told(self, of: str = "") -> Iterator[str]:
-        """A line for documents that are left out, and one for those that are shortened. ``of``: of what they are."""
+        """Yield a line about documents that are left out, and one about shortened ones. ``of``: their kind, in
+        words."""
         for count, what in ((self.left_out, "left out"), (self.shortened, "cut to that length")):
             if count:
                 yield (
@@ -290,7 +292,7 @@ class DocumentPlan:
         return pack(self.stream, [(first, min(last, first + self.seq_len), False) for first, last in bounds])
 
     def _trains_early(self, documents: np.ndarray) -> np.ndarray:
-        """For all documents, whether it is one of these and has a trained token among its first ``seq_len``."""
+        """Return, for all documents, True if it is one of these and has a trained token among its first ``seq_len``."""
         found = np.zeros(self.stream.num_documents, dtype=bool)
         assert self.stream.trained is not None
         for document in documents.tolist():
@@ -300,7 +302,7 @@ class DocumentPlan:
 
 
 def best_fit(documents: np.ndarray, lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Longest first, each into the fullest bin that still has room."""
+    """Pack documents best-fit: longest first, each into the fullest bin with room."""
     bins: list[list[int]] = []
     room: list[int] = []
     for document in sorted(documents.tolist(), key=lambda d: (-lengths[d], d)):
@@ -313,3 +315,30 @@ def best_fit(documents: np.ndarray, lengths: np.ndarray, capacity: int) -> list[
         bins[best].append(document)
         room[best] -= size
     return bins
+
+
+def repeats(weights: Sequence[float], tokens: Sequence[int]) -> list[float]:
+    """Return the repetitions of each source in an epoch that has as many tokens as all sources together.
+
+    Args:
+        weights: shares of the tokens of an epoch; they need not add up to 1.
+        tokens: of each source.
+    """
+    whole = sum(weights)
+    return [weight / whole * sum(tokens) / max(count, 1) for weight, count in zip(weights, tokens, strict=True)]
+
+
+def mixed(units: np.ndarray, source: np.ndarray, often: Sequence[float], generator: np.random.Generator) -> np.ndarray:
+    """Order the units of an epoch randomly: those of source s ``often[s]`` times, a different part of them in every
+    epoch if that is not a whole number.
+
+    Args:
+        units: windows or documents, int64. source: the source of each.
+    """
+    chosen = []
+    for number, times in enumerate(often):
+        own = units[source == number]
+        chosen += [own] * int(times)
+        chosen.append(generator.permutation(own)[: round((times - int(times)) * len(own))])
+    order: np.ndarray = generator.permutation(np.concatenate(chosen))
+    return order

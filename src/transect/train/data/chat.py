@@ -42,7 +42,7 @@ REWRITES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         ((r"\{%-?\s*else\s*-?%\}\s*\{\{-?\s*eos_token\s*-?\}\}(\s*\{%-?\s*endif\s*-?%\}\s*)$", r"\1"),),
     ),
 )
-"""By family: a line for the log, and patterns of a stock template with their replacements."""
+"""Rewrites by family: a line for the log, and patterns of a stock template with their replacements."""
 PROBE = [
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": "<think>\nb\n</think>\n\nc"},
@@ -86,7 +86,7 @@ def run_template(
 
 
 def continues(template: ChatTemplate) -> bool:
-    """True if the template renders a conversation as a continuation of its beginning, or refuses the probe."""
+    """Return True if the template renders a conversation as a continuation of its beginning, or refuses the probe."""
     try:
         before = template.render(PROBE[:2], add_generation_prompt=False)
         asked = template.render(PROBE[:3], add_generation_prompt=True)

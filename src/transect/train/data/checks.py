@@ -1,4 +1,4 @@
-"""A check of files before a run: each one's layout, rows and tokens, rows that cannot be used, keys that are unread."""
+"""A check of files before a run: layout, rows and tokens of each, unusable rows, unread keys."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .documents import (
     text_tokens,
 )
 from .files import DataFile, find
-from .layouts import Chat, Completion, Form, Preference, Rated, Text
+from .layouts import ChatExample, CompletionExample, Form, Preference, Rated, Text
 
 
 @dataclass(slots=True)
-class Found:
+class FileCheck:
     """The content of a file. ``problems``: reasons why rows, or the whole file, cannot be used, with a count.
-    ``unread``: keys that nothing reads."""
+    ``unread``: keys that are not used."""
 
     name: str
     layout: str = ""
@@ -41,13 +41,13 @@ def check_files(
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     columns: Mapping[str, str] | None = None,
-) -> Iterator[Found]:
-    """One ``Found`` for each file; a fault of one does not stop the check of the others. ``columns``: of ``Forms``."""
+) -> Iterator[FileCheck]:
+    """Check each file; an error in one does not stop the check of the others. ``columns``: of ``Forms``."""
     for name in names:
         try:
             files = find([name])
         except ValueError as error:
-            yield Found(name, problems=[str(error)])
+            yield FileCheck(name, problems=[str(error)])
             continue
         for file in files:
             yield _check(file, tokenizer, template, columns)
@@ -55,8 +55,8 @@ def check_files(
 
 def _check(
     file: DataFile, tokenizer: Tokenizer, template: ChatTemplate | None, columns: Mapping[str, str] | None
-) -> Found:
-    found = Found(str(file.path), layout=file.kind, trained="every token")
+) -> FileCheck:
+    found = FileCheck(str(file.path), layout=file.kind, trained="every token")
     forms = Forms(skip=True, some=False, columns=columns, template=template)
     try:
         if file.kind == "text":
@@ -79,10 +79,10 @@ def _check(
 
 
 def _tokens(form: Form, tokenizer: Tokenizer, template: ChatTemplate | None) -> int:
-    """Count the tokens of a row. ValueError if it cannot be used."""
+    """Count the tokens of a row. Raises ValueError if it cannot be used."""
     if isinstance(form, Text):
         return len(text_tokens(form.text, tokenizer))
-    if isinstance(form, Completion):
+    if isinstance(form, CompletionExample):
         return len(completion_tokens(form, tokenizer)[0])
     if template is None:
         raise ValueError("this is a chat and the model brings no chat template")
@@ -90,7 +90,7 @@ def _tokens(form: Form, tokenizer: Tokenizer, template: ChatTemplate | None) -> 
         return sum(len(ids) for ids, _ in pair_documents(form, tokenizer, template))
     if isinstance(form, Rated):
         return len(last_answer(form.prompt, form.completion, form.tools, tokenizer, template)[0])
-    assert isinstance(form, Chat)
+    assert isinstance(form, ChatExample)
     chat = form.messages, tokenizer, template
     options: dict[str, Any] = {"tools": form.tools, "first": form.first, "masked": form.masked}
     try:

@@ -1,4 +1,4 @@
-"""Files in chunks that can be read apart from one another: lines of JSON, row groups of parquet, else whole files."""
+"""Files in chunks that can be read independently: lines of JSON, row groups of parquet, else whole files."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Chunk:
     kind: str
     zipped: bool = False
     size: int = 0
-    """Bytes of the file that it stands for."""
+    """Bytes of the file that the chunk covers."""
 
     @property
     def whole_lines(self) -> bool:
         return self.kind == "lines" and not self.zipped
 
     def documents(self, reader: Reader) -> Iterator[Document]:
-        """Its documents. ValueError where it cannot be read; the place is named."""
+        """Yield the documents of the chunk. Raises ValueError, with the location, if it cannot be read."""
         if self.whole_lines:
             return reader.rows(self.path, self._lines())
         groups = range(self.start, self.end) if self.kind == "parquet" else None
@@ -56,7 +56,7 @@ class Chunk:
 
 
 def cut(file: DataFile, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
-    """The chunks of a file, of about ``chunk_bytes`` each where that is possible. ValueError if it cannot be read."""
+    """Split a file into chunks, of about ``chunk_bytes`` each if possible. Raises ValueError if it cannot be read."""
     path = file.path
     if file.kind == "tokens":
         raise ValueError(f"{path} is tokenized already")

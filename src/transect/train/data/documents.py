@@ -1,4 +1,4 @@
-"""Rows and text to documents: token ids, and which of them are trained on.
+"""Conversion of rows and text to documents: token ids, and a mask of the trained ones.
 
 A chat is tokenized as the model will meet it when it serves. Trained on is what the assistant says, up to and with the
 token that ends it.
@@ -17,17 +17,29 @@ from ...text.inert import ChatRendering
 from ...text.tokenizer import Tokenizer
 from ...text.tools.registry import for_template
 from .files import DataFile, Row
-from .layouts import ALIKE, Chat, Completion, Form, Layout, Preference, Rated, Text, check_columns, form_of, renamed
+from .layouts import (
+    ALIKE,
+    ChatExample,
+    CompletionExample,
+    Form,
+    Layout,
+    Preference,
+    Rated,
+    Text,
+    check_columns,
+    form_of,
+    renamed,
+)
 from .messages import USED, Messages
 
 Document = tuple[list[int], list[bool] | None]
-"""Token ids, and a mask of those that are trained on; None if all are."""
+"""(token ids, mask of trained tokens; None if all are trained)."""
 MOST_PLACES = 5
 THOUGHTS, THOUGHTS_END = "reasoning_content", "</think>"
 
 
 @dataclass(slots=True)
-class Tally:
+class RowCounts:
     """The content of a file: its layout, rows that were read, and rows that were left out by reason."""
 
     name: str
@@ -36,16 +48,16 @@ class Tally:
     read: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
-    """The places of the first ``MOST_PLACES`` rows that were left out for a reason."""
+    """Locations of the first ``MOST_PLACES`` rows that were left out, by reason."""
     ignored: Counter[str] = field(default_factory=Counter)
-    """Rows by keys that they have and that nothing reads."""
+    """Number of rows with each ignored key."""
     absent: dict[str, str] = field(default_factory=dict)
     """Entries of ``data.columns`` that no row so far contains."""
     apart: int = 0
     """Chats that became a document for each answer, because the template renders earlier turns differently."""
 
     def leave_out(self, where: str, why: ValueError, *, skip: bool) -> None:
-        """Count a row that cannot be used. ValueError with its place, unless such rows are to ``skip``."""
+        """Count a row that cannot be used. Raises ValueError with its location, unless ``skip``."""
         if not skip:
             raise ValueError(f'{where}: {why}; data.on_bad_row = "skip" leaves such rows out and counts them') from None
         self.left_out[str(why)] += 1
@@ -54,7 +66,7 @@ class Tally:
             places.append(where)
 
     def problems(self) -> list[str]:
-        """A line for each reason for which rows were left out, with the places of the first."""
+        """Return a line for each reason for leaving out rows, with the locations of the first."""
         return [self._problem(why, count) for why, count in self.left_out.items()]
 
     def _problem(self, why: str, count: int) -> str:
@@ -63,7 +75,7 @@ class Tally:
         return f"{count} row{'s' * (count > 1)}: {why} (first: {places})"
 
     def unread(self) -> str:
-        """Keys that nothing reads, and columns that no row has, as one line; empty if there are none."""
+        """Describe ignored keys, and columns that no row has, in one line; empty if there are none."""
         parts = [f"{key} ({count} row{'s' * (count > 1)})" for key, count in sorted(self.ignored.items())]
         found = [f"ignored keys: {', '.join(parts)}"] if parts else []
         if self.absent:
@@ -82,7 +94,7 @@ class Tally:
 
 
 class Forms:
-    """The rows of files in their forms.
+    """Reads the rows of files into their forms.
 
     Args:
         skip: leave rows out that cannot be used, and count them; False: the first one is an error.
@@ -106,7 +118,7 @@ class Forms:
         check_columns(self._columns)
         self._template = "" if template is None else template.sources
         self._thoughts = template is not None and prints_thoughts(template)
-        self.tallies: list[Tally] = []
+        self.tallies: list[RowCounts] = []
 
     def read(self, name: str, rows: Iterable[Row], use: Callable[[Form], Any]) -> Iterator[Any]:
         """Yield the result of ``use`` for each row.
@@ -114,7 +126,7 @@ class Forms:
         Raises:
             ValueError: a row that cannot be used, or one in another layout than those before it; the place is named.
         """
-        tally = Tally(name, absent=dict(self._columns))
+        tally = RowCounts(name, absent=dict(self._columns))
         self.tallies.append(tally)
         layout: Layout | None = None
         for where, row in rows:
@@ -144,14 +156,14 @@ class Forms:
 
 
 def unread_keys(form: Form, template: str, thoughts: bool) -> set[str]:
-    """Keys of a form's messages that hold something, and that a template of this text does not print.
+    """Find nonempty keys of a form's messages that a template of this text does not print.
 
     Args:
         thoughts: as ``prints_thoughts``.
     """
-    if isinstance(form, Text | Completion):
+    if isinstance(form, Text | CompletionExample):
         return set()
-    if isinstance(form, Chat):
+    if isinstance(form, ChatExample):
         messages = form.messages
     else:
         answers = (form.completion,) if isinstance(form, Rated) else (form.chosen, form.rejected)
@@ -166,7 +178,7 @@ def unread_keys(form: Form, template: str, thoughts: bool) -> set[str]:
 
 
 def prints_thoughts(template: ChatTemplate) -> bool:
-    """True if a template prints the thoughts of an answer without calls."""
+    """Return True if a template prints the thoughts of an answer without calls."""
     probe = "thoughts of a probe"
     messages = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "1", THOUGHTS: probe}]
     told, variables = for_template(template.source, with_thoughts(messages, template.source), {}, apart=False)
@@ -177,7 +189,7 @@ def prints_thoughts(template: ChatTemplate) -> bool:
 
 
 def with_thoughts(messages: Any, template: str) -> Any:
-    """The messages with thoughts at the beginning of the content, where the template looks for them there."""
+    """Move thoughts to the beginning of the content, if the template expects them there."""
     if THOUGHTS in template or "thinking" in template or THOUGHTS_END not in template or not isinstance(messages, list):
         return messages
     return [
@@ -189,7 +201,7 @@ def with_thoughts(messages: Any, template: str) -> Any:
 
 
 class Reader:
-    """Documents of files for next-token prediction, with a model's tokenizer and chat template.
+    """Reads documents for next-token prediction, with a model's tokenizer and chat template.
 
     ``skip``, ``some`` and ``columns`` are those of ``Forms``, ``turns`` that of ``DataConfig``. ``tallies`` has the
     rows that were found, a file at a time.
@@ -209,26 +221,27 @@ class Reader:
         self._forms = Forms(skip=skip, some=some, columns=columns, template=template)
 
     @property
-    def tallies(self) -> list[Tally]:
+    def tallies(self) -> list[RowCounts]:
         return self._forms.tallies
 
     def file(self, file: DataFile) -> Iterator[Document]:
-        """Every document of a file that is no token file. ValueError where it cannot be read; the place is named."""
+        """Yield every document of a file that is not a token file. Raises ValueError, with the location, if it cannot
+        be read."""
         if file.kind == "text":
-            self.tallies.append(Tally(os.fspath(file.path), read=1))
+            self.tallies.append(RowCounts(os.fspath(file.path), read=1))
             yield text_tokens(file.text(), self._tokenizer), None
         else:
             yield from self.rows(os.fspath(file.path), file.rows())
 
     def rows(self, name: str, rows: Iterable[Row]) -> Iterator[Document]:
-        """Documents of rows that were read already."""
+        """Yield the documents of rows that were read already."""
         for documents in self._forms.read(name, rows, self._documents):
             yield from documents
 
     def _documents(self, form: Form) -> Sequence[Document]:
         if isinstance(form, Text):
             return [(text_tokens(form.text, self._tokenizer), None)]
-        if isinstance(form, Completion):
+        if isinstance(form, CompletionExample):
             return [completion_tokens(form, self._tokenizer)]
         if isinstance(form, Preference):
             raise ValueError('rows with "chosen" and "rejected" are preferences: set objective = "dpo"')
@@ -251,8 +264,8 @@ class Reader:
 
 
 def turns_key(turns: str) -> str:
-    """``data.turns`` for comparisons with what was made before there was ``auto``, which reads the same as ``together``
-    wherever that was possible."""
+    """Return ``data.turns`` for comparison with data made before ``auto`` existed, which equals ``together`` wherever
+    that was possible."""
     return "together" if turns == "auto" else turns
 
 
@@ -261,12 +274,12 @@ class RenderedAnewError(ValueError):
 
 
 def text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
-    """A document as the model expects it, closed by the end-of-text token if there is one."""
+    """Tokenize a document as the model expects it, closed by the end-of-text token if there is one."""
     return [*tokenizer.encode(text, add_special_tokens=True), *tokenizer.eos_token_ids[:1]]
 
 
-def completion_tokens(form: Completion, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """A prompt and what follows it, without a chat template; the prompt is not trained on."""
+def completion_tokens(form: CompletionExample, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """Tokenize a prompt and its completion, without a chat template; the prompt is not trained on."""
     prompt = tokenizer.encode(form.prompt, add_special_tokens=True)
     answer = [*tokenizer.encode(form.completion), *tokenizer.eos_token_ids[:1]]
     return prompt + answer, [False] * len(prompt) + [True] * len(answer)
@@ -323,8 +336,8 @@ def answers_apart(
     first: int = 0,
     masked: Collection[int] = (),
 ) -> list[tuple[list[int], list[bool]]]:
-    """A document for each answer that ``chat_tokens`` trains on, after what a server would show the model at that turn;
-    only the answer is trained on. ValueError as for ``chat_tokens``."""
+    """Return a document for each answer that ``chat_tokens`` trains on, after the prompt that a server would give the
+    model at that turn; only the answer is trained on. Raises ValueError as ``chat_tokens`` does."""
     chat = _Rendered(messages, tokenizer, template, tools)
     made = []
     for turn in chat.answers:
@@ -343,7 +356,7 @@ def answers_apart(
 def last_answer(
     prompt: Messages, answer: Messages, tools: list[Any] | None, tokenizer: Tokenizer, template: ChatTemplate
 ) -> tuple[list[int], list[bool]]:
-    """The document of a prompt and an answer, of which the last message is trained on. ValueError as above."""
+    """Return the document of a prompt and an answer, whose last message is trained on. Raises ValueError as above."""
     messages = [*prompt, *answer]
     return answers_apart(messages, tokenizer, template, tools=tools, first=len(messages) - 1)[0]
 
@@ -351,7 +364,8 @@ def last_answer(
 def pair_documents(
     pair: Preference, tokenizer: Tokenizer, template: ChatTemplate
 ) -> list[tuple[list[int], list[bool]]]:
-    """The documents of the chosen and of the rejected answer. ValueError as above, or if their tokens are equal."""
+    """Return the documents of the chosen and of the rejected answer. Raises ValueError as above, or if their tokens are
+    equal."""
     sides = [
         last_answer(pair.prompt, answer, pair.tools, tokenizer, template) for answer in (pair.chosen, pair.rejected)
     ]
@@ -361,7 +375,7 @@ def pair_documents(
 
 
 class _Rendered:
-    """A chat whose messages can spell no special token, and the texts of its beginnings."""
+    """A chat in which messages cannot spell special tokens, and the texts of its beginnings."""
 
     def __init__(self, messages: Any, tokenizer: Tokenizer, template: ChatTemplate, tools: list[Any] | None) -> None:
         source = template.tool_source if tools else template.source
@@ -378,13 +392,13 @@ class _Rendered:
         ]
 
     def opened(self, turn: int) -> str:
-        """The text before the answer ``turn``, with the header that opens it."""
+        """Return the text before the answer ``turn``, with the header that opens it."""
         if turn:
             return self._render(self._messages[:turn], add_generation_prompt=True)
         return self._header(self._messages[0])
 
     def answered(self, turn: int) -> str:
-        """The chat up to and with the answer ``turn``."""
+        """Return the chat up to and including the answer ``turn``."""
         return self._render(self._messages[: turn + 1], add_generation_prompt=False)
 
     def encode(self, text: str) -> list[int]:
@@ -392,15 +406,15 @@ class _Rendered:
         return ids
 
     def check_answer(self, turn: int, answer: Sequence[int]) -> None:
-        """ValueError if the tokens of an answer that is trained on are special tokens alone."""
+        """Check that a trained answer is more than special tokens. Raises ValueError."""
         if not self._tokenizer.decode(answer, skip_special_tokens=True).strip():
             raise ValueError(
                 f"the chat template prints nothing of the answer messages[{turn - self.added}], so that it would train "
-                'the model to say nothing: give it "weight": 0, take it out, or set data.chat_template'
+                'the model to answer nothing: give it "weight": 0, take it out, or set data.chat_template'
             )
 
     def check(self, found: Any) -> None:
-        """ValueError if there is nothing to learn from, with what is wrong with the messages, if that is it."""
+        """Check that some message is trained. Raises ValueError, with the error in the messages if there is one."""
         if not any(found):
             self._render(self._messages, add_generation_prompt=True)
             raise ValueError("the chat has no message of the assistant to learn from")
@@ -412,7 +426,8 @@ class _Rendered:
             raise ValueError(self._inert.shown(str(error))) from error
 
     def _header(self, message: Mapping[str, Any]) -> str:
-        """The text of a template before the first message: a default system prompt, for example, and the role."""
+        """Return a template's text before the first message, such as a default system prompt, and the message's
+        role."""
         texts = [
             self._render([{**message, "content": content}], add_generation_prompt=False)
             for content in (message.get("content"), "0", "1")
@@ -424,7 +439,8 @@ class _Rendered:
 
 
 def said(answer: Sequence[int], tokenizer: Tokenizer) -> list[bool]:
-    """Which tokens of a rendered answer the assistant said: up to and with the last that ends one, or all."""
+    """Mark the tokens of a rendered answer that the assistant generates: up to and including the last end token, or
+    all."""
     ends = [i + 1 for i, token in enumerate(answer) if token in tokenizer.eos_token_ids]
     until = ends[-1] if ends else len(answer)
     return [i < until for i in range(len(answer))]

@@ -1,4 +1,4 @@
-"""Files of training data: what kind each is, by its ending, and the rows that it holds.
+"""Files of training data: their kinds, by suffix, and their rows.
 
 | ending | rows |
 |---|---|
@@ -34,7 +34,7 @@ LARGEST_CELL = 64 * 2**20
 """Bytes of one field of a CSV file."""
 
 Row = tuple[str, Mapping[str, Any] | ValueError]
-"""Where a row stands, for messages, and its values; or why it has none."""
+"""(location of a row for messages, its values or the reason for having none)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class DataFile:
     groups: range | None = None
 
     def text(self) -> str:
-        """The whole of a text file.
+        """Read the whole of a text file.
 
         Raises:
             ValueError: it cannot be read, or is not UTF-8.
@@ -67,7 +67,7 @@ class DataFile:
             raise ValueError(f"cannot read {self.path}: {error}") from None
 
     def rows(self) -> Iterator[Row]:
-        """Every row, in order.
+        """Yield every row, in order.
 
         Raises:
             ValueError: the file is damaged or no such rows can be in it; the place is named.
@@ -151,7 +151,8 @@ class DataFile:
             raise ValueError(f"{self.path} is not a parquet file that can be read: {error}") from None
 
     def _datasets(self) -> Iterator[Row]:
-        """A directory that ``Dataset.save_to_disk`` wrote: ``state.json`` names its arrow files in order."""
+        """Yield the rows of a directory that ``Dataset.save_to_disk`` wrote: ``state.json`` names its arrow files in
+        order."""
         pyarrow = _pyarrow(self.path)
         try:
             state = json.loads((self.path / "state.json").read_text(encoding="utf-8"))
@@ -171,7 +172,7 @@ class DataFile:
 
 
 def find(names: tuple[str, ...] | list[str], setting: str = "data.train") -> list[DataFile]:
-    """The files of a setting; a directory of parquet or JSONL files stands for those.
+    """Find the files of a setting; a directory of parquet or JSONL files means all of these.
 
     Raises:
         ValueError: nothing is named, something is not there, or its kind is not known.
@@ -233,7 +234,7 @@ class _Doubled(dict[str, Any]):
 
 
 def read_json(text: str) -> Any:
-    """A value from JSON.
+    """Parse a JSON value.
 
     Raises:
         ValueError: it is not JSON. TwiceError: an object in it has a key twice.
@@ -245,7 +246,7 @@ def read_json(text: str) -> Any:
 
 
 def json_object(line: str) -> dict[str, Any] | ValueError:
-    """One line of JSONL, or the reason why it is none."""
+    """Parse one line of JSONL; returns the reason if it is not a JSON object."""
     try:
         row = read_json(line)
     except TwiceError as error:
@@ -256,7 +257,7 @@ def json_object(line: str) -> dict[str, Any] | ValueError:
 
 
 def _parsed(text: str) -> tuple[Any, list[_Doubled]]:
-    """A value from JSON, and the objects in it that had a key twice."""
+    """Parse a JSON value; also return its objects with duplicate keys."""
     marked: list[_Doubled] = []
 
     def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -276,7 +277,7 @@ def _parsed(text: str) -> tuple[Any, list[_Doubled]]:
 
 
 def _inside(value: Any) -> _Doubled | None:
-    """The first object in ``value`` that had a key twice."""
+    """Find the first object in ``value`` with a duplicate key."""
     if isinstance(value, _Doubled):
         return value
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -284,7 +285,7 @@ def _inside(value: Any) -> _Doubled | None:
 
 
 def row_group_bytes(path: Path) -> list[int]:
-    """Bytes of each row group of a parquet file, before compression. ValueError if it is none."""
+    """Return the bytes of each row group of a parquet file, before compression. Raises ValueError for other files."""
     pyarrow = _pyarrow(path)
     import pyarrow.parquet as parquet
 

@@ -1,4 +1,5 @@
-"""Identify a run by its data, its mask of trained tokens, the base of its adapters or its reference, and its teacher.
+"""Identity of a run: digests of its data, its mask of trained tokens, the base of its adapters or its reference, and
+its teacher.
 
 A checkpoint keeps a digest of each. A resumed run compares them and names what has changed, so that a replaced file
 does not change a run unnoticed.
@@ -28,7 +29,7 @@ WORDS = {
 
 
 def stream_identity(stream: TokenStream) -> dict[str, str]:
-    """Digests of all tokens with their documents' ends, and of the mask."""
+    """Compute digests of all tokens with their documents' ends, and of the mask."""
     data = hashlib.sha256(np.ascontiguousarray(stream.ends, dtype="<u8").tobytes())
     for first in range(0, len(stream.tokens), PIECE):
         data.update(np.ascontiguousarray(stream.tokens[first : first + PIECE], dtype="<u4").tobytes())
@@ -40,7 +41,7 @@ def stream_identity(stream: TokenStream) -> dict[str, str]:
 
 
 def base_identity(source: ModelSource) -> str:
-    """A digest of the files that hold a model's weights; empty for a model that is only a shape."""
+    """Compute a digest of a model's weight files; empty for a model that is only a shape."""
     if source.kind == "shape":
         return ""
     path = Path(source.path)
@@ -57,7 +58,7 @@ FIXED = ("task", "objective", "precision", "new_tokens", "optimizer.name", "lora
 FREE = ("dropout", "start")
 """Settings of adapters that may change."""
 BASE = ("group", "base_format")
-"""Settings of adapters that say what the frozen base of ``qlora`` is rounded to."""
+"""Settings of adapters that determine the rounding of the frozen base of ``qlora``."""
 
 
 def check_settings(kept: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:

@@ -1,14 +1,14 @@
-"""Rows of training data in the layouts that people have: told apart by their keys, and brought into one of five forms.
+"""Layouts of rows of training data: recognized by their keys, and converted to one of five forms.
 
 | layout | keys | form |
 |---|---|---|
 | preferences | ``chosen``, ``rejected``, with or without ``prompt``: strings or messages | ``Preference`` |
 | judged answers | ``prompt``, ``completion``: strings or messages; ``label``: true or false | ``Rated`` |
-| chat | ``messages``, with or without ``tools`` | ``Chat`` |
-| ShareGPT | ``conversations`` of ``from`` and ``value`` | ``Chat`` |
-| Alpaca | ``instruction``, ``output``, with or without ``input`` | ``Chat`` |
-| prompt and completion | ``prompt``, ``completion``: strings, or messages | ``Completion``, or ``Chat`` |
-| question and answer | ``question`` and ``answer``, ``prompt`` or ``query`` and ``response`` | ``Chat`` |
+| chat | ``messages``, with or without ``tools`` | ``ChatExample`` |
+| ShareGPT | ``conversations`` of ``from`` and ``value`` | ``ChatExample`` |
+| Alpaca | ``instruction``, ``output``, with or without ``input`` | ``ChatExample`` |
+| prompt and completion | ``prompt``, ``completion``: strings, or messages | ``CompletionExample``, or ``ChatExample`` |
+| question and answer | ``question`` and ``answer``, ``prompt`` or ``query`` and ``response`` | ``ChatExample`` |
 | text | ``text`` | ``Text`` |
 
 ``system`` beside any chat is its system prompt; ``history`` beside a single question holds earlier turns. Beside a
@@ -35,17 +35,17 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """Plain text, of which what follows the prompt is trained on."""
+class CompletionExample:
+    """Plain text; only the completion is trained on."""
 
     prompt: str
     completion: str
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation. The assistant's messages from ``first`` on are trained on, but for those in ``masked``.
-    ``tools`` go to the template."""
+class ChatExample:
+    """A conversation. The assistant's messages from ``first`` on are trained on, except those in ``masked``. ``tools``
+    go to the template."""
 
     messages: Messages
     tools: list[Any] | None = None
@@ -73,12 +73,12 @@ class Rated:
     tools: list[Any] | None = None
 
 
-Form = Text | Completion | Chat | Preference | Rated
+Form = Text | CompletionExample | ChatExample | Preference | Rated
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A way to lay out rows.
+    """A layout of rows.
 
     Attributes:
         trained: the part that is trained on, in words.
@@ -94,42 +94,43 @@ class Layout:
     answers: bool = True
 
     def ignored(self, row: Mapping[str, Any]) -> list[str]:
-        """Columns of a row that hold something and are not read."""
+        """List nonempty columns of a row that are not read."""
         return [str(key) for key, value in row.items() if key not in self.keys and value not in (None, "", [], {})]
 
 
 PAIRS = (("question", "answer"), ("prompt", "response"), ("query", "response"), ("instruction", "response"))
 CONTEXT = ("system", "history")
-"""Columns that come before a question."""
+"""Columns whose content precedes a question."""
 ALIKE = '"chosen" and "rejected" are the same'
 
 
-def _chat_of(row: Mapping[str, Any], messages: Messages, first: int = 0) -> Chat:
-    """A chat with the row's system prompt and tools, checked; ``first`` as in ``Chat``, of ``messages``."""
+def _chat_of(row: Mapping[str, Any], messages: Messages, first: int = 0) -> ChatExample:
+    """Build a checked chat with the row's system prompt and tools; ``first`` as in ``ChatExample``, of ``messages``."""
     whole = with_system(row, messages)
     first = first and first + len(whole) - len(messages)
     plain, masked = trained(whole, first)
     tools = tools_of(row)
     check_calls(plain, tools)
-    return Chat(plain, tools, first, masked)
+    return ChatExample(plain, tools, first, masked)
 
 
-def _asked(row: Mapping[str, Any], question: str, answer: str) -> Chat:
-    """A question and its answer, after the columns of ``CONTEXT`` and with the thoughts of ``reasoning_content``."""
+def _asked(row: Mapping[str, Any], question: str, answer: str) -> ChatExample:
+    """Build a question and its answer, after the columns of ``CONTEXT`` and with the thoughts of
+    ``reasoning_content``."""
     before = [*earlier(row), {"role": "user", "content": question}]
     thoughts = {"reasoning_content": row["reasoning_content"]} if row.get("reasoning_content") else {}
     return _chat_of(row, [*before, {"role": "assistant", "content": answer, **thoughts}], len(before))
 
 
-def _chat(row: Mapping[str, Any]) -> Chat:
+def _chat(row: Mapping[str, Any]) -> ChatExample:
     return _chat_of(row, messages_of(row, "messages"))
 
 
-def _sharegpt(row: Mapping[str, Any]) -> Chat:
+def _sharegpt(row: Mapping[str, Any]) -> ChatExample:
     return _chat_of(row, sharegpt(row))
 
 
-def _alpaca(row: Mapping[str, Any]) -> Chat:
+def _alpaca(row: Mapping[str, Any]) -> ChatExample:
     return _asked(row, _instruction(row, "input"), text_of(row, "output"))
 
 
@@ -142,7 +143,7 @@ def _instruction(row: Mapping[str, Any], *further: str) -> str:
 
 def _completion(row: Mapping[str, Any]) -> Form:
     if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
-        return Completion(text_of(row, "prompt", empty=True), text_of(row, "completion"))
+        return CompletionExample(text_of(row, "prompt", empty=True), text_of(row, "completion"))
     prompt = messages_of(row, "prompt")
     return _chat_of(row, [*prompt, *messages_of(row, "completion")], first=len(prompt))
 
@@ -153,7 +154,7 @@ def _completion_with_context(row: Mapping[str, Any]) -> Form:
     return _completion(row)
 
 
-def _pair(row: Mapping[str, Any]) -> Chat:
+def _pair(row: Mapping[str, Any]) -> ChatExample:
     asked, answered = next((a, b) for a, b in PAIRS if a in row and b in row)
     question = _instruction(row, "input", "context") if asked == "instruction" else text_of(row, asked)
     return _asked(row, question, text_of(row, answered))
@@ -195,12 +196,13 @@ def _preference(row: Mapping[str, Any]) -> Preference:
 
 
 def _before(messages: Messages) -> Messages:
-    """Messages before an answer, none of which is trained on."""
+    """Return messages before an answer, none of which is trained on."""
     return trained(messages, len(messages))[0]
 
 
 def _answer(key: str, prompt: Messages, side: Messages, tools: list[Any] | None) -> Messages:
-    """An answer that is compared or judged. ValueError if it does not end with an answer of the assistant."""
+    """Return an answer that is compared or judged. Raises ValueError if it does not end with an answer of the
+    assistant."""
     if not side or side[-1].get("role") != "assistant":
         raise ValueError(f'"{key}" must end with a message of the assistant')
     plain, masked = trained(side, len(side) - 1)
@@ -211,7 +213,7 @@ def _answer(key: str, prompt: Messages, side: Messages, tools: list[Any] | None)
 
 
 def prompt_of(row: Mapping[str, Any]) -> tuple[Messages, list[Any] | None]:
-    """The prompt of a row that needs no answer, and its tools. ValueError if there is none."""
+    """Return the prompt of a row that needs no answer, and its tools. Raises ValueError if there is no prompt."""
     if "prompt" not in row:
         raise ValueError(f'the row needs a "prompt"; its keys are {", ".join(map(str, row))}')
     if isinstance(row["prompt"], str):
@@ -225,7 +227,7 @@ VERDICTS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0
 
 
 def _verdict(row: Mapping[str, Any]) -> bool | None:
-    """The row's label as good or bad; None if it is neither."""
+    """Return the row's label as True for good and False for bad; None if it is neither."""
     return VERDICTS.get(str(row.get("label")).strip().lower())
 
 
@@ -304,14 +306,14 @@ LAYOUTS = (
     ),
     Layout("text", "every token", _has("text"), _text, ("text",), answers=False),
 )
-"""In the order in which they are tried."""
+"""Layouts, in the order in which they are tried."""
 
 KEYS = tuple(dict.fromkeys(key for layout in LAYOUTS for key in layout.keys))
-"""The columns that some layout reads."""
+"""Columns that some layout reads."""
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
-    """ValueError if ``data.columns`` names a column that no layout reads."""
+    """Check that ``data.columns`` names only columns that a layout reads. Raises ValueError."""
     for key in columns:
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, 1)
@@ -320,7 +322,7 @@ def check_columns(columns: Mapping[str, str]) -> None:
 
 
 def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """The row with its columns under the names that layouts know.
+    """Rename the row's columns to the names that layouts know.
 
     Args:
         columns: the row's name of each, by the name that is known. A row may lack some of them.
@@ -331,7 +333,7 @@ def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, 
 
 
 def form_of(row: Mapping[str, Any]) -> tuple[Layout, Form]:
-    """A row's layout, and what it holds.
+    """Return a row's layout, and its content as a form.
 
     Raises:
         ValueError: no layout has these keys, or something in the row cannot be trained on.

@@ -1,4 +1,4 @@
-"""Turns the files of a run into micro-batches, with a position that a checkpoint keeps."""
+"""Converts the files of a run to micro-batches, with a position that a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _read(
 
 
 def collect(documents: Iterable[Document], vocab_size: int, path: Path, *, allow_empty: bool = False) -> TokenStream:
-    """Documents as one stream in memory. ValueError if there are none, unless that is allowed."""
+    """Collect documents in one stream in memory. Raises ValueError if there are none, unless ``allow_empty``."""
     tokens: list[np.ndarray] = []
     trained: list[np.ndarray] = []
     ends: list[int] = []
@@ -116,7 +116,7 @@ class Position:
     epoch: int = 0
     index: int = 0
     section: int = 0
-    """The part of an epoch that ``index`` counts in, for data that is streamed."""
+    """Section of an epoch that ``index`` counts in, for streamed data."""
 
 
 class Loader:
@@ -164,7 +164,7 @@ class Loader:
                 tell(line)
 
     def identity(self) -> dict[str, str]:
-        """Digests of what the same position means the same batch by; see ``identity.py``."""
+        """Return digests of everything that maps a position to a batch; see ``identity.py``."""
         sizes = f"{self.config.seq_len} {self.config.micro_batch} {self.seed}"
         if self.config.too_long != "drop" or self._often:
             sizes += f" {self.config.too_long} {self._often}"
@@ -185,14 +185,15 @@ class Loader:
         return batch
 
     def size(self, epoch: int) -> int:
-        """Micro-batches of an epoch."""
+        """Count the micro-batches of an epoch."""
         return len(self._plan(epoch))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def one_epoch(self) -> Iterator[Batch]:
-        """Every token once, for validation: text in its order, the last micro-batch shorter. ``position`` stays."""
+        """Yield every token once, for validation: text in order, the last micro-batch shorter. ``position`` is
+        unchanged."""
         plan = self._plan(0)
         if isinstance(plan, WindowPlan):
             return plan.in_order()

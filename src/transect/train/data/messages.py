@@ -1,4 +1,4 @@
-"""Messages of training rows in the form of the OpenAI API, checked: who speaks, what is called, what is trained on."""
+"""Messages of training rows in the form of the OpenAI API, with checks of roles, calls and training flags."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ROLES = {
 CALLS = ("function_call", "tool_call", "tool_calls")
 """Values of ShareGPT's ``from`` whose ``value`` is calls as JSON."""
 FLAGS = ("weight", "train")
-"""Keys of a message that say if it is trained on (OpenAI's and axolotl's); templates do not see them."""
+"""Keys of a message that set if it is trained on (OpenAI's and axolotl's); templates do not see them."""
 USED = frozenset({"role", "content", "tool_calls", "tool_call_id", *FLAGS})
-"""Keys of messages that are used whatever the template."""
+"""Keys of messages that are used with any template."""
 
 
 def text_of(row: Row, key: str, *, empty: bool = False) -> str:
-    """The string under a key. ValueError if it is none, or empty where that is not allowed."""
+    """Return the string under a key. Raises ValueError for another type, or for an empty string unless ``empty``."""
     value = row.get(key)
     if not isinstance(value, str) or not (value or empty):
         raise ValueError(f'"{key}" must be {"a string" if empty else "text"}, not {value!r:.60}')
@@ -36,7 +36,7 @@ def text_of(row: Row, key: str, *, empty: bool = False) -> str:
 
 
 def messages_of(row: Row, key: str) -> Messages:
-    """The messages under a key, a list or a list as JSON text. ValueError if it is none."""
+    """Return the messages under a key, given as a list or as its JSON text. Raises ValueError for anything else."""
     value = row.get(key)
     if isinstance(value, str):  # a CSV or parquet file may hold them as JSON
         try:
@@ -51,14 +51,15 @@ def messages_of(row: Row, key: str) -> Messages:
 
 
 def _with_refusal(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of the API whose answer is a refusal has that as its content."""
+    """Use the refusal of an API message as its content, if there is one."""
     if not message.get("refusal") or message.get("content"):
         return message
     return {key: value for key, value in message.items() if key != "refusal"} | {"content": message["refusal"]}
 
 
 def tools_of(row: Row) -> list[Any] | None:
-    """The tools of a row, a list or a list as JSON text; None if there are none. ValueError if it is something else."""
+    """Return the tools of a row, given as a list or as its JSON text; None if there are none. Raises ValueError for
+    anything else."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
@@ -73,7 +74,7 @@ def tools_of(row: Row) -> list[Any] | None:
 
 
 def with_system(row: Row, messages: Messages) -> Messages:
-    """The messages after the system prompt of the column ``system``. ValueError if they begin with another one."""
+    """Prepend the system prompt of the column ``system``. Raises ValueError if the messages begin with another one."""
     if not row.get("system"):
         return messages
     system = text_of(row, "system")
@@ -85,7 +86,8 @@ def with_system(row: Row, messages: Messages) -> Messages:
 
 
 def earlier(row: Row) -> Messages:
-    """The turns of the column ``history``: pairs of a question and an answer, or messages; they are not trained on."""
+    """Return the turns of the column ``history``: pairs of a question and an answer, or messages; they are not trained
+    on."""
     history = row.get("history")
     if isinstance(history, str) and history.strip():
         history = read_json(history)
@@ -102,7 +104,8 @@ def earlier(row: Row) -> Messages:
 
 
 def sharegpt(row: Row) -> Messages:
-    """The messages of ``conversations``. ValueError for a speaker that is not known, or calls that are not JSON."""
+    """Convert the messages of ``conversations``. Raises ValueError for an unknown speaker, or calls that are not
+    JSON."""
     messages: Messages = []
     for number, turn in enumerate(messages_of(row, "conversations")):
         if "from" not in turn and "role" in turn:
@@ -135,7 +138,8 @@ def _calls(value: str, number: int) -> list[dict[str, Any]]:
 
 
 def trained(messages: Messages, first: int = 0) -> tuple[Messages, frozenset[int]]:
-    """Messages without their ``FLAGS``, and the numbers of the assistant's that these exclude from the loss.
+    """Return messages without their ``FLAGS``, and the indices of assistant messages that the flags exclude from the
+    loss.
 
     Args:
         first: messages before this one are not trained on anyway.
@@ -162,8 +166,8 @@ def trained(messages: Messages, first: int = 0) -> tuple[Messages, frozenset[int
                 masked.add(number)
         if own and number >= first and number not in masked and _is_empty(message):
             raise ValueError(
-                f'messages[{number}] is an empty answer, which would train the model to say nothing: give it "weight": '
-                "0, or take it out"
+                f"messages[{number}] is an empty answer, which would train the model to answer nothing: give it "
+                '"weight": 0, or take it out'
             )
     return plain, frozenset(masked)
 
@@ -178,7 +182,8 @@ def _is_empty(message: Row) -> bool:
 
 
 def check_calls(messages: Iterable[Row], tools: Sequence[Any] | None) -> None:
-    """ValueError if a call's arguments are no JSON object, or the row offers tools and not the one that is called."""
+    """Check that a call's arguments are a JSON object, and that the called tool is among the offered ones. Raises
+    ValueError."""
     offered = None if not tools else {_name(tool) for tool in tools}
     for number, message in enumerate(messages):
         calls = message.get("tool_calls") or ()
@@ -203,7 +208,7 @@ def check_calls(messages: Iterable[Row], tools: Sequence[Any] | None) -> None:
 
 
 def _name(tool: Any) -> Any:
-    """The name in a tool or call, with or without the ``function`` around it; None if there is none."""
+    """Return the name in a tool or call, with or without the ``function`` around it; None if there is none."""
     if not isinstance(tool, Mapping):
         return None
     function = tool.get("function")

@@ -31,7 +31,7 @@ from .tokens import TokenStream
 
 log = logging.getLogger(__name__)
 SECTIONS = 2**32
-"""Sections of an epoch at most: epoch and section make one number, which a section's shuffle is keyed with."""
+"""Most sections of an epoch: epoch and section form one number, which seeds a section's shuffle."""
 
 
 class StreamingLoader:
@@ -75,7 +75,7 @@ class StreamingLoader:
         self._dealt: tuple[int, list[list[Chunk]]] | None = None
         self._masked: bool | None = None
         self._ignored: set[str] = set()
-        """Keys that nothing reads and that were told of."""
+        """Ignored keys that were reported."""
         size = sum(chunk.size for chunk in self._chunks) / 1e6
         tell(f"{len(files)} files, {size:,.1f} MB, are read as the run goes, in {len(self._sections(0))} sections")
         self._plan(0, 0)  # what cannot be read is said before the first step
@@ -102,11 +102,12 @@ class StreamingLoader:
         return self
 
     def size(self, epoch: int) -> int:
-        """Raises ValueError: the number is not known before all is read."""
+        """Raise ValueError: the number is unknown before all data is read."""
         raise ValueError("epochs are not known of data that is read as the run goes: set steps, not epochs")
 
     def identity(self) -> dict[str, str]:
-        """Digests of the files and of how they are read; see ``identity.py``. Every file is read once for that."""
+        """Compute digests of the files and of the settings for reading them; see ``identity.py``. Every file is read
+        once."""
         data = hashlib.sha256(self._tokenizer.fingerprint.encode())
         for path in self._files:
             for inside in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -120,7 +121,7 @@ class StreamingLoader:
         return {"data": data.hexdigest(), "masks": masks.hexdigest(), "sizes": sizes}
 
     def _sections(self, epoch: int) -> list[list[Chunk]]:
-        """The chunks of each section of an epoch."""
+        """Return the chunks of each section of an epoch."""
         if self._dealt is None or self._dealt[0] != epoch:
             order = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self._chunks))
             sections: list[list[Chunk]] = [[]]
@@ -135,7 +136,8 @@ class StreamingLoader:
         return self._dealt[1]
 
     def _plan(self, epoch: int, section: int) -> EpochPlan | None:
-        """The micro-batches of a section; None if it has too few tokens for one. The next section begins to be read."""
+        """Plan the micro-batches of a section; None if it has too few tokens for one. Starts reading the next
+        section."""
         if self._now is None or self._now[0] != (epoch, section):
             if self._ahead is None or self._ahead[0] != (epoch, section):
                 self._begin(epoch, section)

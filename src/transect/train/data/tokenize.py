@@ -31,7 +31,7 @@ from ...text.tokenizer import Tokenizer
 from ..config import DataConfig
 from .chat import run_template
 from .chunks import CHUNK_BYTES, Chunk, cut
-from .documents import Reader, Tally, turns_key
+from .documents import Reader, RowCounts, turns_key
 from .files import find
 from .loader import collect
 from .tokens import SUFFIX, token_dtype, write_meta
@@ -104,7 +104,7 @@ def tokenize(
 
 
 def _prepare(output: Path, parts: Path, chunks: list[Chunk], made_by: list[str], chats: DataConfig) -> DataConfig:
-    """Keep the existing parts if they belong to this very plan, else start again.
+    """Keep the existing parts if they belong to the same plan, else start again.
 
     Args:
         made_by: the tokenizer's fingerprint, and the chat template.
@@ -127,11 +127,11 @@ def _prepare(output: Path, parts: Path, chunks: list[Chunk], made_by: list[str],
 
 
 _Work = tuple[str, DataConfig, Chunk, str]
-"""The model, how chats are rendered, a chunk, and the file that its tokens go to."""
+"""(model, rendering settings of chats, chunk, output file)."""
 
 
 def _here(work: Iterable[_Work]) -> Generator[Chunk]:
-    """The chunks that are done, each when it is."""
+    """Tokenize chunks in this process; yield each when it is done."""
     _reader.cache_clear()  # the model's files may have changed
     for each in work:
         _tokenize_chunk(*each)
@@ -157,7 +157,7 @@ def _single() -> None:
 
 @cache
 def _reader(model: str, chats: DataConfig) -> tuple[Tokenizer, ChatTemplate | None, int]:
-    """The tokenizer and template of this process, loaded once."""
+    """Load the tokenizer and template of this process, once."""
     source = described(model, presets=False)
     tokenizer = Tokenizer.from_source(source)
     assert isinstance(tokenizer, Tokenizer)
@@ -184,7 +184,7 @@ def _join(
 ) -> tuple[int, int]:
     tokens = documents = 0
     kinds = set()
-    found = Tally(str(output))
+    found = RowCounts(str(output))
     for index in range(count):
         with np.load(parts / f"{index:06}.npz", allow_pickle=False) as part:
             if len(part["ends"]):

@@ -1,4 +1,4 @@
-"""Token streams: documents one after another in one array, in memory or in files that are mapped and never read whole.
+"""Token streams: documents concatenated in one array, in memory or in mapped files that are never read whole.
 
 A token file is a directory ``NAME.tokens``:
 
@@ -24,7 +24,7 @@ SUFFIX = ".tokens"
 
 @dataclass(frozen=True, slots=True)
 class TokenStream:
-    """Documents one after another.
+    """Concatenated documents.
 
     ``tokens [N]`` unsigned, ``ends [documents]`` uint64 ascending, the last being N. ``trained [N]`` bool: which tokens
     the loss is taken on as targets; None for all.
@@ -34,7 +34,7 @@ class TokenStream:
     ends: np.ndarray
     trained: np.ndarray | None = None
     sources: tuple[int, ...] = ()
-    """After which document each entry of ``data.train`` ends, where that matters; the last being all documents."""
+    """Number of documents up to the end of each entry of ``data.train``, if needed; the last is the total."""
 
     @property
     def source_tokens(self) -> list[int]:
@@ -47,16 +47,17 @@ class TokenStream:
         return len(self.ends)
 
     def bounds(self, document: int) -> tuple[int, int]:
-        """The first token of a document and the one after its last."""
+        """Return the first token of a document and the one after its last."""
         return (int(self.ends[document - 1]) if document else 0), int(self.ends[document])
 
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, int64."""
+        """Return the tokens of each document, int64."""
         return np.diff(np.asarray(self.ends, dtype=np.int64), prepend=0)
 
 
 def join(streams: list[TokenStream]) -> TokenStream:
-    """All documents of all streams, in order. A single stream is returned as it is (mapped files stay mapped)."""
+    """Concatenate all documents of all streams, in order. A single stream is returned as it is (mapped files stay
+    mapped)."""
     if len(streams) == 1:
         return streams[0]
     offsets = np.cumsum([0, *(len(stream.tokens) for stream in streams)])
@@ -73,7 +74,7 @@ def join(streams: list[TokenStream]) -> TokenStream:
 
 
 def check_ids(highest: int, vocab_size: int, where: object) -> None:
-    """ValueError if ``highest`` is no token of a model with ``vocab_size`` of them."""
+    """Check that a model with ``vocab_size`` tokens knows the token ``highest``. Raises ValueError."""
     if highest >= vocab_size:
         raise ValueError(
             f"{where}: the tokenizer gives the token {highest}, and the model knows {vocab_size}: use the model's own "
@@ -82,7 +83,7 @@ def check_ids(highest: int, vocab_size: int, where: object) -> None:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest of uint16 and uint32 that holds every token id."""
+    """Return the smaller of uint16 and uint32 that holds every token id."""
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
 
 

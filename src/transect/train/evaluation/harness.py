@@ -35,11 +35,12 @@ except ImportError as error:
 log = logging.getLogger(__name__)
 
 MOST_TOKENS = 256
-"""The longest answer in tokens, where the task does not say."""
+"""Longest answer in tokens, if the task sets no limit."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """A ``transect.LLM`` as the harness wants a model. ValueError for one without a tokenizer or end-of-text token."""
+    """A ``transect.LLM`` with the harness's interface of a model. Raises ValueError without a tokenizer or end-of-text
+    token."""
 
     def __init__(self, llm: LLM, name: str) -> None:
         super().__init__()
@@ -66,11 +67,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """Part of the key of the harness's cache."""
+        """Name of the tokenizer, a part of the key of the harness's cache."""
         return self.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids; strings that spell special tokens become them, as in chat templates."""
+        """Tokenize a string; spellings of special tokens become these tokens, as in chat templates."""
         return self._tokens.encode(string, add_special_tokens=bool(add_special_tokens), parse_special=True)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
@@ -78,7 +79,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self.name
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The messages in the model's chat template. ValueError if it has none."""
+        """Render the messages in the model's chat template. Raises ValueError if it has none."""
         if self.llm.chat_template is None:
             raise ValueError(f"{self.name} has no chat template: leave it out")
         return self.llm.chat_template.render(chat_history, add_generation_prompt=add_generation_prompt)
@@ -88,7 +89,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """(log-probability, greedy) of each continuation; ``requests``: (key, context tokens, continuation tokens)."""
+        """Compute (log-probability, greedy) of each continuation; ``requests``: (key, context tokens, continuation
+        tokens)."""
         most = self.llm.max_model_len - 1
         whole = [context + continuation for _, context, continuation in requests]
         cut = sum(len(tokens) > most for tokens in whole)
@@ -105,7 +107,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each text."""
+        """Compute the log-probability of each text."""
         parts: list[tuple[Any, list[int], list[int]]] = []
         owners = []
         for index, request in enumerate(requests):
@@ -126,7 +128,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text that follows each context, without the stop string that ended it."""
+        """Generate the text that follows each context, without the stop string that ended it."""
         prompts, params = [], []
         for request in requests:
             context, settings = request.args
@@ -152,7 +154,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
 
 def sampling_params(settings: dict[str, Any]) -> SamplingParams:
-    """The harness's generation arguments as ``SamplingParams``; greedy unless ``do_sample`` or a temperature says not.
+    """Convert the harness's generation arguments to ``SamplingParams``; greedy unless ``do_sample`` or a temperature is
+    set.
 
     Raises:
         ValueError: an argument that the engine does not have.

@@ -28,7 +28,8 @@ SCORE = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eo
 
 @dataclass(frozen=True, slots=True)
 class TextScore:
-    """``nats``: minus the sum of the log-probabilities of ``predicted`` tokens, which are ``size`` bytes of text."""
+    """Result for a text. ``nats``: minus the sum of the log-probabilities of ``predicted`` tokens, which are ``size``
+    bytes of text."""
 
     nats: float
     predicted: int
@@ -50,7 +51,7 @@ class TextScore:
 
 
 def windows(count: int, window: int, stride: int) -> list[tuple[int, int, int]]:
-    """(first token, token after the last, first token that is predicted) of each window over ``count`` tokens.
+    """Return (first token, token after the last, first predicted token) of each window over ``count`` tokens.
 
     Raises:
         ValueError: a stride that is not from 1 to ``window - 1``: each predicted token needs one before it.
@@ -66,7 +67,7 @@ def windows(count: int, window: int, stride: int) -> list[tuple[int, int, int]]:
 
 
 def scored_tokens(llm: LLM, sequences: Sequence[Sequence[int]]) -> list[list[tuple[float, bool]]]:
-    """For each sequence and each token but its first: its log-probability, and whether it was the likeliest.
+    """Return, for each token of each sequence but its first, its log-probability, and True if it was the likeliest.
 
     Raises:
         ValueError: a sequence does not leave room for one more token in the context.
@@ -86,7 +87,7 @@ def scored_tokens(llm: LLM, sequences: Sequence[Sequence[int]]) -> list[list[tup
 
 
 def score_tokens(llm: LLM, tokens: Sequence[int], size: int, *, window: int, stride: int) -> TextScore:
-    """The score of one text of ``size`` predicted bytes, given as tokens."""
+    """Score one text of ``size`` predicted bytes, given as tokens."""
     if len(tokens) < 2:
         raise ValueError(f"a text of {len(tokens)} tokens predicts nothing: give a longer one")
     spans = windows(len(tokens), window, stride)

@@ -1,4 +1,4 @@
-"""A model in fewer bits: what ``transect quantize`` writes, by rounding to the nearest or by what a text tells."""
+"""Quantization of a model for ``transect quantize``, by rounding to the nearest value or by calibration on a text."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def quantize_model(
     if kv_scales and (calibration is None or not (use and use.kv_scales)):
         with_scales = listed((each for each in uses if uses[each].kv_scales), "and")
         raise ValueError(
-            f"scales of the KV cache are for {with_scales}, and a text must tell them: choose one of these and give "
-            "--calibrate FILE, or leave --kv-scales out"
+            f"scales of the KV cache are for {with_scales}, and need a text to calibrate with: choose one of these and "
+            "give --calibrate FILE, or leave --kv-scales out"
         )
     if calibration is not None and not takes_calibration(name) and not kv_scales:
         raise ValueError(f"{name} rounds to the nearest and takes no calibration: leave --calibrate out")
@@ -92,7 +92,7 @@ def quantize_model(
 
 
 def takes_calibration(name: str) -> bool:
-    """True if a text makes a difference to a format that is written."""
+    """Return True if calibration on a text changes a format's output."""
     form = file_formats().get(name)
     if form is not None:
         return form.file is not None and form.file.grouped
@@ -125,13 +125,14 @@ def _importance(found: Opened, calibration: Calibration) -> Mapping[str, np.ndar
 
 
 def _model(found: Opened) -> Decoder:
-    """In float32 on plain torch."""
+    """Load the model in float32 on plain torch."""
     model = allocated(Decoder(found.source.config, "meta", torch.float32), "cpu", join=False)
     return fill(model, merged(found))
 
 
 def windows_of(found: Opened, calibration: Calibration) -> list[list[int]]:
-    """The text of a calibration as tokens, cut into windows; a model's beginning-of-text token begins each.
+    """Tokenize the text of a calibration, and cut it into windows; each begins with the model's beginning-of-text
+    token.
 
     Raises:
         ValueError: the text cannot be read, or the model has no tokenizer.

@@ -58,7 +58,7 @@ class Opened:
 
 
 def opened(name: str, adapter: str | None = None) -> Opened:
-    """A run, a checkpoint, an adapter or a model by its name.
+    """Open a run, a checkpoint, an adapter or a model by its name.
 
     Raises:
         ValueError: there is no such thing.
@@ -80,7 +80,7 @@ def opened(name: str, adapter: str | None = None) -> Opened:
 
 
 def _run_of(path: Path) -> TrainConfig | None:
-    """The configuration of the run that a checkpoint is of."""
+    """Return the configuration of a checkpoint's run; None if it has none."""
     try:
         state: Mapping[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))["state"]
         return TrainConfig.from_dict(state["config"])
@@ -89,7 +89,7 @@ def _run_of(path: Path) -> TrainConfig | None:
 
 
 def export_adapter(found: Opened, output: Path) -> None:
-    """Write the adapter and the tokenizer that goes with it.
+    """Write the adapter, and its tokenizer.
 
     Raises:
         ValueError: ``output`` cannot be written.
@@ -105,7 +105,7 @@ def export_adapter(found: Opened, output: Path) -> None:
 
 
 def merged(found: Opened) -> StoredWeights:
-    """The weights of the plain model."""
+    """Yield the weights of the plain model."""
     source = found.source
     if source.adapter is None:
         return stored_weights(source)
@@ -118,7 +118,7 @@ def merged(found: Opened) -> StoredWeights:
 
 
 def _rounded(weights: StoredWeights, config: ModelConfig, rounding: Callable[[Tensor], Tensor]) -> StoredWeights:
-    """The weights with every matrix rounded that ``qlora.quantize_layers`` rounds: routers are none of them."""
+    """Yield the weights, with those matrices rounded that ``qlora.quantize_layers`` rounds; routers are excluded."""
     matrices = {f"{name}.weight" for name, _ in Decoder(config, device="meta").weights() if name != "head"}
     for name, stored in weights:
         if name in matrices:
@@ -171,9 +171,7 @@ def export_model(
 def _cut(config: ModelConfig, layers: int) -> ModelConfig:
     """The configuration of a model's first layers."""
     if not 1 <= layers < config.n_layers:
-        raise ValueError(
-            f"first_layers must be from 1 to {config.n_layers - 1}, fewer than the model has, not {layers}"
-        )
+        raise ValueError(f"first_layers must be from 1 to {config.n_layers - 1}, not {layers}")
     return replace(
         config,
         n_layers=layers,
@@ -183,8 +181,8 @@ def _cut(config: ModelConfig, layers: int) -> ModelConfig:
 
 
 def export_dtype(found: Opened) -> torch.dtype:
-    """The dtype of a merged model: with an adapter that of its base, else that of the run or of the model's files. A
-    model's files have the dtype of their embedding, and bfloat16 where that is packed."""
+    """Choose the dtype of a merged model: with an adapter that of its base, else that of the run or of the model's
+    files. The dtype of a model's files is that of their embedding, or bfloat16 if that is packed."""
     if found.source.adapter is not None:
         return _dtype_of(found.source)
     return found.dtype or _dtype_of(found.source)

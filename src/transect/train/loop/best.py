@@ -1,4 +1,4 @@
-"""The best checkpoint of a run by its validation loss, and when to stop because none is better any more."""
+"""The best checkpoint of a run by its validation loss, and early stopping."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Best:
     since: int = 0
 
     def see(self, loss: float, step: int, min_gain: float) -> bool:
-        """Remember an evaluation. True if it is the best one, by more than ``min_gain``."""
+        """Record an evaluation. Returns True if it is the best so far, by more than ``min_gain``."""
         if step == self.step:  # measured again after the run was taken up at it
             return False
         if loss < self.loss - min_gain:
@@ -29,7 +29,7 @@ class Best:
         return False
 
     def state(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {} if not self.step else asdict(self)
 
     @classmethod

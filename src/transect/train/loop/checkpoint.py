@@ -1,4 +1,4 @@
-"""Checkpoints: directories that are whole or not there, written while training continues.
+"""Checkpoints: directories that are either complete or absent, written while training continues.
 
 ``RUN/step-00000100/`` holds the model in Hugging Face layout (config.json, safetensors, tokenizer), which ``transect
 serve`` and transformers load as it is; ``train_state.safetensors`` with the optimizer's state, of several ranks a file
@@ -41,7 +41,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 class NotWritten(ValueError):
-    """A checkpoint could not be written; every rank that takes part hears of it. Older ones are untouched."""
+    """A checkpoint could not be written; raised on every rank that takes part. Older ones are untouched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +57,18 @@ class Snapshot:
     tensors: Mapping[str, Tensor]
     state: Mapping[str, Any]
     best: int = 0
-    """The step of the best checkpoint so far, which is kept; 0: none."""
+    """Step of the best checkpoint so far, which is kept; 0 if there is none."""
     rank: int = 0
     """Rank that took the snapshot. ``tensors`` are this rank's; only the first rank writes the rest."""
     ranks: int = 1
     """Number of ranks with tensors; with 1, only the first rank writes."""
     written: Callable[[], None] = lambda: None
-    """Called in the writing thread when the snapshot is not needed any more."""
+    """Function called in the writing thread when the snapshot is no longer needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that has been checked and is whole."""
+    """A verified, complete checkpoint."""
 
     path: Path
     step: int
@@ -77,7 +77,7 @@ class Checkpoint:
 
 
 class RunLock:
-    """One process trains in a run's directory at a time; the lock goes with the process that holds it.
+    """A lock by which one process at a time trains in a run's directory; it is released when the process ends.
 
     Use as a context manager.
 
@@ -143,7 +143,7 @@ class Writer:
             self._thread.join()
 
     def save(self, snapshot: Snapshot) -> None:
-        """Begin to write; first wait for the previous snapshot.
+        """Start writing, after the previous snapshot has been written.
 
         Raises:
             NotWritten: that one could not be (a full disk, say).
@@ -154,11 +154,11 @@ class Writer:
 
     @property
     def failed(self) -> bool:
-        """A snapshot could not be written, and ``wait`` has not reported it yet."""
+        """True if a snapshot could not be written, and ``wait`` has not reported it yet."""
         return self._error is not None
 
     def wait(self) -> None:
-        """Wait until nothing is being written; raises as ``save`` does."""
+        """Wait until all writing is done; raises as ``save`` does."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -171,10 +171,8 @@ class Writer:
             ) from error
 
     def point(self, best: int) -> None:
-        """Let ``last`` point to the newest checkpoint and ``best`` to that of step ``best``, where they are there.
-
-        A process that was killed after a checkpoint got its name, and before its links did, leaves older ones.
-        """
+        """Point ``last`` to the newest checkpoint and ``best`` to that of step ``best``, if they exist. A process that
+        was killed between naming a checkpoint and its links leaves older links."""
         steps = [] if self.rank else list_steps(self.run_dir)
         if steps:
             _point(self.run_dir / "last", steps[-1].name)
@@ -236,7 +234,7 @@ def write(snapshot: Snapshot, partial: Path, final: Path, ended: threading.Event
 
 
 def list_steps(run_dir: str | Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
+    """List the checkpoints of a run, oldest first."""
     found = [path for path in Path(run_dir).glob("step-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
@@ -257,7 +255,7 @@ def set_aside_after(checkpoint: Checkpoint) -> list[Path]:
 
 
 def read(path: str | Path, *, check: bool = True) -> Checkpoint:
-    """Open a checkpoint; tensors are read when they are asked for.
+    """Open a checkpoint; tensors are read on demand.
 
     Args:
         check: compare every file of it with its sum.
@@ -293,7 +291,7 @@ def read(path: str | Path, *, check: bool = True) -> Checkpoint:
 
 
 def newest(run_dir: str | Path, *, check: bool = True) -> Checkpoint:
-    """The last checkpoint of a run; or ``run_dir`` itself, where that is a checkpoint. ``check`` as in ``read``.
+    """Return the last checkpoint of a run; or ``run_dir`` itself, if that is a checkpoint. ``check`` as in ``read``.
 
     Raises:
         ValueError: there is none, or it is damaged.
@@ -310,7 +308,7 @@ def newest(run_dir: str | Path, *, check: bool = True) -> Checkpoint:
 
 
 def _sum(stored: Mapping[str, Any]) -> str:
-    """The SHA-256 of plain values, the same for those that were read again."""
+    """Compute the SHA-256 of plain values, unchanged by writing and reading them."""
     plain = json.loads(json.dumps(stored))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""The ranks that train together: who computes what of a step, and how one gradient comes of it.
+"""The ranks that train together: division of a step's work, and the sum of its gradients.
 
 ``Crew`` is what the loop knows of other ranks. Every rank runs the same ``Trainer`` over the same data, computes its
 share of each step's micro-batches as its strategy says (``strategies/``), and takes the same step; the first rank
@@ -21,7 +21,7 @@ from ...spec.model import ModelConfig
 from ..config import TrainConfig
 from ..config.parallel import ParallelConfig
 from ..objectives.base import StepFailed
-from ..objectives.share import Share, Sums
+from ..objectives.share import RolloutShare, Sums
 from ..optim import Offload
 from .strategies import strategy_for
 
@@ -29,7 +29,7 @@ Made = TypeVar("Made")
 
 
 class Crew:
-    """The ranks of a run, seen from one of them; ``strategy`` says how they share the work.
+    """The ranks of a run, seen from one of them; ``strategy`` divides the work.
 
     Args:
         config: the run.
@@ -55,7 +55,7 @@ class Crew:
         self._step = 0
 
     def watching(self) -> AbstractContextManager[None]:
-        """Around a run: one that hangs is ended with a message after ``parallel.timeout`` (``parallel/pulse.py``)."""
+        """Return a context that ends a hung run with a message after ``parallel.timeout`` (``parallel/pulse.py``)."""
         return nullcontext() if self.pulse is None else self.pulse.watching()
 
     def at(self, what: str, step: int | None = None, *, alone: bool = False) -> None:
@@ -66,22 +66,22 @@ class Crew:
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
+        """Number of this rank."""
         return self.world.rank
 
     @property
     def leads(self) -> bool:
-        """True on the rank that writes and shows things."""
+        """True on the rank that writes and prints."""
         return self.world.rank == 0
 
     def lean(self, model: ModelConfig) -> bool:
-        """True if no rank need ever hold all weights of such a model: each reads its part of them."""
+        """Return True if no rank must ever hold all weights of the model, because each reads only its part."""
         parallel, layout = self.config.parallel, self.config.parallel.layout
         parts = parallel.sharded or layout.tensor * layout.pipeline > 1
         return parts and model.moe is None and self.config.objective == "next_token"
 
     def offload(self) -> Offload | None:
-        """Settings of this rank's offloaded optimizer; None if it is on the device."""
+        """Return the settings of this rank's offloaded optimizer; None if it is on the device."""
         parallel = self.config.parallel
         if parallel.offload == "none":
             return None
@@ -96,12 +96,12 @@ class Crew:
         )
 
     def any(self, flag: bool) -> bool:
-        """Logical OR of a flag over all ranks; every rank must call it."""
-        self.at("the question whether to go on")
+        """Return the logical OR of a flag over all ranks; every rank must call it."""
+        self.at("the decision to continue")
         return any(self.world.exchange(flag))
 
     def made(self, make: Callable[[], Made], undo: Callable[[], object]) -> Made:
-        """The result of ``make`` here, if it succeeds on every rank; every rank must call it.
+        """Return the result of ``make`` if it succeeds on every rank; every rank must call it.
 
         Raises:
             StepFailed: ``make`` failed on a rank; all ranks raise its reason. Ranks on which it succeeded call
@@ -112,7 +112,7 @@ class Crew:
             found = make()
         except StepFailed as error:
             failure = Failure(str(error), user=True)
-        self.at("the question whether all have data")
+        self.at("the check that all ranks have data")
         try:
             self.world.exchange(failure)
         except SharedValueError as error:
@@ -123,7 +123,8 @@ class Crew:
         return found
 
     def first(self, mine: tuple[int, str] | None) -> str:
-        """The first tensor that ranks found (``health.first_bad_number``), and its rank; every rank must call it."""
+        """Return the first tensor that ranks found (``health.first_bad_number``), and its rank; every rank must call
+        it."""
         everybody = self.world.exchange(mine)
         found = [(*each, rank) for rank, each in enumerate(everybody) if each is not None]
         if not found:
@@ -131,11 +132,11 @@ class Crew:
         _, what, rank = min(found)
         return what if all(each == mine for each in everybody) else f"{what}, on rank {rank}"
 
-    def share(self) -> Share:
-        """This rank's part of validation data, and of what was measured in a step."""
+    def share(self) -> RolloutShare:
+        """Return this rank's part of validation data, and of a step's measurements."""
         layout = self.config.parallel.layout
         if layout.data == 1:
-            return Share()
+            return RolloutShare()
         firsts = [layout.rank(RankPlace(data, 0, 0)) for data in range(layout.data)]
 
         def everybody(mine: Sums) -> list[Sums]:
@@ -144,11 +145,11 @@ class Crew:
             return [found[rank] for rank in firsts]
 
         own = layout.place(self.rank).data
-        return Share(own, layout.data, everybody, lambda n: self.at(f"batch {n} of the evaluation"))
+        return RolloutShare(own, layout.data, everybody, lambda n: self.at(f"batch {n} of the evaluation"))
 
 
 def check(config: TrainConfig) -> None:
-    """See that a run can be spread as it asks, as far as that can be said without its model.
+    """Check that a run can be distributed as configured, as far as possible without its model.
 
     Raises:
         ValueError: it cannot; the message names the nearest way that works (``spec/layouts/refusals.py``).
@@ -174,7 +175,7 @@ def check(config: TrainConfig) -> None:
 
 
 def asked(parallel: ParallelConfig) -> Spread:
-    """Return the distribution that a configuration asks for, wherever offloaded state is kept."""
+    """Return the distribution of a configuration, without regard to the place of offloaded state."""
     streams = parallel.offload == "all"
     return Spread(
         data=parallel.data,

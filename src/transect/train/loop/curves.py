@@ -1,4 +1,4 @@
-"""Draws the logs of runs beside each other."""
+"""Draws the logs of runs in one picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .report import read_log
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """The mean of the last ``window`` values, at each place."""
+    """Compute the mean of the last ``window`` values, at each index."""
     return [statistics.fmean(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))]
 
 
@@ -24,7 +24,8 @@ def draw(
     bits: bool = False,
     levels: Mapping[str, float] | None = None,
 ) -> list[str]:
-    """Loss over steps (or ``tokens``, or ``time`` in seconds), with validation losses as dots, and tokens per second.
+    """Draw loss over steps (or ``tokens``, or ``time`` in seconds), with validation losses as dots, and tokens per
+    second.
 
     Args:
         output: a .png, .svg or .pdf.
@@ -85,7 +86,7 @@ def draw(
 
 
 def _bits_per_nat(run: str | Path, checks: list[dict[str, Any]]) -> float:
-    """Bits per byte of validation text for a nat per token."""
+    """Return the bits per byte of validation text for a nat per token."""
     for check in checks:
         if check.get("bits_per_byte"):
             return float(check["bits_per_byte"] / check["loss"])

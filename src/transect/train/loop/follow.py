@@ -1,4 +1,5 @@
-"""Follow a run on every rank but the first: take the same steps, show nothing, and write only a part of checkpoints."""
+"""Follow a run on every rank but the first: take the same steps, print nothing, and write only a part of
+checkpoints."""
 
 from __future__ import annotations
 
@@ -25,15 +26,15 @@ JOB = "transect.train.loop.follow:follow"
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run as the first rank has it: the arguments of its ``Trainer``."""
+class RunArguments:
+    """A run as configured on the first rank: the arguments of its ``Trainer``."""
 
     config: dict[str, Any]
     checkpoint: Path | None = None
     allow_changed: list[str] = field(default_factory=list)
 
     def trainer(self, world: World | None) -> Trainer:
-        """This rank's trainer. Raises as ``Trainer`` does; all ranks raise what one of them is at fault with."""
+        """Build this rank's trainer. Raises as ``Trainer`` does; all ranks raise an error of any of them."""
         try:
             found = self._trainer(world)
         except SharedError:
@@ -70,7 +71,7 @@ def started_again(config: TrainConfig) -> bool:
 
 
 @contextlib.contextmanager
-def crew(run: Run) -> Iterator[World | None]:
+def crew(run: RunArguments) -> Iterator[World | None]:
     """Provide the ranks of a run: None for a single rank, those of ``torchrun``, or children of this process.
 
     Raises:
@@ -100,9 +101,8 @@ def crew(run: Run) -> Iterator[World | None]:
         ranks.close()
 
 
-def follow(world: World, run: Run, should_stop: Callable[[], bool] = lambda: False) -> None:
-    """Train as the first rank does, until it stops, or all do because ``should_stop`` is true here after a step. What
-    all ranks know to be at fault with the run is the first one's to say; what only this one knows ends it, and thereby
-    the others."""
+def follow(world: World, run: RunArguments, should_stop: Callable[[], bool] = lambda: False) -> None:
+    """Train as the first rank does, until it stops, or until ``should_stop`` is true here after a step. Errors that all
+    ranks see are reported by the first; an error of this rank alone ends it, and thereby the others."""
     with contextlib.suppress(SharedError, StepFailed, TrainingStopped, NotWritten):
         run.trainer(world).run(should_stop=should_stop)

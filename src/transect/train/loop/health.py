@@ -1,4 +1,4 @@
-"""Stopping a run that has gone wrong, with what a person needs to know: which step, which batch, which tensor."""
+"""Detection of a failed run, with the facts that a person needs: the step, the batch, the tensor."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from torch import Tensor, nn
 from ...models.decoder import Decoder
 
 WINDOW = 10
-"""Losses that are remembered."""
+"""Number of losses that are kept."""
 LEVEL = 5
-"""Last losses whose median is the usual loss: few, so that it follows the fall of the loss at a run's start."""
+"""Last losses whose median is the normal loss: few, so that it follows the fall of the loss at a run's start."""
 LEAST = 3
-"""Losses that must be known before one can stand out."""
+"""Losses needed before one can stand out."""
 RISE = 2.0
-"""Nats above the usual loss that count as a spike, and ..."""
+"""Smallest rise in nats above the normal loss that counts as a spike; see also ``SPREADS``."""
 SPREADS = 8
-"""... how many times the median rise from one loss to the next it must be. Falls do not count: training causes them."""
+"""Smallest rise of a spike, as a multiple of the median rise between losses. Falls do not count: training causes
+them."""
 
 
 class TrainingStopped(RuntimeError):
-    """Raised when a run cannot sensibly continue. The last checkpoint is older; the message says what was seen."""
+    """Raised when a run cannot sensibly continue. The last checkpoint is older; the message has the observations."""
 
 
 class LossWatch:
@@ -40,11 +41,11 @@ class LossWatch:
 
     @property
     def usual(self) -> float:
-        """The median of the last losses."""
+        """Median of the last losses."""
         return statistics.median(list(self.losses)[-LEVEL:])
 
     def stands_out(self, loss: float) -> bool:
-        """Return true if ``loss`` is far above the last ones; remember it if not."""
+        """Return True if ``loss`` is far above the last ones; remember it if not."""
         if len(self.losses) >= LEAST:
             rises = [after - before for before, after in itertools.pairwise(self.losses) if after > before]
             if loss > self.usual + max(RISE, SPREADS * statistics.median(rises or [0.0])):
@@ -54,7 +55,7 @@ class LossWatch:
 
     @staticmethod
     def has_jumped(before: float, now: float) -> bool:
-        """Return true if a calm batch's loss rose from ``before`` to ``now`` so far that the model has gone wrong."""
+        """Return True if a calm batch's loss rose from ``before`` to ``now`` so far that the model has gone wrong."""
         return not now < before + RISE
 
 
@@ -114,4 +115,4 @@ def first_bad_tensor(model: Decoder, loss: Callable[[], Tensor], gradients: Mapp
     for name, gradient in reversed(list(gradients.items())):  # the backward pass goes from the head down
         if not bool(gradient.isfinite().all()):
             return f"the gradient of {name}"
-    return "no tensor that is left to see"
+    return "no tensor that still exists"

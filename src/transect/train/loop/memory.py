@@ -1,4 +1,4 @@
-"""Chooses the checkpointing that fits in the free memory before a run takes any, or says why the run cannot start."""
+"""Chooses the checkpointing that fits in the free memory before a run starts, or refuses the run."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The checkpointing that a run takes, the account of its memory, and a line that says why."""
+    """The checkpointing of a run, the account of its memory, and a line with the reason."""
 
     checkpointing: Kept
     estimate: Estimate
     why: str
     whole: int = 0
-    """Number of last layers that keep everything despite the plan."""
+    """Number of last layers that keep everything whatever the plan."""
 
 
 def check_length(config: TrainConfig, model: ModelConfig) -> None:
-    """See that the model knows as many positions as documents may have tokens. ValueError if not."""
+    """Check that the model has positions for documents of ``data.seq_len`` tokens. Raises ValueError."""
     most = model.max_position
     if config.data.seq_len > most:
         raise ValueError(
@@ -53,7 +53,7 @@ def check_length(config: TrainConfig, model: ModelConfig) -> None:
 
 
 def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> TrainingPlan:
-    """The memory plan of a configuration; ``auto`` checkpointing counts as none."""
+    """Return the memory plan of a configuration; ``auto`` checkpointing counts as none."""
     rollouts = 0
     if config.objective == "grpo":
         running = max(min(MOST_RUNNING, config.grpo.prompts * config.grpo.group), config.grpo.group)
@@ -110,7 +110,7 @@ def _numbers(model: ModelConfig) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that is free on the device, for this process; None where the system does not say."""
+    """Return the free memory of the device, for this process; None if the system does not report it."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
@@ -121,8 +121,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def least_free(device: torch.device, world: World | None) -> int | None:
-    """``free_bytes`` of the rank that has the fewest, so that all ranks choose alike: what one computes again, the
-    others must send again. Ranks on a CPU share what their host has. All ranks call it."""
+    """Return ``free_bytes`` of the rank with the least, so that all ranks choose the same checkpointing: their
+    recomputations must match. Ranks on a CPU share their host's memory. All ranks call it."""
     mine = free_bytes(device)
     if world is None:
         return mine
@@ -146,7 +146,7 @@ def fit(config: TrainConfig, model: ModelConfig, device: torch.device, free: int
         limit = parse_bytes(config.memory)
         free = limit if free is None else min(free, limit)
     if free is None:
-        chosen = f"checkpointing {plan.checkpointing}: this system does not say how much memory is free"
+        chosen = f"checkpointing {plan.checkpointing}: this system does not report its free memory"
         return _said(Fitted(plan.checkpointing, account(model, plan), chosen))
     asked = config.checkpointing != "auto"
     found = (plan, account(model, plan)) if asked else first_that_fits(model, plan, free, account)
@@ -170,7 +170,7 @@ def fit(config: TrainConfig, model: ModelConfig, device: torch.device, free: int
 
 
 def _check_host(config: TrainConfig, estimate: Estimate) -> None:
-    """See that what all ranks of this host keep there fits beside each other. Gradients are there also where the rest
+    """Check that the data of all ranks of this host fits there together. Gradients are in host memory even if the rest
     is on a disk."""
     on_disk = bool(config.parallel.offload_path)
     ranks = min(config.parallel.layout.size, max(1, torch.cuda.device_count()))

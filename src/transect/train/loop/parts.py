@@ -29,16 +29,16 @@ POLL_S = 0.02
 
 
 class Given(RuntimeError):
-    """The run has ended while a part was waited for."""
+    """The run ended while a part was awaited."""
 
 
 def tensors_file(rank: int, ranks: int) -> str:
-    """The name of the file of a rank's tensors."""
+    """Return the file name of a rank's tensors."""
     return "train_state.safetensors" if ranks == 1 else f"train_state-{rank:05}-of-{ranks:05}.safetensors"
 
 
 def flush(path: Path) -> None:
-    """See that a file, or the names in a directory, are on the disk."""
+    """Flush a file, or the names in a directory, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -52,7 +52,7 @@ def entry(path: Path) -> dict[str, Any]:
 
 
 def write_part(run_dir: Path, step: int, rank: int, ranks: int, tensors: Mapping[str, Tensor]) -> None:
-    """On a rank but the first: write its part, or say that it could not."""
+    """Write a rank's part, or the error that prevented it; called on every rank but the first."""
     folder = _folder(run_dir, step, rank)
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -77,7 +77,7 @@ def _say(folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def adopt(run_dir: Path, step: int, rank: int, ranks: int, into: Path, ended: threading.Event) -> None:
-    """On the first rank: wait for a rank's part, and move its file ``into`` the unfinished checkpoint.
+    """Wait for a rank's part, and move its file ``into`` the unfinished checkpoint; called on the first rank.
 
     Raises:
         OSError: the rank could not write it, or it did not come in time. Given: ``ended`` was set.

@@ -32,11 +32,11 @@ class MatrixRate:
     origin: str
 
     def too_low(self, mfu: float) -> str:
-        """Why a share can be above 1, in one sentence."""
+        """Explain in one sentence why a share can be above 1."""
         return (
-            f"MFU of {mfu:.0%} means that the rate it is a share of is too low: "
+            f"MFU of {mfu:.0%} means that the device's measured rate is too low: "
             f"{self.flops_per_second / 1e12:.3g} TFLOP/s of {self.dtype}, {self.origin}; "
-            "`transect hardware --again` measures it anew, best while nothing else runs"
+            "measure it again with `transect hardware --again` while nothing else runs"
         )
 
 
@@ -88,7 +88,7 @@ class RunLog:
         self._write("sample", asdict(record))
 
     def mfu(self, records: Sequence[StepRecord]) -> float | None:
-        """The share of the device's matrix rate that the steps' useful FLOPs are; None where one is not known."""
+        """Return MFU: the steps' useful FLOP/s over the device's matrix rate; None if one is unknown."""
         flops = sum(record.flops for record in records)
         if self.rate is None or not flops:
             return None
@@ -108,7 +108,8 @@ class RunLog:
                     self._board.add_scalar(f"{kind}/{name}", value, values["step"])
 
     def _append(self, line: bytes) -> None:
-        """Write a line, whole or not at all. A disk that is full costs lines of the log, not the run."""
+        """Append a line, completely or not at all. If the disk is full, lines of the log are lost, and the run
+        continues."""
         end = self._file.seek(0, os.SEEK_END)
         try:
             while line:
@@ -121,7 +122,7 @@ class RunLog:
 
 
 def read_log(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's log; a last line that was cut off by a kill is left out.
+    """Return the lines of a run's log; a last line that was cut off by a kill is left out.
 
     Raises:
         ValueError: a line in the middle is not JSON.
@@ -141,7 +142,7 @@ def read_log(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 class Terminal:
-    """A progress bar with loss, speed, MFU, memory and the time left; plain lines where there is no terminal."""
+    """A progress bar with loss, speed, MFU, memory and remaining time; plain lines outside of terminals."""
 
     def __init__(self, steps: int, done: int, run_log: RunLog, console: Console | None = None) -> None:
         self._log = run_log
@@ -184,7 +185,7 @@ class Terminal:
             self._console.print(f"step {record.step}/{self._steps}  {line}  {left:.0f} s left", highlight=False)
 
     def _explain(self, mfu: float) -> None:
-        """Say once why a share is above 1."""
+        """Print once the reason for a share above 1."""
         if mfu > 1 and not self._explained and self._log.rate is not None:
             self._explained = True
             self._progress.console.print(f"transect: {self._log.rate.too_low(mfu)}", highlight=False)

@@ -13,7 +13,7 @@ from ..objectives.rollout import roll_out
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """An answer of the model as it was after ``step``."""
+    """An answer of the model after ``step``."""
 
     step: int
     prompt: str
@@ -47,7 +47,7 @@ class Samples:
             self._prompts.append(ids)
 
     def draw(self, step: int) -> list[SampleRecord]:
-        """An answer to each prompt. Nothing of the run changes, and no draw of it depends on these."""
+        """Draw an answer to each prompt. The run's state and draws are unaffected."""
         config = self._config
         params = SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens)
         ends = self._tokenizer.eos_token_ids

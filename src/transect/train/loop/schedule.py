@@ -10,11 +10,11 @@ import math
 from ..config import ScheduleConfig
 
 WARMUP = 0.03
-"""The share of the steps that ``schedule.warmup = -1`` stands for."""
+"""Share of the steps that ``schedule.warmup = -1`` means."""
 
 
 def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
-    """The factor for ``learning_rate`` at ``step`` (from 0) of a run of ``steps``.
+    """Return the factor for ``learning_rate`` at ``step`` (from 0) of a run of ``steps``.
 
     The first of w warm-up steps runs at 1 / w, so that no step is spent at 0.
     """

@@ -48,7 +48,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Compute the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -70,7 +70,7 @@ class _Part:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Whole tensors by name, each read when it is asked for.
+    """Whole tensors by name, each read on demand.
 
     Args:
         files: all files of the state.
@@ -110,7 +110,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 class Below(Mapping[str, Tensor]):
-    """Those of some tensors whose name begins with ``prefix``, without it; read when they are asked for."""
+    """View of the tensors whose names begin with ``prefix``, by the rest of the name; read on demand."""
 
     def __init__(self, prefix: str, tensors: Mapping[str, Tensor]) -> None:
         self._prefix, self._tensors = prefix, tensors

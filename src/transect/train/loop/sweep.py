@@ -26,17 +26,17 @@ from typing import Any
 
 from ..config import TrainConfig
 from .checkpoint import RunLock, list_steps, newest
-from .follow import Run, crew
+from .follow import RunArguments, crew
 from .health import TrainingStopped
 from .report import RunLog, read_log
 
 ALIKE = {"run_dir", "data.date", "threads", "device", "memory", "keep", "save_every", "log_to", "project"}
-"""Settings that change nothing of what a run finds."""
+"""Settings that do not affect the results of a run."""
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One run of a sweep. ``settings``: what of the grid it has, by key."""
+class SweepPoint:
+    """One run of a sweep. ``settings``: its values of the grid, by key."""
 
     name: str
     settings: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Point:
 class Outcome:
     """Outcome of a run: its last loss, its best validation loss, or the reason that it stopped."""
 
-    point: Point
+    point: SweepPoint
     loss: float | None = None
     validation: float | None = None
     steps: int = 0
@@ -56,16 +56,16 @@ class Outcome:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """For sorting: the lower the better, by validation where there is one."""
+        """Sort key; lower is better, by validation loss if there is one."""
         value = self.validation if self.validation is not None else self.loss
         return bool(self.problem) or value is None, value or 0.0
 
 
-def read_grid(path: str | Path) -> list[Point]:
-    """The runs of a sweep's file, in the order of the grid.
+def read_grid(path: str | Path) -> list[SweepPoint]:
+    """Read the runs of a sweep's file, in the order of the grid.
 
     Raises:
-        ValueError: the file or the base cannot be read, a key is no setting, or a value does not fit it.
+        ValueError: the file or the base cannot be read, a key is not a setting, or a value does not fit it.
     """
     path = Path(path)
     try:
@@ -88,14 +88,14 @@ def read_grid(path: str | Path) -> list[Point]:
         name = _name(settings)
         given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         config = TrainConfig.from_toml(base, [*given, f"run_dir={json.dumps(str(folder / name))}"])
-        points.append(Point(name, settings, config))
+        points.append(SweepPoint(name, settings, config))
     if len({point.name for point in points}) < len(points):
         raise ValueError(f"{path}: two points of the grid are the same")
     return points
 
 
 def _axes(values: Mapping[str, Any], before: str = "") -> dict[str, list[Any]]:
-    """Lists of values by their dotted key; tables inside may be used for the dots."""
+    """Flatten lists of values to dotted keys; tables may be used for the dots."""
     found: dict[str, list[Any]] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -113,7 +113,7 @@ def _name(settings: Mapping[str, Any]) -> str:
 
 
 def sweep(
-    points: Sequence[Point],
+    points: Sequence[SweepPoint],
     tell: Callable[[str], None] = print,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Outcome]:
@@ -135,7 +135,7 @@ def sweep(
             yield outcome(point)
 
 
-def _train(point: Point, should_stop: Callable[[], bool]) -> bool:
+def _train(point: SweepPoint, should_stop: Callable[[], bool]) -> bool:
     """Train or resume a run; return True if it has finished."""
     found = newest(point.config.run_dir) if list_steps(point.config.run_dir) else None
     asked = config = point.config
@@ -143,7 +143,7 @@ def _train(point: Point, should_stop: Callable[[], bool]) -> bool:
         check_same(found.state["config"], asked)
         free = {name: getattr(asked, name) for name in ALIKE if "." not in name}
         config = replace(TrainConfig.from_dict(found.state["config"]), **free)
-    this = Run(config.to_dict(), None if found is None else found.path)
+    this = RunArguments(config.to_dict(), None if found is None else found.path)
     with crew(this) as world:
         trainer = this.trainer(world)
         steps = trainer.config.steps
@@ -158,7 +158,7 @@ def _train(point: Point, should_stop: Callable[[], bool]) -> bool:
 
 
 def check_same(kept: Mapping[str, Any], asked: TrainConfig) -> None:
-    """See that the run in a point's directory is that of the point.
+    """Check that the run in a point's directory has the point's settings.
 
     Args:
         kept: the configuration of its checkpoint.
@@ -190,7 +190,7 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
             yield before + key, value
 
 
-def outcome(point: Point) -> Outcome:
+def outcome(point: SweepPoint) -> Outcome:
     """Read the outcome of a finished run from its log."""
     lines = read_log(point.config.run_dir)
     steps = [line for line in lines if line["kind"] == "step"]

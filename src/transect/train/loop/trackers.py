@@ -22,7 +22,7 @@ NAMES = "tracking.json"
 
 
 class Service(Protocol):
-    """A place that keeps numbers of runs by step; ``id`` is what it calls this run."""
+    """A service that keeps numbers of runs by step; ``id`` is its name of this run."""
 
     id: str
 
@@ -50,7 +50,7 @@ class Tracker(Listener):
         self._service.text("sample", f"{record.prompt}\n---\n{record.answer}", record.step)
 
     def close(self) -> None:
-        """End the record."""
+        """Close the record."""
         self._service.close()
 
     def _send(self, kind: str, values: Mapping[str, Any], step: int) -> None:
@@ -107,7 +107,7 @@ SERVICES: dict[str, Callable[[TrainConfig, str | None], Service]] = {"wandb": Wa
 
 
 def trackers(config: TrainConfig) -> list[Tracker]:
-    """One for each service in ``config.log_to``.
+    """Build a tracker for each service in ``config.log_to``.
 
     Raises:
         ValueError: the service's library is not installed.
@@ -127,7 +127,7 @@ def trackers(config: TrainConfig) -> list[Tracker]:
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dots in the keys."""
+    """Flatten nested mappings to one, with dots in the keys."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

@@ -125,7 +125,7 @@ class _Reading:
 
 
 def _dated(config: TrainConfig, checkpoint: Checkpoint | None, world: World | None) -> TrainConfig:
-    """Set the date that chat templates use: the run's own date, also when it is resumed, as known to the first rank."""
+    """Set the date that chat templates use: the run's own date, as known to the first rank; a resumed run keeps it."""
     kept = {} if checkpoint is None else checkpoint.state["config"]["data"]
     day = config.data.date or kept.get("date") or datetime.date.today().isoformat()
     if world is not None:
@@ -161,9 +161,9 @@ class Trainer:
         """Notices for the user, shown before the run starts."""
         for table in config.unused():
             need = 'task = "lora" or "qlora"' if table == "lora" else f'objective = "{table}"'
-            self.told.append(f"the settings of [{table}] mean nothing to this run: they are for {need}")
+            self.told.append(f"the settings of [{table}] have no effect on this run: they are for {need}")
         if config.objective == "grpo" and config.accumulate > 1:
-            self.told.append("accumulate means nothing to this run: a step has the micro-batches that its answers fill")
+            self.told.append("accumulate has no effect on this run: a step has the micro-batches that its answers fill")
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         begun = config
@@ -211,7 +211,7 @@ class Trainer:
             )
         self._flops = TrainingFlops(self.trainable.source.config, frozen=config.task in ("lora", "qlora"))
         self.identity = self.objective.identity()
-        """Digests of what the run is of; every checkpoint keeps them."""
+        """Digests of the run's data and base, kept in every checkpoint."""
         if self.trainable.adapted:
             self.identity["base"] = base_identity(self.trainable.source)
         if config.epochs:
@@ -222,11 +222,11 @@ class Trainer:
         self.best = Best()
         self.watch = LossWatch()
         self._calm: tuple[Batch, float] | None = None
-        """The first micro-batch of the last step that did not stand out, and its loss then."""
+        """First micro-batch of the last step that did not stand out, and its loss."""
         self._native = any(getattr(module, "native", None) is not None for module in self.model.modules())
         self.steps_done = 0
         self._written: Callable[[], None] = lambda: None
-        """Waits for the checkpoint that is being written."""
+        """Function that waits for the checkpoint being written."""
         self._taken_up_at = -1 if checkpoint is None else checkpoint.step  # a checkpoint of that step is there
         if checkpoint is not None:
             self._restore(checkpoint, allow_changed)
@@ -279,7 +279,7 @@ class Trainer:
         )
 
     def _batches(self, before: Position) -> Sequence[Batch]:
-        """The micro-batches of the next step; all ranks have theirs, or all are ``before`` it."""
+        """Return the micro-batches of the next step; either all ranks get theirs, or all return to ``before``."""
         objective = self.objective
         if not objective.outside:
             return objective.batches(self.steps_done)
@@ -287,16 +287,16 @@ class Trainer:
         return self.crew.made(partial(objective.batches, self.steps_done), undo)
 
     def _place(self) -> tuple[int, int]:
-        """The step under way, from 0, and the steps of the run."""
+        """Return the current step, from 0, and the steps of the run."""
         return self.steps_done, self.config.steps
 
     def _loss(self, index: int, batch: Batch) -> Tensor:
-        """The mean loss of micro-batch ``index`` of the step under way."""
+        """Compute the mean loss of micro-batch ``index`` of the current step."""
         self.trainable.moment.step, self.trainable.moment.part = self.steps_done, index
         return self.objective.loss(batch)
 
     def evaluate(self) -> EvalRecord | None:
-        """The validation loss; None without validation data. All ranks call it."""
+        """Compute the validation loss; None without validation data. All ranks call it."""
         found = self.objective.evaluate(self.crew.share())
         if found is None:
             return None
@@ -304,7 +304,7 @@ class Trainer:
         return EvalRecord(self.steps_done, found.loss, found.labels, bits, found.extra)
 
     def run(self, listeners: Sequence[Listener] = (), should_stop: Callable[[], bool] = lambda: False) -> Path:
-        """Train to the end, or until ``should_stop`` is true after a step; a checkpoint is written either way.
+        """Train to the end, or until ``should_stop`` is true after a step; a checkpoint is written in both cases.
 
         Returns:
             The directory of the last checkpoint.
@@ -352,7 +352,8 @@ class Trainer:
         return self.steps_done >= self.config.steps or self.stopped_early
 
     def snapshot(self) -> Snapshot:
-        """The state of the run now, on the CPU; of several ranks, which all ask together, this one's part."""
+        """Copy the present state of the run to the CPU; with several ranks, which must all call it, this rank's
+        part."""
         self.crew.at("a checkpoint", alone=True)
         self.optimizer.settle()
         write = self.crew.strategy.snapshot(self.trainable)
@@ -452,7 +453,7 @@ class Trainer:
         return f"{steps[-1]} is whole and from before this step" if steps else "no checkpoint was written yet"
 
     def _first_bad(self, losses: list[float], batches: list[Batch]) -> tuple[int, str]:
-        """The micro-batch whose loss, or else whose gradient, is not finite, and the first such tensor in it."""
+        """Find the micro-batch whose loss, or else whose gradient, is not finite, and its first such tensor."""
         bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
         if self.crew.strategy.together:
             mine = self.optimizer

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which activations are kept for the backward pass, and which are computed a second time.
+"""Activation checkpointing: the choice of activations to keep for the backward pass; the others are recomputed.
 
 Source: Chen et al. 2016, arXiv:1604.06174.
 
@@ -24,7 +24,7 @@ Checkpointing = Literal["none", "selective", "full"]
 
 
 def stack_with(model: Decoder, checkpointing: Checkpointing) -> Stack:
-    """The layers of ``model`` with this checkpointing, to be set as its ``stack``.
+    """Return the layers of ``model`` with this checkpointing, to be set as its ``stack``.
 
     Raises:
         ValueError: an unknown name.

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ...checkpoints.adapter import StoredAdapter, merged_weights
 from ...checkpoints.adapter_peft import write_adapter
-from ...checkpoints.grown import grown_tables
 from ...checkpoints.hf_out import save_hf
 from ...checkpoints.load import adapter_of, fill, stored_weights
 from ...checkpoints.resolve import ModelSource, resolve, with_adapter
@@ -26,12 +25,12 @@ from ...spec.model import ModelConfig
 from ...text.chat_template import ChatTemplate
 from ...text.export import export_tokenizer
 from ...text.model_text import template_text
-from ...text.new_tokens import write_with_tokens
 from ...text.tokenizer import Tokenizer
 from ..adapters.lora import adapter_folder, attach, plain_state, settled, trained_adapter
 from ..config import TrainConfig
 from ..config.adapters import LoRAConfig
 from ..data.chat import run_template
+from .new_tokens import grown_tables, write_with_tokens
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "mixed": torch.b
 
 @dataclass(frozen=True)
 class Trainable:
-    """A model and what belongs to it.
+    """A model with its tokenizer, template and trained parameters.
 
     ``parameters``: those that are trained, by canonical name. ``own_template``: the chat template that the run brings
     in place of the model's; the model is to be served with it.
@@ -52,17 +51,17 @@ class Trainable:
     template: ChatTemplate | None
     parameters: Mapping[str, nn.Parameter]
     lora: LoRAConfig | None
-    """The adapters' settings, where adapters are trained."""
+    """Settings of the adapters; None if none are trained."""
     moment: Moment
-    """The place in the run, for dropout; the trainer moves it."""
+    """Position in the run, for dropout; the trainer advances it."""
     device: torch.device
-    """That computes. The model is in host memory at first if its weights come from there layer by layer."""
+    """Computing device. The model is in host memory at first if its weights are streamed from there layer by layer."""
     own_template: str = ""
     weights: Callable[[], StoredWeights] | None = None
-    """The model's weights, where it has none yet: ranks read their parts of them."""
+    """Function that yields the model's weights if they are not loaded yet: ranks read their parts of them."""
     parallel: Parallel | None = None
-    """The ranks that the model is spread over, where there are others; ``model`` and ``parameters`` are then this
-    rank's part."""
+    """Distribution of the model over ranks, if there are several; ``model`` and ``parameters`` are then this rank's
+    part."""
 
     @property
     def adapted(self) -> bool:
@@ -70,8 +69,8 @@ class Trainable:
         return self.lora is not None
 
     def snapshot(self, weights: Mapping[str, Tensor] | None = None) -> Callable[[Path], None]:
-        """The weights now, copied to the CPU, as what writes them into a directory with the tokenizer: the adapter in
-        PEFT's layout, or where all weights are trained the model in that of Hugging Face.
+        """Copy the present weights to the CPU; return a function that writes them into a directory with the tokenizer:
+        the adapter in PEFT's layout, or, if all weights are trained, the model in Hugging Face layout.
 
         Args:
             weights: these in place of the model's, by canonical name: where this process has a part of it.
@@ -93,14 +92,14 @@ class Trainable:
         self._write_text(directory)
 
     def _write_text(self, directory: Path) -> None:
-        """The tokenizer, and the chat template that the model was trained with."""
+        """Write the tokenizer, and the chat template that the model was trained with."""
         export_tokenizer(self.source, directory)
         if self.own_template:
             (directory / "chat_template.jinja").write_text(self.own_template, encoding="utf-8")
 
 
 def device_of(name: str) -> torch.device:
-    """``auto`` is the GPU if there is one.
+    """Return the device of a name; ``auto`` is the GPU if there is one.
 
     Raises:
         ValueError: ``cuda`` and there is none.
@@ -113,7 +112,8 @@ def device_of(name: str) -> torch.device:
 
 
 def training_ops(device: torch.device) -> OpSet:
-    """Operators with gradients: Triton's on a GPU, the C++ kernels on the CPU, torch's where there is neither."""
+    """Resolve operators with gradients: Triton's on a GPU, the C++ kernels on the CPU, torch's if neither is
+    available."""
     if device.type == "cpu":
         return resolve_ops(device, ("cpu", "torch"), differentiable=True)
     return resolve_ops(device, ("triton", "torch"), differentiable=True)
@@ -125,7 +125,7 @@ def from_scratch(config: TrainConfig) -> bool:
 
 
 def source_of(config: TrainConfig) -> ModelSource:
-    """Where the model of a run is, with the adapter that it starts from.
+    """Find the model of a run, with the adapter that it starts from.
 
     Raises:
         ValueError: one of them cannot be found, or adapters would be trained beside an adapter.
@@ -142,7 +142,7 @@ def source_of(config: TrainConfig) -> ModelSource:
 
 
 def _with_new_tokens(source: ModelSource, config: TrainConfig) -> ModelSource:
-    """The model with ``config.new_tokens``, whose tokenizer is written beside the run."""
+    """Add ``config.new_tokens`` to the model, whose tokenizer is written into the run's folder."""
     if not config.new_tokens:
         return source
     folder = Path(config.run_dir) / "tokenizer"
@@ -151,7 +151,7 @@ def _with_new_tokens(source: ModelSource, config: TrainConfig) -> ModelSource:
 
 
 def _begun(source: ModelSource, start: StoredAdapter) -> StoredWeights:
-    """The weights of the base, with what an adapter brings whole in the place of its own."""
+    """Yield the weights of the base; the adapter's fully trained modules replace the base's."""
     assert source.adapter is not None
     base = source.adapter.base
     return merged_weights(stored_weights(base), base.config, replace(start, factors={}), source.config)
@@ -175,7 +175,7 @@ def _check_cap(config: TrainConfig) -> None:
 
 
 def teacher_of(config: TrainConfig) -> ModelSource:
-    """Where the teacher of a distillation is. ValueError if none is named, or it cannot be found."""
+    """Find the teacher of a distillation. Raises ValueError if none is named, or it cannot be found."""
     if not config.distill.teacher:
         raise ValueError('objective = "distill" needs a larger model: name it in distill.teacher')
     teacher = resolve(config.distill.teacher)

@@ -27,12 +27,12 @@ GAMMA = 100.0
 
 
 def share_kept(step: int, steps: int, keep: float) -> float:
-    """theta of a step: between 1 at the start and ``keep``."""
+    """Return theta of a step: between 1 at the start and ``keep``."""
     return (1 - keep) * math.exp(-GAMMA * step / steps) + keep
 
 
 def kept_layers(seed: int, step: int, steps: int, keep: float, layers: int) -> list[float]:
-    """For each layer the probability p that it was kept with, or 0 where it is dropped."""
+    """Return, for each layer, the probability p with which it was kept, or 0 if it is dropped."""
     theta = share_kept(step, steps, keep)
     found = []
     for layer in range(layers):
@@ -42,7 +42,7 @@ def kept_layers(seed: int, step: int, steps: int, keep: float, layers: int) -> l
 
 
 def dropping(model: Decoder, seed: int, keep: float, place: Callable[[], tuple[int, int]], *, recompute: bool) -> Stack:
-    """The layers of ``model``, to be set as its ``stack``.
+    """Return the layers of ``model`` with dropping, to be set as its ``stack``.
 
     Args:
         place: the step under way, from 0, and the steps of the run.

@@ -49,13 +49,13 @@ from ...ops.norm import add_rms_norm, rms_norm
 from ...ops.position import norm_rotary, rotary
 from ...parallel.ring import RingContext
 from .activations import Checkpointing
-from .merged_products import Product, Scratch, product
+from .merged_products import MergedProduct, Scratch, product
 
 log = logging.getLogger(__name__)
 
 
 class Attending(Protocol):
-    """Attention of a pass and its gradient, of ``[T, heads, d]`` each; ``sums`` are the softmax's."""
+    """Attention of a pass and its gradient, of ``[T, heads, d]`` each; ``sums`` are those of the softmax."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]: ...
 
@@ -65,8 +65,8 @@ class Attending(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """Attention to the own document. cu_seqlens ``[documents + 1]``: where they begin."""
+class PackedDocuments:
+    """Attention within each document. cu_seqlens ``[documents + 1]``: first tokens of the documents."""
 
     cu_seqlens: Tensor
 
@@ -91,13 +91,13 @@ class MergedStep:
     attention: Attending
     passed: Tensor | None = None
 
-    def room(self, below: Product, like: Tensor) -> Tensor:
-        """A place ``[T, D]`` for the gradient that goes down to ``below``."""
+    def room(self, below: MergedProduct, like: Tensor) -> Tensor:
+        """Return memory ``[T, D]`` for the gradient of the layer ``below``."""
         self.passed = below.room(like.shape[0], like.shape[1])
         return self.passed[:, : like.shape[1]]
 
-    def with_room(self, g_TD: Tensor, needs: Product) -> Tensor:
-        """g with the spare columns that ``needs`` wants: where it lies already, or copied."""
+    def with_room(self, g_TD: Tensor, needs: MergedProduct) -> Tensor:
+        """Return g with the spare columns that ``needs`` requires: in place if it has them, else copied."""
         if not needs.spare:
             return g_TD.contiguous()
         passed, self.passed = self.passed, None
@@ -136,22 +136,22 @@ class KeptTensors:
 
 
 class Units(Protocol):
-    """Layers that are whole only while they run (``parallel/sharded.py``)."""
+    """Layers whose weights are gathered only while they run (``parallel/sharded.py``)."""
 
     def begin(self, number: int, backward: bool) -> None:
-        """Layer ``number`` is about to run: make it whole, and have the next one come."""
+        """Gather layer ``number``, which is about to run, and start gathering the next one."""
         ...
 
     def end(self, number: int, training: bool) -> None:
-        """Its forward pass is done; ``training``: a backward pass follows."""
+        """Release layer ``number`` after its forward pass; ``training``: a backward pass follows."""
         ...
 
     def whole(self, number: int) -> AbstractContextManager[None]:
-        """It is whole inside."""
+        """Gather layer ``number`` inside the context."""
         ...
 
     def give(self, number: int, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
-        """Its backward pass is done, with these gradients."""
+        """Take the gradients of layer ``number``, whose backward pass is done."""
         ...
 
 
@@ -190,13 +190,13 @@ class MergedLayer:
         ]
 
     def _heads(self, qkv: Tensor) -> list[Tensor]:
-        """q, k and v ``[T, heads, d]``, views of the merged projection."""
+        """Split the merged projection into q, k and v ``[T, heads, d]``, as views."""
         parts = qkv[:, : self.qkv.outputs].split(self.qkv.sizes, dim=1)
         return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
 
     def _attend(self, n: Tensor, step: MergedStep) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """n -> q, k and v in one matrix (rotated, unless they have norms), the attended values ``[T, H d]``, the
-        softmax's sums, ``low``."""
+        """Compute from n: q, k and v in one matrix (rotated, unless they have norms), the attended values ``[T, H d]``,
+        the softmax's sums, ``low``."""
         qkv, low = self.qkv.forward(n)
         if self.biases:
             qkv[:, : self.qkv.outputs] += torch.cat([bias.detach() for bias in self.biases])
@@ -208,7 +208,7 @@ class MergedLayer:
         return qkv, o_THd.flatten(1), sums, low
 
     def _turned(self, qkv: Tensor, step: MergedStep) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v as attention sees them, from what is kept."""
+        """Return q, k and v as used by attention, from the kept tensors."""
         q, k, v = self._heads(qkv)
         if self.head_norms is None:
             return q, k, v
@@ -217,7 +217,8 @@ class MergedLayer:
         return *turned, v
 
     def _turn_back(self, dq: Tensor, dk: Tensor, qkv: Tensor, step: MergedStep) -> list[Tensor | None]:
-        """The gradients of q and k over q and k; returns those of the norms' weights."""
+        """Replace the gradients of q and k in place by those before norm and rotation; returns those of the norms'
+        weights."""
         q, k, _ = self._heads(qkv)
         if self.head_norms is None:
             rotary.triton_rotary(dq, dk, step.cos, step.sin, opposite=True, out=(q, k))
@@ -228,8 +229,10 @@ class MergedLayer:
         )
         return [of_q if first.weight.requires_grad else None, of_k if second.weight.requires_grad else None]
 
-    def _normed(self, norm: Any, into: Product, x_TD: Tensor, d_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The norm of x + d, with room for the product that it goes into, and x + d."""
+    def _normed(
+        self, norm: Any, into: MergedProduct, x_TD: Tensor, d_TD: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the norm of x + d, with spare columns for the following product, and x + d."""
         n = into.room(x_TD.shape[0], into.inputs)
         place = n[:, : into.inputs]
         if d_TD is None:
@@ -240,7 +243,7 @@ class MergedLayer:
         return n, out[1]
 
     def _project(self, o_TO: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The attended values through their projection."""
+        """Multiply the attended values by their projection."""
         if self.o.spare:
             x = self.o.room(o_TO.shape[0], self.o.inputs)
             x[:, : self.o.inputs].copy_(o_TO)
@@ -282,7 +285,7 @@ class MergedLayer:
         return kept, t, self._leave(out[:, : self.down.outputs])
 
     def _complete(self, kept: KeptTensors, step: MergedStep) -> None:
-        """Compute again what was not kept."""
+        """Recompute the tensors that were not kept."""
         low = list(kept.low)
         if kept.n is None:
             kept.n = self._enter(self._normed(self.first, self.qkv, kept.s)[0])
@@ -301,7 +304,7 @@ class MergedLayer:
     def backward(
         self, kept: KeptTensors, step: MergedStep, dt_TD: Tensor, dd_TD: Tensor, need_x: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """The gradient of x and d, which is one, and those of ``parameters``."""
+        """Return the gradient of x and d, which is the same, and those of ``parameters``."""
         self._complete(kept, step)
         s, n, qkv, o, sums, t, m, gate_up = kept.s, *kept.tensors()[1:8]
         assert n is not None and qkv is not None and o is not None and sums is not None
@@ -344,7 +347,8 @@ class MergedLayer:
     def _through(
         self, norm: Any, dn_TD: Tensor, dt_TD: Tensor, t_TD: Tensor, place: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The gradients of a norm's input, with that of the residual stream added, into ``place``, and its weight's."""
+        """Compute the gradient of a norm's input, with that of the residual stream added, into ``place``; also return
+        its weight's."""
         dt_TD, weight = add_rms_norm.triton_backward(dn_TD, dt_TD, t_TD, norm.weight, norm.eps, out=place)
         return dt_TD, weight if norm.weight.requires_grad else None
 
@@ -383,7 +387,7 @@ def attending(context: AttentionContext) -> Attending | None:
     """Return the form of attention in a context; None if merged layers do not support it."""
     if isinstance(context, RingContext):
         return context.kernels
-    return Packed(context.cu_seqlens) if isinstance(context, VarlenContext) else None
+    return PackedDocuments(context.cu_seqlens) if isinstance(context, VarlenContext) else None
 
 
 class MergedLayers:

@@ -37,7 +37,7 @@ from ...ops.linear.many_rows import matmul
 from ...ops.linear.many_rows.tiling import cublas_is_quicker
 
 ROUND = 64
-"""The number of spare columns is a multiple of this, the k of a step of the product, which takes no more steps for it.
+"""Multiple of spare columns, equal to the k of one step of the product, which takes no more steps for fewer columns.
 Rows of 128 bytes and their multiples then begin with a line of the L2 cache, and a bulk copy of one reads one line."""
 
 
@@ -48,24 +48,24 @@ class Scratch:
         self._memory: Tensor | None = None
 
     def matrix(self, rows: int, columns: int, like: Tensor) -> Tensor:
-        """``[rows, columns]``, not filled; what was given before is no longer valid."""
+        """Return ``[rows, columns]``, not filled; invalidates the matrix returned before."""
         if self._memory is None or self._memory.numel() < rows * columns:
             self._memory = None
             self._memory = torch.empty(rows * columns, dtype=like.dtype, device=like.device)
         return self._memory[: rows * columns].view(rows, columns)
 
 
-def product(weight: Weight, scratch: Scratch) -> Product:
-    """The product of a projection."""
+def product(weight: Weight, scratch: Scratch) -> MergedProduct:
+    """Build the product of a projection."""
     parts = [matrix.training_part() for matrix in weight.matrices]
     whole = weight.join() if all(part.parameter is not None for part in parts) else None
     if whole is None:
         weight.unjoin()
         return AdaptedProduct(parts, scratch)
-    return Product(parts, whole.dense().detach())
+    return MergedProduct(parts, whole.dense().detach())
 
 
-class Product:
+class MergedProduct:
     """Plain matrices, in one storage: their parameters are views of it."""
 
     spare = 0
@@ -78,39 +78,39 @@ class Product:
         self.trained = any(parameter.requires_grad for parameter in self.parameters)
 
     def refresh(self) -> None:
-        """Take note of adapters that have changed; before a forward pass."""
+        """Update the adapters' values; to be called before a forward pass."""
 
     def room(self, rows: int, columns: int) -> Tensor:
-        """``[rows, columns + R]``, not filled."""
+        """Allocate ``[rows, columns + R]``, not filled."""
         return self.weight.new_empty((rows, columns + self.spare))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x ``[T, I + R]`` -> y ``[T, O + R]``, and z ``[T, R]`` to keep for ``gradients``."""
+        """Multiply x ``[T, I + R]`` -> y ``[T, O + R]``; also return z ``[T, R]``, to be kept for ``gradients``."""
         return multiply(x, self.weight), None
 
     def prepare(self, g: Tensor) -> None:
         """Fill the spare columns of g ``[T, O + R]``; before the two methods below."""
 
     def gradient(self, g: Tensor) -> Tensor:
-        """g ``[T, O + R]`` -> dx ``[T, I]``."""
+        """Compute dx ``[T, I]`` from g ``[T, O + R]``."""
         return matmul.matmul(g, self.weight.T)
 
     def gradients(self, g: Tensor, x: Tensor, z: Tensor | None) -> list[Tensor | None]:
-        """Gradients of the parameters, from g ``[T, O + R]``, x ``[T, I]`` and what ``forward`` gave to keep."""
+        """Compute gradients of the parameters from g ``[T, O + R]``, x ``[T, I]`` and the z of ``forward``."""
         if not self.trained:
             return [None] * len(self.parameters)
         return list(weight_gradient(g, x).split(self.sizes))
 
 
 def multiply(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """x ``[T, I]``, weight ``[O, I]`` -> x weight^T ``[T, O]``, by cuBLAS where that is quicker."""
+    """Multiply x ``[T, I]`` by weight ``[O, I]`` -> x weight^T ``[T, O]``, by cuBLAS if that is faster."""
     if cublas_is_quicker(x, weight):
         return torch.mm(x, weight.T, out=out)
     return matmul.matmul(x, weight, out=out)
 
 
 def weight_gradient(g: Tensor, x: Tensor) -> Tensor:
-    """g ``[T, O]``, x ``[T, I]`` -> g^T x ``[O, I]``.
+    """Compute g^T x ``[O, I]`` from g ``[T, O]`` and x ``[T, I]``.
 
     By cuBLAS, which splits T, where tiles of 128 x 256 would leave the last round of multiprocessors mostly idle (H200,
     3072 x 2048 from 8192 tokens: 192 tiles on 132 multiprocessors, 166 us against 136).
@@ -121,7 +121,7 @@ def weight_gradient(g: Tensor, x: Tensor) -> Tensor:
     return matmul.matmul(g.T, x.T)
 
 
-class AdaptedProduct(Product):
+class AdaptedProduct(MergedProduct):
     """Frozen matrices of any kind, some or all with adapters."""
 
     def __init__(self, parts: Sequence[TrainingPart], scratch: Scratch) -> None:
@@ -172,24 +172,24 @@ class AdaptedProduct(Product):
         return self.example.new_empty((self.outputs + self.spare, self.inputs + self.spare))
 
     def _places(self, whole: Tensor) -> Iterator[tuple[TrainingPart, Tensor]]:
-        """Each part, and where it is in E."""
+        """Yield each part, with its view of E."""
         return zip(self.parts, whole[: self.outputs, : self.inputs].split(self.sizes), strict=True)
 
     def _fill(self, whole: Tensor) -> None:
-        """W into its place in E."""
+        """Copy W into E."""
         for part, place in self._places(whole):
             part.fill(place)
         whole[:, self.inputs :].zero_()
 
     def _adapt(self, whole: Tensor) -> None:
-        """A and B into their places in E."""
+        """Copy A and B into E."""
         if self.low is not None:
             whole[self.outputs :, : self.inputs].copy_(self.low)
         for b, (rows, columns) in zip(self.parameters[1::2], self.adapters, strict=True):
             whole[rows, self.inputs + columns.start : self.inputs + columns.stop].copy_(b.detach())
 
     def _matrix(self) -> Tensor:
-        """E."""
+        """Return E, rebuilt if it is not kept."""
         if self.whole is not None:
             return self.whole
         whole = self.scratch.matrix(self.outputs + self.spare, self.inputs + self.spare, self.example)
@@ -219,7 +219,7 @@ class AdaptedProduct(Product):
         return y, z
 
     def _high(self) -> Tensor:
-        """All B's, block by block along the diagonal, ``[O, R]``: the upper right corner of E."""
+        """Return all B's as blocks along the diagonal, ``[O, R]``: the upper right corner of E."""
         if self.whole is not None:
             return self.whole[: self.outputs, self.inputs :]
         high = self.example.new_zeros((self.outputs, self.spare))

@@ -1,4 +1,4 @@
-"""Which models train with merged layers (``merged_layers.py``), and the stack that a run gives its model."""
+"""Support of models by merged layers (``merged_layers.py``), and the stack that a run gives its model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def refusal(config: ModelConfig) -> str | None:
-    """Why the layers of such a model cannot be merged, in a sentence; None if they can."""
+    """Return the reason why the layers of such a model cannot be merged, in a sentence; None if they can."""
     if config.norm != "rmsnorm" or not config.gated_mlp or config.position != "rope":
         return "the model has other layers than RMSNorm, rotary attention and SwiGLU"
     if config.qk_norm_whole:
@@ -36,7 +36,7 @@ def can_merge(model: Decoder) -> bool:
 
 
 def stack_of(model: Decoder, plan: Checkpointing, merged: bool, whole: int = 0) -> Stack:
-    """The layers of a model under a plan: merged where that is wanted and can be. ``whole`` as in ``MergedLayers``."""
+    """Return the layers of a model under a plan, merged if requested and possible. ``whole`` as in ``MergedLayers``."""
     if not (merged and can_merge(model)):
         return stack_with(model, plan)
     from .merged_layers import MergedLayers

@@ -28,11 +28,11 @@ CLASSES = {
     "grpo": "GRPO",
     "distill": "Distillation",
 }
-"""Objectives whose settings are in ``train/config/objectives.py``; others bring a record (``ObjectiveKind``)."""
+"""Objectives whose settings are in ``train/config/objectives.py``; others have a record (``ObjectiveKind``)."""
 
 
 def build(config: TrainConfig, trainable: Trainable) -> Objective:
-    """The objective that ``config`` names, with its data loaded.
+    """Build the objective that ``config`` names, and load its data.
 
     Raises:
         ValueError: the data cannot be read or does not fit the objective.

@@ -1,4 +1,4 @@
-"""The answers of one rollout with all that optimizer steps need of them, and their micro-batches.
+"""The answers of one rollout with all data that optimizer steps need, and their micro-batches.
 
 A rollout may serve several optimizer steps. A checkpoint between two of them holds it as tensors, because the weights
 that drew it are gone by then.
@@ -62,7 +62,7 @@ class Rollout:
     kept_ids: Tensor
 
     def state(self) -> dict[str, Tensor]:
-        """All of it by name."""
+        """Return all tensors by name."""
         return {item.name: getattr(self, item.name).clone() for item in fields(self)}
 
     @classmethod
@@ -77,7 +77,7 @@ class Rollout:
         return len(self.length_A)
 
     def sizes(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Tokens of each answer with its prompt."""
+        """Return the tokens of each answer including its prompt."""
         return np.array([len(prompts[i]) for i in self.prompt_A.tolist()]) + self.length_A.numpy()
 
     def pack(

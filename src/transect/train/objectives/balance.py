@@ -27,7 +27,7 @@ from .share import Sums
 
 
 class Balance:
-    """The two losses of a model's routers. Without experts it is 0 and costs nothing."""
+    """The two losses of a model's routers; 0, at no cost, for a model without experts."""
 
     def __init__(self, model: Decoder, config: RouterConfig) -> None:
         wanted = bool(config.balance or config.z_loss)
@@ -35,15 +35,15 @@ class Balance:
         self._layers = [module for module in model.modules() if isinstance(module, MoE)] if wanted else []
         self._seen: list[tuple[Tensor, Tensor]] = []
         self._last: list[tuple[Tensor, Tensor, int]] = []
-        """Both losses of each micro-batch since ``begin``, and its labels."""
+        """Both losses of each micro-batch since ``begin``, and its number of labels."""
 
     def begin(self) -> None:
-        """Forget what ``sums`` has."""
+        """Drop the recorded losses."""
         self._last = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around a forward pass. What a backward pass computes a second time is not seen twice."""
+        """Record the routers' losses of a forward pass. Recomputation in a backward pass is not recorded again."""
         self._seen = []
         for layer in self._layers:
             layer.watch = self._see
@@ -54,7 +54,7 @@ class Balance:
                 layer.watch = None
 
     def sums(self) -> Sums:
-        """The two losses of the micro-batches since ``begin``, for the log; waits for the device."""
+        """Return the two losses of the micro-batches since ``begin``, for the log; waits for the device."""
         labels = sum(count for _, _, count in self._last)
         balance = math.fsum(float(value) * count for value, _, count in self._last)
         z = math.fsum(float(value) * count for _, value, count in self._last)
@@ -76,7 +76,7 @@ class Balance:
 
 
 def balance_loss(logits_TE: Tensor, experts_Tk: Tensor, score: str = "softmax") -> Tensor:
-    """A scalar; k where every expert gets its share."""
+    """Compute the balance loss, a scalar; k if all experts are equally busy."""
     tokens, experts = logits_TE.shape
     scores = logits_TE.sigmoid() if score == "sigmoid" else logits_TE.softmax(-1)
     if score == "sigmoid":
@@ -88,5 +88,5 @@ def balance_loss(logits_TE: Tensor, experts_Tk: Tensor, score: str = "softmax") 
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:
-    """A scalar."""
+    """Compute the z loss, a scalar."""
     return logits_TE.logsumexp(-1).square().mean()

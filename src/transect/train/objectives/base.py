@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..data.batches import Batch
 from ..data.loader import Position
-from .share import WHOLE, Share, Sums
+from .share import WHOLE, RolloutShare, Sums
 
 
 class StepFailed(ValueError):
-    """A step cannot begin, because something outside failed (a reward function, say). Nothing of the run has changed,
-    so it can be saved and taken up again."""
+    """A step cannot begin, because an external part failed (a reward function, say). The run's state is unchanged, so
+    it can be saved and resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Objective:
         raise NotImplementedError
 
     def batches(self, step: int) -> Sequence[Batch]:
-        """The micro-batches of ``step`` (from 0), on the host. A micro-batch counts by its ``num_labels``.
+        """Return the micro-batches of ``step`` (from 0), on the host. A micro-batch is weighted by its ``num_labels``.
 
         Raises:
             StepFailed: they cannot be made; the position is what it was.
@@ -58,17 +58,17 @@ class Objective:
         raise NotImplementedError
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean loss over the labels of a micro-batch that is on the model's device. Without a gradient it is no part of
-        the step, and ``metrics`` does not count it."""
+        """Compute the mean loss over the labels of a micro-batch on the model's device. A loss without a gradient is
+        not part of the step, and ``metrics`` does not count it."""
         raise NotImplementedError
 
     def metrics(self) -> Sums:
-        """Further numbers of the last step's micro-batches that this rank has computed, for the log: their means over
-        all ranks' are shown."""
+        """Return further numbers of the last step's micro-batches that this rank has computed, for the log, which shows
+        their means over all ranks."""
         return {}
 
-    def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
-        """Validation; None without data. ``share``: what this rank computes of it; all ranks call it."""
+    def evaluate(self, share: RolloutShare = WHOLE) -> Evaluation | None:
+        """Evaluate on validation data; None without data. ``share``: this rank's part; all ranks call it."""
         raise NotImplementedError
 
     def micro_batches(self, epoch: int) -> int:
@@ -84,7 +84,7 @@ class Objective:
         return max(1, math.ceil(round(count, 6) / accumulate))
 
     def identity(self) -> dict[str, str]:
-        """Digests by part (``data/identity.py``): where they are the same, the same position means the same batches."""
+        """Return digests by part (``data/identity.py``): if they are equal, equal positions mean equal batches."""
         raise NotImplementedError
 
     def state(self) -> Mapping[str, Tensor]:
@@ -95,6 +95,6 @@ class Objective:
         return {}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what ``state`` gave. ValueError if it is of another objective."""
+        """Restore the result of ``state``. Raises ValueError for a state of another objective."""
         if tensors:
             raise ValueError("the checkpoint holds the state of another objective")

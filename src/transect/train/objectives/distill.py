@@ -26,7 +26,7 @@ from .base import Evaluation
 from .divergence import Divergence, distillation_loss
 from .logprobs import batch_hidden
 from .next_token import NextToken
-from .share import WHOLE, Share, Sums
+from .share import WHOLE, RolloutShare, Sums
 
 
 class Distillation(NextToken):
@@ -72,8 +72,8 @@ class Distillation(NextToken):
         return {"divergence": (total, sum(count for _, count in self._seen))}
 
     @torch.no_grad()
-    def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
-        """The loss of training on the validation data, and the cross entropy of its own tokens."""
+    def evaluate(self, share: RolloutShare = WHOLE) -> Evaluation | None:
+        """Compute the training loss on the validation data, and the cross entropy of the data's own tokens."""
         if self.validation is None:
             return None
         plain = super().evaluate(share)
@@ -92,7 +92,7 @@ class Distillation(NextToken):
 
 
 def check_tokens(trainable: Trainable, teacher: ModelSource) -> None:
-    """ValueError if the teacher's tokens are not the student's."""
+    """Check that the teacher's tokens are the student's. Raises ValueError."""
     theirs = Tokenizer.from_source(teacher)
     ours = trainable.tokenizer
     if ours is None or not isinstance(theirs, Tokenizer):
@@ -105,7 +105,7 @@ def check_tokens(trainable: Trainable, teacher: ModelSource) -> None:
 
 
 def load_teacher(source: ModelSource, trainable: Trainable, config: TrainConfig) -> Decoder:
-    """The frozen model, on the device and in the dtype of the one that is trained."""
+    """Load the frozen model, on the device and in the dtype of the student."""
     ops = training_ops(trainable.device)
     model = Decoder(source.config, device="meta", dtype=DTYPES[config.precision], ops=ops)
     model = model.to_empty(device=trainable.device)

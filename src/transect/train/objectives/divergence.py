@@ -38,7 +38,7 @@ PARTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Which divergence, and how much it counts; the names are those of ``[distill]``."""
+    """Kind and weight of the divergence, with the names of ``[distill]``."""
 
     kind: str = "forward"
     mixture: float = 0.5
@@ -46,7 +46,8 @@ class Divergence:
     weight: float = 1.0
 
     def of(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """The divergence of each row ``[R]`` and its gradient for u ``[R, V]``, from log-probabilities ``[R, V]``."""
+        """Compute the divergence of each row ``[R]`` and its gradient for u ``[R, V]``, from log-probabilities ``[R,
+        V]``."""
         p = log_p.exp()
         if self.kind == "forward":
             q = log_q.exp()
@@ -65,7 +66,7 @@ class Divergence:
 def distillation_loss(
     hidden_TD: Tensor, weight_VD: Tensor, teacher_TE: Tensor, teacher_VE: Tensor, labels_T: Tensor, how: Divergence
 ) -> tuple[Tensor, Tensor]:
-    """The mean loss over the labels and, without a gradient, the mean divergence; float32 scalars (or float64).
+    """Compute the mean loss over the labels and, without a gradient, the mean divergence; float32 scalars (or float64).
 
     Vocabularies may be padded to different sizes; what only one of the models has is left out of the divergence.
     """

@@ -30,7 +30,7 @@ class Cut:
 
 
 def drawn_from(z_RV: Tensor, labels_R: Tensor, cut: Cut) -> Tensor:
-    """Which tokens could be drawn, bool ``[R, V]``: those that the engine's sampler leaves, and the one that was drawn.
+    """Mark the tokens that could be drawn, bool ``[R, V]``: those that the engine's sampler keeps, and the drawn one.
 
     Args:
         z_RV: logits over the temperature. labels_R: what was drawn.

@@ -28,14 +28,14 @@ from ..model.build import Trainable
 from .logprobs import batch_logprobs, document_sums
 
 Side = tuple[list[int], list[bool]]
-"""A document, and which of its tokens are the answer."""
+"""(token ids of a document, mask of the answer's tokens)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleBatch(Batch):
-    """``reference`` ``[documents]`` float32: log-probabilities of the answers under the frozen model, 0 without one.
-    ``good`` ``[examples]`` bool: what ``kto`` was told of each answer; true otherwise. ``num_labels`` counts examples.
-    """
+    """A batch of examples. ``reference`` ``[documents]`` float32: log-probabilities of the answers under the frozen
+    model, 0 without one. ``good`` ``[examples]`` bool: labels of ``kto``; True otherwise. ``num_labels`` counts
+    examples."""
 
     reference: Tensor
     good: Tensor
@@ -76,7 +76,7 @@ class Examples:
         return self.count - len(self._usable)
 
     def plan(self, epoch: int) -> list[list[int]]:
-        """The examples of each micro-batch of an epoch."""
+        """Return the examples of each micro-batch of an epoch."""
         if self._planned is None or self._planned[0] != epoch:
             generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
             order = generator.permutation(self._usable)
@@ -95,7 +95,7 @@ class Examples:
 
     @torch.no_grad()
     def add_reference(self, trainable: Trainable) -> None:
-        """Take the log-probabilities of all answers under the model as it is now."""
+        """Compute the log-probabilities of all answers under the present model, as the reference."""
         for examples in self.plan(0):
             batch = self.batch(examples).to(trainable.device)
             sums = document_sums(batch_logprobs(trainable.model, batch), batch.cu_seqlens)
@@ -103,7 +103,7 @@ class Examples:
             self.reference[documents] = sums.float().cpu()
 
     def identity(self) -> dict[str, str]:
-        """Digests; see ``data/identity.py``."""
+        """Compute digests; see ``data/identity.py``."""
         sizes = f"{self.config.seq_len} {self.config.micro_batch} {self.seed} pairs"
         found = stream_identity(self.stream)
         if not bool(self.good.all()):
@@ -128,7 +128,7 @@ def read_pairs(
         tell: receives a summary of each file.
 
     Raises:
-        ValueError: no file, or a row that is no pair; its place is named.
+        ValueError: no file, or a row that is not a pair; its place is named.
     """
 
     def sides(form: Form) -> list[Side]:
@@ -156,7 +156,8 @@ def read_rated(
     columns: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda said: None,
 ) -> tuple[TokenStream, list[bool]]:
-    """Judged answers as documents, each before its prompt with another row's answer; and which answers are good.
+    """Read judged answers as documents, each followed by its prompt with another row's answer; also return which
+    answers are good.
 
     A pair counts as a good and a bad answer. Arguments and errors as for ``read_pairs``; ``seed`` decides whose answer
     stands beside.

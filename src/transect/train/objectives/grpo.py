@@ -50,8 +50,8 @@ from .drawn import Cut, kept_tokens
 from .logprobs import batch_hidden, token_logprobs
 from .reference import Reference
 from .rewards import Judge, read_prompts
-from .rollout import Answer, roll_out
-from .share import WHOLE, Share, Sums
+from .rollout import SampledAnswer, roll_out
+from .share import WHOLE, RolloutShare, Sums
 
 log = logging.getLogger(__name__)
 
@@ -145,8 +145,8 @@ class GRPO(Objective):
                 found["kl"] = float(share @ values[:, 2])
         return {name: (value, 1) for name, value in found.items()}  # of one rank, which has drawn all
 
-    def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
-        """The greedy answers to the held-out prompts; the loss is minus their mean reward. One rank draws them all."""
+    def evaluate(self, share: RolloutShare = WHOLE) -> Evaluation | None:
+        """Draw greedy answers to the held-out prompts; the loss is minus their mean reward. One rank draws them all."""
         if self._held_out is None:
             return None
         records, prompts = self._held_out
@@ -175,7 +175,7 @@ class GRPO(Objective):
         if tensors and not torch.equal(tensors.get("drawn", drawn), drawn):  # earlier checkpoints do not say
             log.warning(
                 "the answers in the checkpoint were drawn from other prompts or with other settings (temperature, "
-                "cuts, minibatches, seed, a reference): they are left, and the next step draws anew"
+                "cuts, minibatches, seed, a reference): they are dropped, and the next step draws new ones"
             )
         elif tensors:
             self._rollout = Rollout.from_state(tensors)
@@ -190,14 +190,14 @@ class GRPO(Objective):
         return hashlib.sha256(records.encode()).hexdigest()
 
     def _drawn(self) -> Tensor:
-        """A digest of all that answers must have been drawn with for later steps to be right about them."""
+        """Compute a digest of all settings and data that the draws of answers depend on."""
         own, seed = self._config.grpo, self._config.seed
         how = (own.temperature, own.top_k, own.top_p, own.min_p, own.minibatches, own.beta > 0, seed)
         found = hashlib.sha256(f"{how} {self._data()}".encode())
         return torch.frombuffer(bytearray(found.digest()), dtype=torch.uint8)
 
     def _read(self, paths: Sequence[str], setting: str) -> tuple[list[dict[str, Any]], list[list[int]]]:
-        """The rows of prompts, and the prompts as tokens."""
+        """Read the rows of prompts, and tokenize the prompts."""
         template = self._trainable.template
         assert template is not None
         room = self._config.data.seq_len - self._config.grpo.max_tokens
@@ -255,16 +255,16 @@ class GRPO(Objective):
                 rollout.reference_N = self._logprobs(rollout)
         return rollout
 
-    def _answers(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[Answer]:
+    def _answers(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[SampledAnswer]:
         ends = self._tokenizer.eos_token_ids
         return roll_out(self._trainable.model, prompts, params, eos_token_ids=ends, seed=seed)
 
-    def _rewards(self, answers: Sequence[Answer], records: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    def _rewards(self, answers: Sequence[SampledAnswer], records: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Compute each function's reward for each answer, ``[answers, functions]``."""
         texts = [self._tokenizer.decode(answer.token_ids) for answer in answers]
         return np.array([self._judge(text, records[a.prompt]) for text, a in zip(texts, answers, strict=True)])
 
-    def _summarise(self, rewards: np.ndarray, total: np.ndarray, answers: Sequence[Answer]) -> None:
+    def _summarise(self, rewards: np.ndarray, total: np.ndarray, answers: Sequence[SampledAnswer]) -> None:
         judged = total[~np.isnan(total)]
         self._summary = {
             "reward": float(judged.mean()) if len(judged) else 0.0,
@@ -292,13 +292,13 @@ class GRPO(Objective):
     # ---- what the optimizer steps need of it -------------------------------------------------------------------------
 
     def _packed(self, rollout: Rollout) -> list[list[int]]:
-        """All answers in as few micro-batches as may be."""
+        """Pack all answers into as few micro-batches as possible."""
         sizes = rollout.sizes(self._prompts)
         return best_fit(np.arange(len(rollout)), sizes, self._config.data.micro_batch)
 
     @torch.no_grad()
     def _score(self, rollout: Rollout) -> None:
-        """Log-probabilities in the distribution that drew the answers, and what could be drawn."""
+        """Compute log-probabilities in the distribution that drew the answers, and the tokens that could be drawn."""
         if self._config.grpo.truncated:
             counts: list[Tensor] = [torch.empty(0)] * len(rollout)
             ids: list[Tensor] = list(counts)
@@ -318,7 +318,7 @@ class GRPO(Objective):
 
     @torch.no_grad()
     def _logprobs(self, rollout: Rollout) -> Tensor:
-        """The log-probabilities of all tokens under the weights that are in place, ``[N]`` on the CPU."""
+        """Compute the log-probabilities of all tokens under the present weights, ``[N]`` on the CPU."""
         model = self._trainable.model
         found: list[Tensor] = [torch.empty(0)] * len(rollout)
         for group in self._packed(rollout):
@@ -334,7 +334,7 @@ class GRPO(Objective):
         return torch.cat(found)
 
     def _micro_batches(self, rollout: Rollout, order: np.ndarray) -> list[Batch]:
-        """The micro-batches of one optimizer step over the answers ``order``."""
+        """Build the micro-batches of one optimizer step over the answers ``order``."""
         settings = self._config.grpo
         lengths = rollout.length_A.numpy()
         masked = rollout.truncated_A.numpy() & settings.mask_truncated

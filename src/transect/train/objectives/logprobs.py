@@ -1,5 +1,5 @@
-"""Log-probabilities of given tokens: with gradients, for preference and reinforcement learning; and as serving computes
-them.
+"""Log-probabilities of given tokens: with gradients, for preference and reinforcement learning, and as computed in
+serving.
 
 Shapes: T tokens, D model dim, V vocabulary.
 """
@@ -26,18 +26,19 @@ ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """The tokens that could be drawn at each of T places: ``ids_N[bounds[t]:bounds[t + 1]]`` at place t, none where
-    nothing was drawn. Both int64."""
+    """The tokens that could be drawn at each of T positions: ``ids_N[bounds[t]:bounds[t + 1]]`` at position t; empty if
+    none was drawn. Both int64."""
 
     ids_N: Tensor
     bounds: Tensor
 
     def to(self, device: torch.device) -> KeptTokens:
-        """A copy on another device."""
+        """Return a copy on another device."""
         return KeptTokens(self.ids_N.to(device), self.bounds.to(device))
 
     def limit(self, logits_RV: Tensor, rows_R: Tensor) -> Tensor:
-        """``logits_RV`` of the ascending places ``rows_R``, with -inf for every token that could not be drawn there.
+        """Return ``logits_RV`` of the ascending positions ``rows_R``, with -inf for every token that could not be drawn
+        there.
 
         Between these places there must be none that keeps something.
         """
@@ -53,7 +54,8 @@ class KeptTokens:
 def token_logprobs(
     hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, temperature: float = 1.0, kept: KeptTokens | None = None
 ) -> Tensor:
-    """``log softmax(hidden weight^T / temperature)`` at the labels, ``[T]`` float32; 0 where the label is ``IGNORE``.
+    """Compute ``log softmax(hidden weight^T / temperature)`` at the labels, ``[T]`` float32; 0 for the label
+    ``IGNORE``.
 
     Logits exist a few rows at a time, in the backward pass a second time.
 
@@ -65,19 +67,19 @@ def token_logprobs(
 
 
 def batch_logprobs(model: Decoder, batch: Batch, *, temperature: float = 1.0, kept: KeptTokens | None = None) -> Tensor:
-    """``token_logprobs`` of a batch of packed documents under the model, ``[T]``."""
+    """Compute ``token_logprobs`` of a batch of packed documents under the model, ``[T]``."""
     hidden_TD = batch_hidden(model, batch)
     return token_logprobs(hidden_TD, model.head.dense(), batch.labels_T, temperature=temperature, kept=kept)
 
 
 def batch_hidden(model: Decoder, batch: Batch) -> Tensor:
-    """The last hidden states of a batch of packed documents, ``[T, D]``."""
+    """Compute the last hidden states of a batch of packed documents, ``[T, D]``."""
     hidden_TD: Tensor = model(batch.tokens_T, batch.positions_T, VarlenContext(batch.cu_seqlens, model.ops))
     return hidden_TD
 
 
 def document_sums(values_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The sum of the log-probabilities of each document, ``[documents]``."""
+    """Sum the log-probabilities of each document, ``[documents]``."""
     lengths = cu_seqlens.diff().long()
     document_T = torch.arange(len(lengths), device=values_T.device).repeat_interleave(lengths)
     return torch.zeros(len(lengths), dtype=values_T.dtype, device=values_T.device).index_add(0, document_T, values_T)
@@ -85,7 +87,7 @@ def document_sums(values_T: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def serving_logprobs(model: Decoder, documents: Sequence[Sequence[int]], ops: OpSet) -> list[list[float]]:
-    """For each document, the log-probability of every token but its first, as an engine with ``ops`` gives them.
+    """Compute, for each document, the log-probability of every token but its first, as an engine with ``ops`` does.
 
     The same model runs over a paged cache of its own, as it does when it serves. With a batch-invariant ``ops`` the
     numbers equal the engine's prompt logprobs to the last bit, whatever the engine's batches were.

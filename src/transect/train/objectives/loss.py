@@ -17,7 +17,7 @@ from ...ops.registry import Unavailable, get
 from ...parallel.parallelize import Parallel
 from ...parallel.pipeline import StagedBatch
 from ..data.batches import IGNORE, Batch, padded
-from .share import WHOLE, Share
+from .share import WHOLE, RolloutShare
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +25,9 @@ TokenLoss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 def token_loss(device: torch.device, softcap: float | None = None) -> TokenLoss:
-    """``(hidden_TD, head_VD, labels_T, ignored label) -> mean loss``: the fused kernel on a GPU, the C++ kernels on the
-    CPU, torch where these cannot be built or logits are capped by ``softcap`` (which is logged)."""
+    """Choose the loss function ``(hidden_TD, head_VD, labels_T, ignored label) -> mean loss``: the fused kernel on a
+    GPU, the C++ kernels on the CPU, torch if these cannot be built or logits are capped by ``softcap`` (which is
+    logged)."""
     if softcap is not None:
         log.info("the loss runs in torch: the kernels know no cap on logits")
         return partial(linear_cross_entropy, softcap=softcap)
@@ -45,8 +46,8 @@ def token_loss(device: torch.device, softcap: float | None = None) -> TokenLoss:
 
 
 def batch_loss(model: Decoder, batch: Batch, loss: TokenLoss, parallel: Parallel | None = None) -> Tensor:
-    """Mean loss over the batch's labels, a scalar. The batch is on the model's device; ``parallel`` has the ranks that
-    compute it together."""
+    """Compute the mean loss over the batch's labels, a scalar. The batch is on the model's device; ``parallel``: the
+    ranks that compute it together."""
     if parallel is not None:
         return _shared_loss(model, batch, loss, parallel)
     context = VarlenContext(batch.cu_seqlens, model.ops)
@@ -55,7 +56,7 @@ def batch_loss(model: Decoder, batch: Batch, loss: TokenLoss, parallel: Parallel
 
 
 def _shared_loss(model: Decoder, batch: Batch, loss: TokenLoss, parallel: Parallel) -> Tensor:
-    """The loss on ranks that compute it together; with a gradient, this rank's part of it."""
+    """Compute the loss on ranks that share it; with a gradient, this rank's part of it."""
     own = piece(parallel, batch, loss)
     if parallel.pipeline is not None:
         return parallel.whole_loss(parallel.pipeline.measure(own))
@@ -80,10 +81,14 @@ def piece(parallel: Parallel, batch: Batch, loss: TokenLoss, share: float = 1.0)
 
 @torch.no_grad()
 def evaluate(
-    model: Decoder, batches: Iterable[Batch], loss: TokenLoss, parallel: Parallel | None = None, share: Share = WHOLE
+    model: Decoder,
+    batches: Iterable[Batch],
+    loss: TokenLoss,
+    parallel: Parallel | None = None,
+    share: RolloutShare = WHOLE,
 ) -> tuple[float, int]:
-    """Mean loss in nats over all labels of the batches, and how many labels that is; ``share``: what this rank computes
-    of them."""
+    """Compute the mean loss in nats over all labels of the batches, and the number of labels; ``share``: this rank's
+    part of the batches."""
     total, count = 0.0, 0
     device = model.norm.weight.device
     for batch, counts in share.of(batch for batch in batches if batch.num_labels):

@@ -17,7 +17,7 @@ from ..model.build import Trainable
 from .balance import Balance
 from .base import Evaluation, Objective, StepFailed
 from .loss import batch_loss, evaluate, token_loss
-from .share import WHOLE, Share, Sums
+from .share import WHOLE, RolloutShare, Sums
 
 
 class NextToken(Objective):
@@ -83,7 +83,7 @@ class NextToken(Objective):
     def metrics(self) -> Sums:
         return self._balance.sums()
 
-    def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
+    def evaluate(self, share: RolloutShare = WHOLE) -> Evaluation | None:
         if self.validation is None:
             return None
         own = self._trainable
@@ -93,8 +93,8 @@ class NextToken(Objective):
         return Evaluation(loss, labels, self._validation_bytes)
 
     def _count_bytes(self, loader: Loader) -> int:
-        """Bytes of text that the labels of an epoch spell, the same in every one; special tokens spell none. 0 without
-        a tokenizer."""
+        """Count the bytes of text that an epoch's labels decode to, equal in every epoch; special tokens have none. 0
+        without a tokenizer."""
         tokenizer = self._trainable.tokenizer
         if tokenizer is None:
             return 0

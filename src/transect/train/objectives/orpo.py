@@ -20,7 +20,7 @@ from .logprobs import batch_hidden, document_sums, token_logprobs
 from .preferences import Preferences
 
 CLOSEST_TO_CERTAIN = -1e-6
-"""A mean log-probability nearer to 0 has odds that float32 cannot hold."""
+"""Largest mean log-probability used; nearer to 0, the odds exceed float32."""
 
 
 class ORPO(Preferences):
@@ -46,13 +46,13 @@ class ORPO(Preferences):
 
     @staticmethod
     def _chosen(batch: ExampleBatch) -> Tensor:
-        """Which tokens belong to chosen documents, bool ``[T]``."""
+        """Mark the tokens of chosen documents, bool ``[T]``."""
         lengths = batch.cu_seqlens.diff().long()
         document_T = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
         return document_T % 2 == 0
 
     def _all_labels(self, batch: ExampleBatch) -> Tensor:
-        """Every next token of the chosen documents, and of the rejected ones those of the answer."""
+        """Return labels for every next token of the chosen documents, and for the answers of the rejected ones."""
         following_T = torch.full_like(batch.tokens_T, IGNORE)
         following_T[:-1] = batch.tokens_T[1:]
         following_T[batch.cu_seqlens[1:].long() - 1] = IGNORE

@@ -20,7 +20,7 @@ from ..model.build import Trainable
 from .base import Evaluation, Objective
 from .examples import ExampleBatch, Examples, read_pairs
 from .logprobs import batch_logprobs, document_sums
-from .share import WHOLE, Share, Sums
+from .share import WHOLE, RolloutShare, Sums
 
 
 class Preferences(Objective):
@@ -41,7 +41,7 @@ class Preferences(Objective):
         self._validation = self._load(config.data.validation) if config.data.validation else None
 
     def read(self, paths: Sequence[str]) -> Examples:
-        """The examples of files. ValueError if they cannot be read."""
+        """Read the examples of files. Raises ValueError if they cannot be read."""
         trainable, config = self._trainable, self._config
         assert trainable.tokenizer is not None and trainable.template is not None
         stream = read_pairs(
@@ -51,7 +51,7 @@ class Preferences(Objective):
         return Examples(stream, config.data, config.seed)
 
     def examples_loss(self, batch: ExampleBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean loss over the examples, and further numbers for the log, ``[examples]`` or some of them."""
+        """Compute the mean loss over the examples, and further numbers for the log, ``[examples]`` or some of them."""
         raise NotImplementedError
 
     def gains(self, batch: ExampleBatch) -> Tensor:
@@ -93,7 +93,7 @@ class Preferences(Objective):
         return _sums(self._seen)
 
     @torch.no_grad()
-    def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
+    def evaluate(self, share: RolloutShare = WHOLE) -> Evaluation | None:
         if self._validation is None:
             return None
         total, examples, seen = 0.0, 0, []
@@ -134,7 +134,7 @@ class Preferences(Objective):
 
 
 def _sums(seen: Sequence[Mapping[str, Tensor]]) -> Sums:
-    """The sum of all that was seen of each number, and how many that are."""
+    """Sum all recorded values of each number, with their count."""
     names = {name: None for numbers in seen for name in numbers}
     joined = {name: torch.cat([each[name] for each in seen if name in each]).double() for name in names}
     return {name: (float(values.sum()), len(values)) for name, values in joined.items()}

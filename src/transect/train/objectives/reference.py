@@ -1,4 +1,4 @@
-"""The model as it was when a run began: what KL divergences and preferences are measured against.
+"""The model at the start of a run: the reference of KL divergences and preferences.
 
 No second model is held. What is trained is copied once, and changes places with the copy for a forward pass: with
 adapters that is the adapters alone, and those of a new run are nothing, so the base answers by itself. With all weights
@@ -29,7 +29,7 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model is the reference inside; afterwards it is what it was, to the last bit.
+        """Make the model the reference inside the context; afterwards it is restored with identical bits.
 
         Nothing inside may keep a graph or change a parameter.
         """

@@ -17,25 +17,25 @@ from typing import Any
 
 import numpy as np
 
-from ..data.documents import Tally
+from ..data.documents import RowCounts
 from ..data.files import find
 from ..data.layouts import check_columns, prompt_of, renamed
 from ..data.messages import Messages
 from .base import StepFailed
 
 LARGEST = 1e100
-"""Beyond it squares of rewards are not finite."""
+"""Largest magnitude of a reward; squares of larger ones overflow."""
 Reward = Callable[[str, Mapping[str, Any]], float | None]
 
 
 def exact(answer: str, record: Mapping[str, Any]) -> float | None:
-    """1 where the answer, stripped, equals the row's ``answer``, 0 where not; None where the row has none."""
+    """Return 1 if the answer, stripped, equals the row's ``answer``, else 0; None if the row has no answer."""
     right = record.get("answer")
     return None if right is None else float(answer.strip() == str(right).strip())
 
 
 def reward_function(name: str) -> Reward:
-    """``exact``, or the function that ``module:function`` or ``path/to/file.py:function`` names.
+    """Return ``exact``, or the function that ``module:function`` or ``path/to/file.py:function`` names.
 
     Modules are looked for in the working directory too.
 
@@ -55,7 +55,7 @@ def reward_function(name: str) -> Reward:
             f"({type(error).__name__}: {error})"
         ) from error
     if not callable(found):
-        raise ValueError(f"grpo.reward: {name!r} is no function")
+        raise ValueError(f"grpo.reward: {name!r} is not a function")
     reward: Reward = found
     return reward
 
@@ -113,13 +113,13 @@ class Judge:
         return found
 
     def total(self, rewards: np.ndarray) -> np.ndarray:
-        """Weighted sums ``[answers]`` of rewards ``[answers, functions]``; NaN where no function said anything."""
+        """Compute weighted sums ``[answers]`` of rewards ``[answers, functions]``; NaN if no function gave a reward."""
         sums = np.nansum(rewards * self.weights, axis=1)
         return np.where(np.isnan(rewards).all(1), np.nan, sums)
 
 
 Prompt = tuple[dict[str, Any], list[int]]
-"""A row of the data, and its prompt as tokens."""
+"""(row of the data, tokens of its prompt)."""
 
 
 def read_prompts(
@@ -148,7 +148,7 @@ def read_prompts(
     for file in find(list(paths), setting):
         if file.kind in ("text", "tokens"):
             raise ValueError(f'{file.path} holds no prompts: objective = "grpo" needs rows with a "prompt"')
-        tally = Tally(str(file.path), "prompts", "the answers to them")
+        tally = RowCounts(str(file.path), "prompts", "the answers to them")
         for where, row in file.rows():
             try:
                 if isinstance(row, ValueError):

@@ -23,7 +23,7 @@ MOST_RUNNING = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SampledAnswer:
     """One answer to prompt ``prompt``: its tokens, and each one's log-probability under the raw logits."""
 
     prompt: int
@@ -39,8 +39,9 @@ def roll_out(
     eos_token_ids: Sequence[int],
     seed: int,
     most_running: int = MOST_RUNNING,
-) -> list[Answer]:
-    """``params.n`` answers to each prompt, in order. A function of the weights, the prompts, ``params`` and ``seed``.
+) -> list[SampledAnswer]:
+    """Draw ``params.n`` answers to each prompt, in order: a function of the weights, the prompts, ``params`` and
+    ``seed``.
 
     The paged cache lives as long as the call: keys and values of earlier weights are of no use.
 
@@ -77,7 +78,7 @@ def roll_out(
             key = int(output.request_id), output.index
             tokens.setdefault(key, []).extend(output.new_token_ids)
             logprobs.setdefault(key, []).extend(entry.logprob for entry in output.logprobs or ())
-    return [Answer(key[0], tuple(tokens[key]), tuple(logprobs[key])) for key in sorted(tokens)]
+    return [SampledAnswer(key[0], tuple(tokens[key]), tuple(logprobs[key])) for key in sorted(tokens)]
 
 
 def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""``Share``: which validation batches a rank measures, where ranks along the data axis share them."""
+"""``RolloutShare``: a rank's part of the validation batches, if ranks along the data axis share them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 Sums = Mapping[str, tuple[float, int]]
-"""By name: the sum of a number, and over how many things."""
+"""(sum, count) of each number, by name."""
 Measured = TypeVar("Measured")
 
 
-class Share:
+class RolloutShare:
     """One rank's share of a rollout; without arguments, all of it.
 
     Args:
@@ -29,8 +29,8 @@ class Share:
         self._rank, self._ranks, self._everybody, self._at = rank, ranks, everybody, at
 
     def of(self, batches: Iterable[Measured]) -> Iterator[tuple[Measured, bool]]:
-        """The batches that this rank computes, and whether each counts. All ranks compute as many, because layers may
-        be gathered and experts shared: a rank for which none is left computes the last one too, and it does not
+        """Yield the batches that this rank computes, and True if the batch counts. All ranks compute the same number,
+        because layers may be gathered and experts shared: a rank without a batch repeats the last one, which does not
         count."""
         row: list[Measured] = []
         number = 0
@@ -47,7 +47,7 @@ class Share:
             yield row[self._rank if counts else -1], counts
 
     def means(self, own: Sums) -> dict[str, tuple[float, int]]:
-        """The mean of each number over what all ranks have measured, and over how many things. All call it."""
+        """Return the mean of each number over all ranks, and the count. All ranks call it."""
         found: dict[str, tuple[float, int]] = {}
         for sums in self._everybody(own):
             for name, (total, count) in sums.items():
@@ -56,5 +56,5 @@ class Share:
         return {name: (total / max(count, 1), count) for name, (total, count) in found.items()}
 
 
-WHOLE = Share()
-"""The part of a rank that shares with none."""
+WHOLE = RolloutShare()
+"""Share of a rank that computes everything."""

@@ -57,8 +57,8 @@ def build(
     shapes: Mapping[str, Sequence[int]] | None = None,
     offload: Offload | None = None,
 ) -> Optimizer:
-    """The optimizer that ``config`` names, over the parameters that it is to change; ``seed`` is that of the run, and
-    ``shapes`` are as in ``Optimizer``. With ``offload`` it is AdamW with its states there."""
+    """Build the optimizer that ``config`` names, over the parameters to be updated; ``seed`` is that of the run, and
+    ``shapes`` are as in ``Optimizer``. With ``offload`` it is AdamW with offloaded states."""
     if offload is not None:
         return OffloadedAdamW(config, parameters, offload, master_weights=master_weights, seed=seed, shapes=shapes)
     return KINDS[config.name](config, parameters, master_weights=master_weights, seed=seed, shapes=shapes)

@@ -45,7 +45,7 @@ class AdamW(Optimizer):
         return self._tables(tuple(given)).norm(list(given.values()))
 
     def _tables(self, names: tuple[str, ...]) -> FusedAdamW:
-        """The address tables of these parameters, which are the same in every step."""
+        """Return the address tables of these parameters, which are the same in every step."""
         if self._fused is None or self._fused[0] != names:
             weights, states = [self.parameters[name] for name in names], [self.state[name] for name in names]
             masters = [state["master"] for state in states if "master" in state]
@@ -96,7 +96,7 @@ def adamw_update(
     scale: Tensor | None = None,
     decay: float | None = None,
 ) -> None:
-    """The formula above, in place on ``weight``, ``m`` and ``v`` of the parameter ``name``; ``decay`` is
+    """Apply the formula above in place to ``weight``, ``m`` and ``v`` of the parameter ``name``; ``decay`` is
     ``optimizer.decay(name)`` if None."""
     decay = optimizer.decay(name) if decay is None else decay
     if weight.dtype != torch.float32:

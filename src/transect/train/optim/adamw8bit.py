@@ -61,20 +61,20 @@ class AdamW8bit(Optimizer):
 
 
 def encode_signed(x: Tensor, scale: Tensor) -> Tensor:
-    """float32 ``[blocks, BLOCK]`` -> int8 codes; ``scale [blocks, 1]`` is set."""
+    """Encode float32 ``[blocks, BLOCK]`` to int8 codes, and set ``scale [blocks, 1]``."""
     scale.copy_(x.abs().amax(-1, keepdim=True))
     share = x.abs().div_(scale.clamp(min=torch.finfo(torch.float32).tiny))
     return share.sqrt_().mul_(127).round_().mul_(x.sign()).to(torch.int8)
 
 
 def decode_signed(codes: Tensor, scale: Tensor) -> Tensor:
-    """int8 codes -> float32."""
+    """Decode int8 codes to float32."""
     share = codes.float().div_(127)
     return share.mul_(share.abs()).mul_(scale)
 
 
 def encode_positive(x: Tensor, scale: Tensor) -> Tensor:
-    """float32 ``[blocks, BLOCK]``, none negative -> uint8 codes; ``scale [blocks, 1]`` is set."""
+    """Encode nonnegative float32 ``[blocks, BLOCK]`` to uint8 codes, and set ``scale [blocks, 1]``."""
     scale.copy_(x.amax(-1, keepdim=True))
     share = x.div(scale.clamp(min=torch.finfo(torch.float32).tiny))
     codes = share.sqrt_().sqrt_().mul_(255).round_()
@@ -82,5 +82,5 @@ def encode_positive(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def decode_positive(codes: Tensor, scale: Tensor) -> Tensor:
-    """uint8 codes -> float32."""
+    """Decode uint8 codes to float32."""
     return codes.float().div_(255).square_().square_().mul_(scale)

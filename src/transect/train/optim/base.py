@@ -48,7 +48,7 @@ class Optimizer:
         self.make_states()
 
     def make_states(self) -> None:
-        """Fill ``state`` as it is at the start."""
+        """Initialize ``state``."""
         for name, parameter in self.parameters.items():
             state = self.new_state(name, parameter)
             if self.master_weights and parameter.dtype != torch.float32:
@@ -56,7 +56,7 @@ class Optimizer:
             self.state[name] = state
 
     def new_state(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The state of one parameter at the start."""
+        """Return the initial state of one parameter."""
         raise NotImplementedError
 
     def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float, scale: Tensor | None) -> None:
@@ -93,7 +93,7 @@ class Optimizer:
                 parameter.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradient of each parameter that has one."""
+        """Return the gradient of each parameter that has one."""
         found = {name: self._sums.get(name, p.grad) for name, p in self.parameters.items()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
@@ -104,7 +104,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, factor: float = 1.0, scale: Tensor | None = None) -> None:
-        """One step for every parameter that has a gradient.
+        """Take one step for every parameter that has a gradient.
 
         Args:
             factor: scales the learning rate.
@@ -130,35 +130,35 @@ class Optimizer:
         return None
 
     def sunk_square(self, counts: Callable[[str], bool]) -> Tensor:
-        """The sum of the squares of what ``sink`` has taken, of the parameters that count; a float32 scalar."""
+        """Sum the squares of the gradients in ``sink``, over the parameters that count; a float32 scalar."""
         raise NotImplementedError
 
     def give(self, gradients: Mapping[str, Tensor]) -> None:
-        """Take these gradients for the next step, in place of what the parameters have."""
+        """Use these gradients for the next step, in place of those of the parameters."""
         self._sums = dict(gradients)
 
     def zero_grad(self) -> None:
-        """Forget the gradients and give their memory back."""
+        """Drop the gradients and free their memory."""
         self._sums = {}
         for parameter in self.parameters.values():
             parameter.grad = None
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """The 2-norm of all gradients together, a float32 scalar; NaN or infinite if one of them is."""
+        """Compute the 2-norm of all gradients together, a float32 scalar; NaN or infinite if one of them is."""
         gradients = list(self.gradients().values())
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else [torch.zeros(())]
         return torch.stack(norms).norm()
 
     @staticmethod
     def widened(gradient: Tensor, scale: Tensor | None) -> Tensor:
-        """The gradient times ``scale`` in float32, where that rounds nothing away; in place where it is float32."""
+        """Return the gradient times ``scale`` in float32, without rounding; in place if it is float32."""
         wide = gradient.float()
         return wide if scale is None else wide.mul_(scale)
 
     @staticmethod
     def clip_scale(norm: Tensor, most: float) -> Tensor:
-        """The factor that limits gradients of this global norm to ``most``; no synchronisation."""
+        """Return the factor that limits gradients of this global norm to ``most``; no synchronisation."""
         return (most / (norm + 1e-6)).clamp(max=1.0)
 
     def is_matrix(self, name: str) -> bool:
@@ -166,28 +166,28 @@ class Optimizer:
         return name in self._matrices
 
     def decay(self, name: str) -> float:
-        """The weight decay that a parameter gets: matrices only."""
+        """Return the weight decay of a parameter: 0 for all but matrices."""
         return self.config.weight_decay if self.is_matrix(name) else 0.0
 
     def settle(self) -> None:
-        """Finish a step that is still under way."""
+        """Finish a step that is still in progress."""
 
     def state_bytes(self) -> int:
-        """Memory of the state."""
+        """Return the memory of the state."""
         return sum(tensor.nbytes for state in self.state.values() for tensor in state.values())
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state as ``name/kind``."""
+        """Return every tensor of the state as ``name/kind``."""
         return {f"{name}/{kind}": tensor for name, state in self.state.items() for kind, tensor in state.items()}
 
     def lent(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-        """``state_tensors`` of the parameters that are ``wanted``, on the CPU. No step changes them before ``taken`` is
+        """Lend the ``state_tensors`` of the ``wanted`` parameters, on the CPU. No step changes them before ``taken`` is
         called; here they are copies."""
         own = self.state_tensors()
         return {name: own[name].detach().to("cpu", copy=True) for name in own if wanted(name.rpartition("/")[0])}
 
     def taken(self) -> None:
-        """Return what ``lent`` provided. Any thread may call this."""
+        """Give back the tensors of ``lent``. Any thread may call this."""
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], steps: int) -> None:
         """Restore the tensors that ``state_tensors`` returned.
@@ -203,7 +203,7 @@ class Optimizer:
 
     @staticmethod
     def check_state(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-        """See that a checkpoint's state has the names, shapes and dtypes of this run's; ValueError if not."""
+        """Check that a checkpoint's state has the names, shapes and dtypes of this run's. Raises ValueError."""
         if set(own) != set(found):
             odd = sorted(set(own) ^ set(found))[0]
             raise ValueError(f"the checkpoint's optimizer state is of another run ({odd} is on one side only)")

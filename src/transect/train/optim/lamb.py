@@ -45,8 +45,8 @@ def lamb_update(
     factor: float,
     scale: Tensor | None,
 ) -> Tensor:
-    """The formula above, in place on ``weight``, ``first`` (m) and ``second`` (v) of the matrix ``name``. Returns the
-    ratio, a float32 scalar."""
+    """Apply the formula above in place to ``weight``, ``first`` (m) and ``second`` (v) of the matrix ``name``. Returns
+    the ratio, a float32 scalar."""
     config, gradient = optimizer.config, optimizer.widened(gradient, scale)
     m, v, wide = first.float(), second.float(), weight.detach().float()
     m.lerp_(gradient, 1 - config.beta1)

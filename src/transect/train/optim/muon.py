@@ -54,7 +54,7 @@ class Muon(Optimizer):
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """``[rows, columns]`` -> a matrix with the same singular vectors and singular values near 1; bfloat16 on a GPU."""
+    """Orthogonalize ``[rows, columns]``: the same singular vectors, with singular values near 1; bfloat16 on a GPU."""
     a, b, c = COEFFICIENTS
     out = x.to(torch.bfloat16 if x.is_cuda else torch.float32)
     wide = x.shape[0] > x.shape[1]

@@ -95,7 +95,7 @@ class OffloadedAdamW(Optimizer):
         super().__init__(config, parameters, master_weights=master_weights, seed=seed, shapes=shapes)
 
     def make_states(self) -> None:
-        """States that are zero, the weights as they are."""
+        """Initialize the states: zeros, and the weights as they are."""
         offload, parameters = self.offload, self.parameters
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
         device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
@@ -115,7 +115,7 @@ class OffloadedAdamW(Optimizer):
         self._drain = self._new_drain(drains)
         self._other = self._new_drain(drains) if offload.delay else None
         self._made: dict[str, Tensor] = {}
-        """With ``delay``: weights that a step has made, on their way to the parameters."""
+        """New weights of a delayed step (``delay``) that have not reached the parameters."""
         if offload.delay:
             gpu = device.type == "cuda"
             self._made = {n: host_tensor((p.numel(),), p.dtype, pin=gpu) for n, p in parameters.items()}
@@ -125,7 +125,7 @@ class OffloadedAdamW(Optimizer):
         """Set while no reader uses the states."""
         self._free.set()
         self._stale: set[str] = set()
-        """Names changed by a delayed step whose new weights have not reached the parameters."""
+        """Names of parameters whose new weights, from a delayed step, have not reached them."""
         if offload.watch:
             for name, parameter in parameters.items():
                 parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))  # type: ignore[misc]
@@ -145,23 +145,24 @@ class OffloadedAdamW(Optimizer):
         parameter.grad = None
 
     def gather(self) -> None:
-        """See ``Optimizer``; where they are taken as they come, they are added up then."""
+        """Accumulate gradients like ``Optimizer``, unless they are taken as they are computed, and accumulated then."""
         if not self.offload.watch:
             super().gather()
 
     @property
     def sink(self) -> Sink | None:
-        """See ``Optimizer``."""
+        """Receiver of gradients; see ``Optimizer``."""
         return self._drain.take
 
     def give(self, gradients: Mapping[str, Tensor]) -> None:
-        """See ``Optimizer``; they are on their way to the host, and may be forgotten."""
+        """Take the gradients as ``Optimizer`` does; they are sent to the host, and the caller may drop them."""
         self._drain.clear()
         for name, gradient in gradients.items():
             self._drain.take(name, gradient)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradient of each parameter that has one: in host memory, or on the device before they are given."""
+        """Return the gradient of each parameter that has one: in host memory, or on the device before they are
+        given."""
         self._drain.wait()
         given = self._drain.given
         if not given:
@@ -170,22 +171,22 @@ class OffloadedAdamW(Optimizer):
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """See ``Optimizer``; on the CPU."""
+        """Compute the norm as ``Optimizer`` does, on the CPU."""
         return torch.tensor(math.sqrt(square) if (square := self._drain.squares()) >= 0 else math.nan)
 
     def sunk_square(self, counts: Callable[[str], bool]) -> Tensor:
-        """See ``Optimizer``; on the CPU."""
+        """Sum the squares as ``Optimizer`` does, on the CPU."""
         return torch.tensor(self._drain.squares(counts))
 
     def zero_grad(self) -> None:
-        """See ``Optimizer``."""
+        """Drop the gradients; see ``Optimizer``."""
         self._drain.clear()
         super().zero_grad()
 
     # A step
 
     def update_all(self, gradients: Mapping[str, Tensor], factor: float, scale: Tensor | None) -> None:
-        """A step by the processor; with ``delay`` it begins, and the one before it reaches the parameters."""
+        """Take a step on the CPU; with ``delay`` start it, and apply the previous one to the parameters."""
         config = self.config
         step = HostStep(
             config.learning_rate * factor,
@@ -223,7 +224,7 @@ class OffloadedAdamW(Optimizer):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Wait for a delayed step, and let it reach the parameters."""
+        """Wait for a delayed step, and apply it to the parameters."""
         if self._step is not None:
             self._step.result()
             self._step = None
@@ -237,15 +238,15 @@ class OffloadedAdamW(Optimizer):
     # States in and out
 
     def _kinds(self, name: str) -> dict[str, int]:
-        """Those that a checkpoint keeps: float32 parameters are in it already."""
+        """Return the kinds of states that a checkpoint keeps: float32 parameters are in it already."""
         return {k: n for k, n in KINDS.items() if n != WEIGHT or self.parameters[name].dtype != torch.float32}
 
     def state_bytes(self) -> int:
-        """Memory, or disk, that the states take."""
+        """Return the memory, or disk space, of the states."""
         return self.states.nbytes
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """See ``Optimizer``. States on a disk are read into memory."""
+        """Return the state's tensors; see ``Optimizer``. States on a disk are read into memory."""
         self.settle()
         return {
             f"{name}/{kind}": self.states.read(number, name).view_as(parameter)
@@ -254,14 +255,15 @@ class OffloadedAdamW(Optimizer):
         }
 
     def lent(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-        """See ``Optimizer``. States in host memory are not copied: the next step waits until they are taken."""
+        """Lend the state's tensors; see ``Optimizer``. States in host memory are not copied: the next step waits for
+        ``taken``."""
         tensors = {name: t for name, t in self.state_tensors().items() if wanted(name.rpartition("/")[0])}
         if not self.offload.folder:
             self._free.clear()
         return tensors
 
     def taken(self) -> None:
-        """See ``Optimizer``."""
+        """Give the tensors back; see ``Optimizer``."""
         self._free.set()
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], steps: int) -> None:

@@ -32,20 +32,20 @@ from .base import Optimizer
 
 
 class OneBitAdam(Optimizer):
-    """State: ``m`` and ``v`` like the parameter, as AdamW's; errors that are owed are not part of it, and begin at 0
-    when a run is taken up again."""
+    """1-bit Adam. State: ``m`` and ``v`` like the parameter, as AdamW's; compensation errors are not part of it, and
+    start at 0 when a run resumes."""
 
     sums: SignSums | None = None
     """Compressed sum of momentum over ranks, set at the first compressed step."""
     _momentum: Tensor | None = None
-    """z of all parameters, concatenated, float32, the same on every rank."""
+    """z of all parameters, concatenated, float32, equal on every rank."""
     _root: Tensor | None = None
     """d, in the same order."""
     _group = Group.alone()
     _all: Mapping[str, nn.Parameter] | None = None
 
     def connect(self, group: Group, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Say which ranks train together, and all parameters that they train. All have the same ones."""
+        """Set the ranks that train together, and all parameters that they train, which are equal on all ranks."""
         self._group, self._all = group, dict(parameters)
 
     @property
@@ -60,7 +60,7 @@ class OneBitAdam(Optimizer):
 
     @torch.no_grad()
     def norm_of(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The norm that own gradients are clipped by, a float32 scalar, the same on every rank."""
+        """Compute the norm by which a rank's gradients are clipped, a float32 scalar, equal on every rank."""
         norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32) if gradients else []
         device = next(iter(self.everything.values())).device
         square = torch.stack(list(norms)).square().sum() if norms else torch.zeros((), device=device)
@@ -113,7 +113,7 @@ class OneBitAdam(Optimizer):
         return found.masked_fill_(v == 0, 0.0)
 
     def _put(self, name: str, kept: Tensor, weight: Tensor) -> None:
-        """Write a float32 weight to where it is kept, and to the parameter."""
+        """Write a float32 weight to its float32 copy, and to the parameter."""
         if kept.dtype == torch.float32:
             kept.copy_(weight)
         else:
@@ -128,7 +128,7 @@ class OneBitAdam(Optimizer):
         return self._root
 
     def momentum(self) -> Tensor:
-        """z of all parameters; made of the states of all ranks when compressed steps begin."""
+        """Return z of all parameters; computed from the states of all ranks when compressed steps begin."""
         if self._momentum is None:
             self._root = self._flat("v").div_(1 - self.config.beta2**self.variance_steps).sqrt_().add_(self.config.eps)
             self._momentum = self._flat("m").div_(self._root)
@@ -141,7 +141,7 @@ class OneBitAdam(Optimizer):
         return self.config.freeze_step
 
     def _flat(self, kind: str) -> Tensor:
-        """A state of all parameters, float32, on every rank."""
+        """Concatenate a state of all parameters, float32, on every rank."""
         device = next(iter(self.everything.values())).device
         found = torch.zeros(sum(parameter.numel() for parameter in self.everything.values()), device=device)
         for name, part in zip(self.everything, self._split(found), strict=True):
@@ -152,7 +152,7 @@ class OneBitAdam(Optimizer):
         return found
 
     def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """The part of each parameter, in their order."""
+        """Split a concatenation into the parts of the parameters, in order."""
         return flat.split([parameter.numel() for parameter in self.everything.values()])
 
     @torch.no_grad()

@@ -64,7 +64,7 @@ class OneBitLamb(OneBitAdam):
         self._put(name, kept, weight)
 
     def _flat(self, kind: str) -> Tensor:
-        """A matrix's variance is the one that stays."""
+        """Concatenate a state; a matrix's variance is the frozen one."""
         own = self.state
         if kind == "v":
             self.state = {n: {**s, "v": s.get("frozen", s["v"])} for n, s in own.items()}

@@ -42,9 +42,9 @@ class ZeroOneAdam(OneBitAdam):
     _moved: Tensor | None = None
     """u of this rank."""
     _before: Tensor | None = None
-    """The weights when the ranks last agreed."""
+    """Weights at the last synchronization of the ranks."""
     _rates = 0.0
-    """The sum of learning rates since the ranks agreed."""
+    """Sum of learning rates since the last synchronization."""
     _since = 0
 
     @property
@@ -98,7 +98,7 @@ class ZeroOneAdam(OneBitAdam):
             self._agree()
 
     def _agree(self) -> None:
-        """Have the weights and the momentum of all ranks agree."""
+        """Synchronize the weights and the momentum of all ranks."""
         moved, before = self._moved, self._before
         assert moved is not None and before is not None and self.sums is not None
         if not self._rates:  # no weight has moved
@@ -115,7 +115,7 @@ class ZeroOneAdam(OneBitAdam):
         self._rates, self._since = 0.0, 0
 
     def _kept(self, name: str) -> Tensor:
-        """Where a weight is kept in float32."""
+        """Return the float32 copy of a weight."""
         return self.state[name].get("master", self.parameters[name])
 
     @torch.no_grad()

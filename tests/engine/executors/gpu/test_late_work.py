@@ -8,8 +8,8 @@ import torch
 
 from transect.engine.build import build_engine
 from transect.engine.config import EngineConfig
+from transect.engine.executors.gpu.capture import large_steps
 from transect.engine.executors.gpu.graphs import GraphCache
-from transect.engine.executors.gpu.large_steps import large_steps
 from transect.engine.executors.gpu.runner import GPURunner
 from transect.engine.scheduling.batch import LateWork
 from transect.engine.scheduling.clock import VirtualClock

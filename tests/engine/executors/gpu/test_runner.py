@@ -11,7 +11,7 @@ from runner_fuzz import Breaking, assert_same, random_arrivals, run_workload
 
 from transect.engine.executors.drafted import Drafted
 from transect.engine.executors.gpu.runner import GPURunner
-from transect.engine.executors.gpu.step_inputs import Fields
+from transect.engine.executors.gpu.step_inputs import StepFields
 from transect.engine.executors.gpu.step_sizes import row_bucket, width_bucket, widths
 from transect.engine.executors.runner import Runner
 from transect.engine.scheduling.drafters.registry import SpeculativeConfig
@@ -165,7 +165,7 @@ class InTwoWays:
         self.anew.submit(batch).draw()
         self.anew._planner.plan = plan
         layout = plans[0].layout
-        for name in Fields._fields:
+        for name in StepFields._fields:
             found, wanted = (getattr(layout.numpy(each.memory), name) for each in (memory, beside))
             assert (found == wanted).all(), name
         return usual

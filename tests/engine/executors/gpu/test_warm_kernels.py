@@ -12,7 +12,7 @@ from effort import quick_first
 from transect.engine.executors.gpu import warm_kernels
 from transect.engine.executors.gpu.measure import trial_runner
 from transect.engine.executors.gpu.step_sizes import FEWEST_ROWS, ragged_rows, row_bucket, row_buckets, token_bucket
-from transect.engine.executors.gpu.warm_kernels import Work, run, tasks
+from transect.engine.executors.gpu.warm_kernels import KernelWork, run, tasks
 from transect.models.decoder import Decoder
 from transect.ops.lang.jit import next_power_of_2
 from transect.ops.opset import resolve_ops
@@ -32,7 +32,7 @@ TINY = ModelConfig(
 
 
 def work(seqs, tokens, length, whole_prompts=None):
-    return Work(
+    return KernelWork(
         config=TINY,
         dtype=torch.float32,
         block_size=16,

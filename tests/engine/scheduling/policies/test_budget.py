@@ -1,5 +1,6 @@
 """Steps that are sized by time: the shipping scheduler on a device whose steps take a known time."""
 
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -58,6 +59,19 @@ class Reading(Device):
 
     def seconds(self, tokens: int) -> float:
         return max(4e-3, 2e-5 * tokens)
+
+
+class Processor(Device):
+    """A processor of two cores with a model of 135M: attention of a long prompt takes longer than the rest of it."""
+
+    def submit(self, batch: ScheduledBatch) -> "Pending":
+        self.load = StepLoad.of(batch.spans(), batch.scored)
+        return super().submit(batch)
+
+    def seconds(self, tokens: int) -> float:
+        load = self.load
+        attention = 3.7e-6 * (load.keys + load.context) + 3.2e-7 * load.pairs
+        return 8e-3 + 1e-3 * tokens + attention + 1e-3 * load.scored
 
 
 def engine(lag: int = 0, device: type[Device] = Device, **limits) -> EngineCore:
@@ -125,6 +139,34 @@ def test_without_a_number_a_step_takes_a_multiple_of_what_the_decodes_take():
     core.add(request("long", prompt=300, first=7, max_tokens=2))
     alone = BASE + 2 * EACH
     assert sum(sizes(core, 1)[0]) == pytest.approx((AUTO_RATIO * alone - BASE) / EACH, rel=0.15) and AUTO_RATIO == 2.5
+
+
+@pytest.mark.parametrize("scored", [None, 5])
+def test_the_bound_holds_to_the_end_of_a_long_prompt(scored):
+    """Steps deep in the prompt took 4.5 times as long as the decodes: attention was counted as the work of tokens, and
+    the tokens that prompts are guaranteed as decodes. At last a step of 256 tokens took 48 times as long."""
+    core = engine(device=Processor, itl_target=0.0, max_num_batched_tokens=256, max_model_len=9000)
+    core.add(request("stream", prompt=4, max_tokens=8000))
+    for _ in range(100):
+        core.step()
+    core.add(request("long", prompt=8000, first=7, max_tokens=2, prompt_logprobs=scored))
+    early, late = [], []
+    while "long" in core.scheduler.requests:
+        core.step()
+        rows = core.executor.batches[-1][1].rows
+        alone = 9e-3 + 3.7e-6 * (rows[0].start + 1)
+        ratio = core.executor.seconds(core.executor.load.tokens) / alone
+        context = 3.7e-6 * rows[1].start if len(rows) > 1 else 0.0
+        if len(rows) == 2 and not late:  # no pause so far
+            early.append(ratio)
+        else:
+            late.append(ratio)
+            assert ratio < max(1.1 * AUTO_RATIO, 1.1 + 2 * (context + 4e-3) / alone)
+    assert 100 < len(early) < len(late) and sorted(early)[len(early) * 95 // 100] < 1.1 * AUTO_RATIO
+    for ratios in (early, late):
+        assert 0.9 * AUTO_RATIO < statistics.mean(ratios) < 1.05 * AUTO_RATIO, (
+            "and the prompt gets the time that is left"
+        )
 
 
 def test_steps_are_as_large_as_any_where_nobody_decodes_or_nothing_is_known():

@@ -4,12 +4,10 @@ every run."""
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 
-from transect.engine.executors.gpu import setup
 from transect.ops.attention.paged import decode_hopper as module
 from transect.ops.attention.paged import dispatch
 from transect.ops.attention.paged.batch import PagedBatch
@@ -17,7 +15,6 @@ from transect.ops.attention.paged.decode_hopper import DecodeHopperTiling, Paged
 from transect.ops.attention.paged.dispatch import PagedTriton
 from transect.ops.attention.paged.paged_attention import reference
 from transect.ops.lang import cuda_build
-from transect.ops.opset import resolve_ops
 from transect.ops.registry import Unavailable
 
 LENGTHS = [
@@ -277,12 +274,9 @@ def test_few_items_go_to_clusters() -> None:
     assert choose(8, 5000, 128) == choose(512, 640, 128) == DecodeHopperTiling(8, 2)
 
 
-@pytest.mark.parametrize(
-    ("heads", "d", "asked", "kernel"),
-    [(16, 64, True, "streams"), (16, 64, False, "triton"), (18, 64, True, "triton"), (16, 128, True, "triton")],
-)
-def test_heads_with_sinks_are_streamed_where_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, heads: int, d: int, asked: bool, kernel: str
+@pytest.mark.parametrize(("heads", "d", "kernel"), [(16, 64, "streams"), (18, 64, "triton"), (16, 128, "triton")])
+def test_heads_with_sinks_are_streamed_where_the_kernel_takes_them(
+    monkeypatch: pytest.MonkeyPatch, heads: int, d: int, kernel: str
 ) -> None:
     monkeypatch.setattr(dispatch, "require", lambda *_: None)
     ran: list[tuple[str, object]] = []
@@ -290,7 +284,7 @@ def test_heads_with_sinks_are_streamed_where_that_is_asked_for(
     monkeypatch.setattr(dispatch.paged_decode, "tuned", lambda *_: None)
     q, k_cache, v_cache, batch = poisoned([20, 3], heads, 2, d, "cpu")
     sinks = torch.zeros(heads, dtype=torch.bfloat16)
-    attend = PagedTriton(decode=lambda *_, sinks, **__: ran.append(("streams", sinks)), streamed_sinks=asked)  # type: ignore
+    attend = PagedTriton(decode=lambda *_, sinks, **__: ran.append(("streams", sinks)))  # type: ignore
     attend(q, k_cache, v_cache, batch, d**-0.5, sinks=sinks)
     assert [name for name, given in ran if given is not None] == [kernel]
     refused = module.refusal(q, k_cache, v_cache, batch, d**-0.5, sinks=sinks)
@@ -317,12 +311,3 @@ def test_prompts_attend_beside_decodes_only_where_there_are_such(
     batch = PagedBatch(batch.block_tables, batch.query_starts, batch.seq_lens, 16, chunk_rows=prompts)
     PagedTriton(decode=decode)(torch.cat([q] * 2), k_cache, v_cache, batch, 0.125)  # type: ignore[arg-type]
     assert ran == ([("decode", True), ("prefill", True)] if beside else [("prefill", False), ("decode", False)])
-
-
-def test_the_option_reaches_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = replace(resolve_ops("cpu"), paged_attention=PagedTriton())
-    monkeypatch.setattr(setup, "resolve_ops", lambda *_, **__: ops)
-    monkeypatch.setattr(setup, "has_dependent_launch", lambda _: False)
-    for asked in (False, True):
-        found = setup.gpu_ops(torch.device("cpu"), streamed_sinks=asked).paged_attention
-        assert getattr(found, "func", found).streamed_sinks == asked

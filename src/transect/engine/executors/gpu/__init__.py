@@ -12,7 +12,7 @@
 * ``sequence_table.py``: what is known about recent sequences; ``step_inputs.py``: a step's numbers in one piece of
   memory
 * ``step_ring.py``: that memory for the steps in flight, and its way to the device
-* ``graphs.py``: CUDA graphs of steps; ``large_steps.py``: the kinds of steps that are too large for one
+* ``graphs.py``: CUDA graphs of steps
 * ``mask_table.py``: masks of grammars on their way to the device
 * ``device_sampling.py``, ``adjust_state.py``: draws, penalties and logprobs on the device
 """

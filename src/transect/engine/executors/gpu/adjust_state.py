@@ -23,7 +23,7 @@ from ..penalties import is_penalised
 class _Line:
     row: int
     next_position: int
-    """The position of the draw that the counts are ready for."""
+    """Position of the draw for which the counts are ready."""
     masked: bool
     last_step: int
 
@@ -44,7 +44,7 @@ class AdjustState:
         self._lines: dict[int, _Line] = {}
         self._free = list(range(lines))
         self._kept = depth
-        """Steps before this one whose lines stay."""
+        """Latest steps whose lines are kept."""
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +56,7 @@ class AdjustState:
         self._free = list(range(len(self.counts)))
 
     def line(self, draw: Draw, position: int, step: int) -> int:
-        """The line for a draw of this step, ready for it; the step then counts the drawn token."""
+        """Return the line for a draw of this step, up to date; the step then counts the drawn token."""
         line = self._lines.get(draw.seq_id)
         fresh = line is None
         if line is None:

@@ -1,5 +1,5 @@
-"""An engine on a CUDA GPU, made in the order of the files that this one calls: ``setup.py``, ``load.py``,
-``measure.py``, ``size.py``, ``capture.py``.
+"""Build an engine on a CUDA GPU by calling, in order: ``setup.py``, ``load.py``, ``measure.py``, ``size.py``,
+``capture.py``.
 
 Each part is timed; what it took and where the GPU's memory went is printed when the engine starts.
 """
@@ -37,13 +37,13 @@ class GPUParts:
     runner: GPURunner
     size: KVSize
     storage: Storage
-    """The formats of weights and cache."""
+    """Formats of weights and cache."""
     description: str
     """The start-up line."""
     report: tuple[str, ...]
-    """Where the memory went, and the time."""
+    """Use of the GPU's memory, and times of the start-up."""
     fill_tokens: int | None
-    """Up to how many tokens a step with chunked prefill has (``filling.py``), if prompts are spread."""
+    """Most tokens of a step with chunked prefill (``filling.py``), if prompts are spread over steps."""
 
 
 def build_gpu(
@@ -54,8 +54,8 @@ def build_gpu(
     began: float | None = None,
     mesh: Mesh | None = None,
 ) -> GPUParts:
-    """Load the model, size the cache, capture graphs; ``began``: when torch's import did (``time.perf_counter``);
-    ``mesh``: this process is one of several ranks.
+    """Load the model, size the cache, capture graphs. ``began``: start time of torch's import (``time.perf_counter``);
+    ``mesh``: given if this process is one of several ranks.
 
     Raises:
         ValueError: the model or the cache does not fit, or a setting is at fault; the message says what to change.

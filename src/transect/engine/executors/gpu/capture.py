@@ -1,26 +1,36 @@
-"""The runner of a GPU engine, with its KV cache and the CUDA graphs that are captured at the start."""
+"""The runner of a GPU engine, with its KV cache, the CUDA graphs that are captured at the start, and larger steps that
+run once to load their kernels."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from ....models.decoder import Decoder
 from ....parallel.mesh import Mesh
 from ....text.grammar.constraint import MaskFiller
 from ...kv_size import KVSize
-from .large_steps import large_steps
+from ...scheduling.batch import Draw, ScheduledBatch, ScheduledRow
+from ...scheduling.sampling_params import SamplingParams
 from .measure import runner_of
 from .runner import GPURunner
 from .setup import Setup
 from .startup_times import StartupTimes
-from .step_sizes import row_buckets
+from .step_sizes import FEWEST_ROWS, row_buckets
 
 WARM_WIDTHS = 2
-"""Widths of block tables whose graphs are captured at the start where no server waits (contexts up to 4096 tokens)."""
+"""Widths of block tables whose graphs are captured at start-up outside of servers (contexts up to 4096 tokens)."""
+EACH = 240
+"""Tokens of a prompt of a large step that has several prompts."""
+BEGUN = 16
+"""Tokens of a prompt that are computed before its chunk."""
+_PARAMS = SamplingParams(temperature=0.0)
 
 
 def capture(
     setup: Setup, model: Decoder, cache: KVSize, times: StartupTimes, mesh: Mesh | None = None
 ) -> tuple[GPURunner, int]:
-    """The runner, and the bytes of its KV cache, which has one block more than ``cache`` says, for padding."""
+    """Build the runner and capture its graphs. Returns the runner and the bytes of its KV cache, which has one block
+    more than ``cache`` for padding."""
     config = setup.config
     caches = model.new_kv_cache(cache.num_blocks + 1, config.block_size, setup.cache_dtype)
     for each in caches:
@@ -47,3 +57,37 @@ def capture(
             times.done("large steps")
     runner.started()
     return runner, sum(each.nbytes for each in caches)
+
+
+def large_steps(
+    graph_tokens: int, padding_block: int, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+) -> Iterator[ScheduledBatch]:
+    """Yield the smallest steps that are too large for a graph; none where all steps have graphs.
+
+    Kernels of such steps are launched one by one, and each is loaded from Triton's cache at its first launch. So each
+    kind of step runs once, before requests arrive, on the padding block of the KV cache: prompts from their first token
+    on, and later chunks of prompts, each alone and beside several numbers of decoding sequences.
+
+    Args:
+        graph_tokens: tokens of the largest step that has a graph.
+        padding_block: block that all rows write to, overwriting each other.
+        max_num_seqs, max_num_batched_tokens, max_model_len: the scheduler's limits.
+    """
+    blocks = [padding_block] * max_model_len
+    for decodes in (0, FEWEST_ROWS, 4 * FEWEST_ROWS, 16 * FEWEST_ROWS):
+        tokens = graph_tokens + 1
+        if decodes + tokens > max_num_batched_tokens or max_model_len <= BEGUN:
+            return
+        for start, longest in ((0, EACH), (BEGUN, max_num_batched_tokens)):
+            longest = min(longest, max_model_len - start)
+            pieces = [min(longest, tokens - at) for at in range(0, tokens, longest)]
+            sizes = [(start, piece) for piece in pieces] + [(BEGUN, 1)] * decodes
+            if len(sizes) <= max_num_seqs:
+                yield ScheduledBatch(0, tuple(_row(index, *size, blocks) for index, size in enumerate(sizes)))
+
+
+def _row(index: int, start: int, tokens: int, blocks: list[int]) -> ScheduledRow:
+    """Make a row with a draw, of a sequence that no scheduler knows."""
+    seq_id, prompt = -1 - index, (0,) * (start + tokens)
+    draw = Draw(seq_id, 0, 0, _PARAMS, prompt, [])
+    return ScheduledRow(seq_id, start, tokens, prompt, [], blocks, (draw,))

@@ -43,19 +43,19 @@ from ...config import EngineConfig
 log = logging.getLogger(__name__)
 
 DEVICES = ("/dev/nvidiactl", "/dev/dxg")
-"""One of them is where an NVIDIA GPU is: Linux, Windows' Linux."""
+"""Device files of NVIDIA GPUs: on Linux, and on Linux within Windows."""
 FEWEST_CORES = 4
-"""With fewer, processes that import torch and compile take the engine's own time."""
+"""Fewest cores for compiler processes; with fewer, they would slow the engine itself down."""
 MOST_WORKERS = 16
 PIPE_BYTES = 2**20
 END = None
-"""The engine's last message."""
+"""Last message from the engine."""
 ANSWER = b'{"done": '
 """First bytes of an answer from the compiler processes."""
 MOST_BYTES = 2**17
-"""The longest message of one job; a kernel's description is 3 KB."""
+"""Size limit of one job's message; a kernel's description is 3 KB."""
 CUDA_SOURCES = {"small_matmul": 80, "small_matmul_hopper": 90, "paged_decode_hopper": 90}
-"""Sources for nvcc, and the least compute capability of each (90: that one alone)."""
+"""Sources for nvcc, each with its minimum compute capability (90: that one alone)."""
 
 
 class Compilers:
@@ -69,7 +69,7 @@ class Compilers:
 
     @classmethod
     def start(cls, config: EngineConfig) -> Compilers | None:
-        """Begin, unless the engine is not for a GPU or there are too few cores for it to help."""
+        """Start the processes, unless the engine is not for a GPU or there are too few cores to gain from them."""
         if config.device == "cpu" or config.native or not any(map(os.path.exists, DEVICES)):
             return None
         if find_spec("triton") is None or usable_cores() < FEWEST_CORES:
@@ -85,17 +85,17 @@ class Compilers:
         return cls(process)
 
     def begin(self, arch: int, stamps: tuple[str, ...]) -> None:
-        """Tell the processes for which compute capability to compile (90 for 9.0), and which files to make when all is
+        """Tell the processes the compute capability to compile for (90 for 9.0), and the files to create when all is
         compiled."""
         self._send((arch, stamps))
 
     def submit(self, kernel: Any) -> None:
-        """Have a ``CollectedKernel`` compiled."""
+        """Submit a ``CollectedKernel`` for compilation."""
         self._send((len(self._sent), tuple(kernel)))
         self._sent.append(kernel)
 
     def all_needed(self) -> None:
-        """Tell ``finish`` not to wait for what is submitted from now on."""
+        """Mark the end of the needed kernels: ``finish`` does not wait for later ones."""
         self._needed = len(self._sent)
 
     @property
@@ -134,13 +134,15 @@ class Compilers:
                 compiled(self._sent[answer["done"]])
                 count += 1
         if needed:
-            log.warning("processes that compile kernels ended early: %d are compiled when first launched", len(needed))
+            log.warning(
+                "processes that compile kernels ended early: %d kernels are compiled at their first launch", len(needed)
+            )
         self._left_alone = True
         threading.Thread(target=self._process.communicate, daemon=True).start()
         return count
 
     def stop(self) -> None:
-        """End the processes, whatever they are doing, unless ``finish`` has left them to end by themselves."""
+        """End the processes, even busy ones, unless ``finish`` has left them to end by themselves."""
         if not self._left_alone:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -149,7 +151,7 @@ class Compilers:
 
 @contextlib.contextmanager
 def compiling(config: EngineConfig) -> Iterator[Compilers | None]:
-    """``Compilers.start``, and ``stop`` at the end of the block."""
+    """Run ``Compilers.start``, and ``stop`` at the end of the block."""
     compilers = Compilers.start(config)
     try:
         yield compilers
@@ -159,7 +161,7 @@ def compiling(config: EngineConfig) -> Iterator[Compilers | None]:
 
 
 def sources_digest() -> str:
-    """A digest of everything that compiled kernels depend on, besides their arguments."""
+    """Compute a digest of everything that compiled kernels depend on besides their arguments."""
     import triton
 
     key = hashlib.sha256(triton.__version__.encode())
@@ -172,7 +174,8 @@ def sources_digest() -> str:
 
 
 def hint(config: str) -> Path:
-    """A file that is there when an engine of this configuration (its ``repr``) has found all its kernels compiled."""
+    """Return the path of the file that exists once an engine of this configuration (its ``repr``) has found all its
+    kernels compiled."""
     import triton
 
     key = hashlib.sha256(f"{config} {sources_digest()}".encode()).hexdigest()
@@ -183,7 +186,7 @@ def hint(config: str) -> Path:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the compiler processes."""
     config, build = sys.argv[1:]
     children = [_fork(_build_libraries if int(build) else _no_libraries)]
     first = None
@@ -214,7 +217,8 @@ def main() -> None:
 
 
 def _next_message() -> Any:
-    """The next message of the engine, at last ``END``. If the engine ends without it, this whole process group ends."""
+    """Read the engine's next message; the last one is ``END``. If the engine ends without it, this whole process group
+    ends."""
     try:
         return pickle.load(sys.stdin.buffer)
     except (EOFError, pickle.UnpicklingError):
@@ -233,7 +237,7 @@ def _fork(work: Callable[[], None]) -> int:
 
 
 def _answer(done: int | str, started: float, error: Exception | None = None) -> None:
-    """A line on standard output, in one piece (as long as it is shorter than the pipe's 4096 bytes)."""
+    """Write a line to standard output in one piece (if it is shorter than the pipe's 4096 bytes)."""
     answer: dict[str, Any] = {"done": done, "seconds": time.time() - started, "at": time.time(), "by": os.getpid()}
     if error is not None:
         answer["error"] = f"{type(error).__name__}: {error}"[:600]  # of up to 6 characters each in JSON
@@ -258,26 +262,26 @@ def _no_libraries() -> None:
 
 
 def _capability() -> int:
-    """The compute capability of the first GPU (90 for 9.0), by the driver alone."""
+    """Return the compute capability of the first GPU (90 for 9.0), asking the driver alone."""
     driver = ctypes.CDLL("libcuda.so.1")
     device, parts = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
     codes = [driver.cuInit(0), driver.cuDeviceGet(ctypes.byref(device), 0)]
     # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
     codes += [driver.cuDeviceGetAttribute(ctypes.byref(part), 75 + i, device) for i, part in enumerate(parts)]
     if any(codes):
-        raise RuntimeError(f"the CUDA driver answered {codes}")
+        raise RuntimeError(f"the CUDA driver returned {codes}")
     return 10 * parts[0].value + parts[1].value
 
 
 def _build_driver() -> None:
-    """Triton's own C module, which the engine would compile when it first asks for the GPU."""
+    """Build Triton's own C module, which the engine would otherwise compile at its first use of the GPU."""
     from triton.backends.nvidia.driver import CudaUtils
 
     CudaUtils()
 
 
 def import_operators() -> None:
-    """Import everything that workers share."""
+    """Import all modules that the workers share."""
     from triton.runtime.cache import triton_key
 
     key = threading.Thread(target=triton_key)  # reads all of Triton; kept
@@ -290,7 +294,7 @@ def import_operators() -> None:
 
 
 class CompileTarget:
-    """Answers what Triton asks its driver, for a GPU that is not there."""
+    """Stands in for Triton's driver, for a GPU that this process does not use."""
 
     def __init__(self, arch: int) -> None:
         from triton.backends.compiler import GPUTarget

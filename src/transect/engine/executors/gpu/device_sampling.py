@@ -19,32 +19,32 @@ from ...scheduling.batch import TokenLogprobs
 from ...scheduling.sampling_params import MAX_LOGPROBS
 from ..sampler import group_mass
 from .adjust_state import AdjustState
-from .step_inputs import Fields
+from .step_inputs import StepFields
 
 OUTPUT_BYTES = 10
 """Bytes of one draw: its token, and two flags."""
 
 
 class Drawn(NamedTuple):
-    """Results of a step for the next step and for the host; each tensor has room for the most draws of a step."""
+    """Results of a step for the next step and for the host; each tensor has room for the largest number of draws."""
 
     token: Any
     """int64; 0 where ``finite`` is 0."""
     finite: Any
-    """uint8 (bool on the device): there was a token to draw."""
+    """uint8 (bool on the device); 1 if there was a token to draw."""
     raw_finite: Any
-    """uint8 (bool on the device): the model's own logits had a largest one, and it was finite. Only where logits are
-    adjusted or masked, else it is ``finite``."""
+    """uint8 (bool on the device); 1 if the model's own logits had a finite maximum. Only used if logits are adjusted or
+    masked; else equal to ``finite``."""
 
     @classmethod
     def tensors(cls, memory: Tensor, draws: int) -> Drawn:
-        """Views of the beginning of a uint8 tensor."""
+        """Return views of the beginning of a uint8 tensor."""
         flags = memory[8 * draws : 10 * draws].view(torch.bool)
         return cls(memory[: 8 * draws].view(torch.int64), flags[:draws], flags[draws:])
 
     @classmethod
     def numpy(cls, memory: np.ndarray, draws: int) -> Drawn:
-        """Views of the beginning of uint8 memory."""
+        """Return views of the beginning of uint8 memory."""
         flags = memory[8 * draws : 10 * draws]
         return cls(memory[: 8 * draws].view(np.int64), flags[:draws], flags[draws:])
 
@@ -57,12 +57,12 @@ class LogprobTensors(NamedTuple):
     rank_R: Tensor
     """int64; 1 is the likeliest."""
     top_RK: Tensor
-    """float64: of the MAX_LOGPROBS likeliest tokens."""
+    """float64; log-probabilities of the MAX_LOGPROBS likeliest tokens."""
     top_ids_RK: Tensor
     """int64."""
 
     def to_host(self) -> LogprobTensors:
-        """A copy on the host, complete when the stream has come so far."""
+        """Return a copy on the host, complete once the stream has reached this point."""
 
         def copy(tensor: Tensor) -> Tensor:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -73,7 +73,7 @@ class LogprobTensors(NamedTuple):
     def entries(
         self, rows: Sequence[int], token_ids: Sequence[int], alternatives: Sequence[int]
     ) -> list[TokenLogprobs]:
-        """``TokenLogprobs`` of some rows, with as many alternatives as each wants."""
+        """Convert some rows to ``TokenLogprobs``, each with its requested number of alternatives."""
         logprobs, ranks, tops, ids = (tensor[list(rows)].tolist() for tensor in self)
         found = []
         for index, (token, number) in enumerate(zip(token_ids, alternatives, strict=True)):
@@ -88,7 +88,8 @@ def _likeliest_first(pair: tuple[int, float]) -> tuple[float, int]:
 
 
 def measure_logprobs(logits_RV: Tensor, token_R: Tensor) -> LogprobTensors:
-    """Log-softmax of float32 logits at one token of each row, its rank, and the likeliest tokens."""
+    """Compute the log-softmax of float32 logits at one token of each row, the token's rank, and the likeliest
+    tokens."""
     peak_R1 = logits_RV.amax(-1, keepdim=True)
     mass_R = group_mass(logits_RV - peak_R1).sum(-1)
     lse_R1 = peak_R1.to(torch.float64) + mass_R.log()[:, None]
@@ -106,9 +107,9 @@ DeviceSampler = Callable[..., LogprobTensors | None]
 
 
 def device_sampler(device: torch.device) -> DeviceSampler:
-    """``(logits_RV, fields, drawn, state, adjust, logprobs, masks, spread)``: draws into ``drawn``, with logprobs where
-    they are wanted. ``masks``: ``MaskTable.words``, where draws are under grammars. ``spread``: the logits are this
-    rank's part of them, neither adjusted nor masked, and no logprobs are wanted.
+    """Return the sampler for a device: ``(logits_RV, fields, drawn, state, adjust, logprobs, masks, spread)`` draws
+    into ``drawn``, with logprobs if requested. ``masks``: ``MaskTable.words`` if draws are under grammars. ``spread``:
+    the logits are this rank's part of the vocabulary, neither adjusted nor masked, and no logprobs are requested.
 
     On a GPU with Triton it runs the kernels, elsewhere the references of the operators.
     """
@@ -120,7 +121,7 @@ def device_sampler(device: torch.device) -> DeviceSampler:
 
     def sample(
         logits_RV: Tensor,
-        fields: Fields,
+        fields: StepFields,
         drawn: Drawn,
         state: AdjustState,
         adjusts: bool,

@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Switches Python's cyclic garbage collector off inside the block, as a capture needs it. An engine that the
-    collector takes away gives its graphs and memory back, and those calls make CUDA end the capture as failed."""
+    """Disable Python's cyclic garbage collector inside the block. A collected engine would free its graphs and memory,
+    and those CUDA calls would make a capture fail."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -39,20 +39,20 @@ class GraphCache:
 
     stream: torch.cuda.Stream
     most_rare: int = 64
-    """Largest number of graphs kept for work that is captured only at its second occurrence."""
+    """Largest number of graphs kept for rare work, which is captured at its second occurrence only."""
     seconds: float = 0.0
     """Time spent on capturing so far."""
     started: bool = False
     """True after start-up; captures from then on delay requests."""
     late: int = 0
-    """Captures since then."""
+    """Captures after start-up."""
     _pool: Any = None
     _graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = field(default_factory=dict)
     _rare: int = 0
-    """Graphs of rare work that were captured when it came again."""
+    """Graphs captured for rare work."""
     _refused: set[Hashable] = field(default_factory=set)
     _met: dict[Hashable, bool] = field(default_factory=dict)
-    """Rare work that has run: True where it has a graph."""
+    """Rare work that has run; True if it has a graph."""
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -61,14 +61,14 @@ class GraphCache:
         return key in self._graphs
 
     def clear(self) -> None:
-        """Forget all graphs; what ran last must be done."""
+        """Drop all graphs; the last replay must be complete."""
         self.stream.synchronize()
         self._graphs.clear()
         self._met.clear()
         self._refused.clear()
 
     def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
-        """Do ``work``, which must launch the same kernels on the same addresses whenever it has this key.
+        """Do ``work``, which must launch the same kernels on the same addresses for each use of this key.
 
         The first time it runs eagerly (kernels are compiled and loaded on the way) and is then captured for the next.
         Returns what ``work`` returns: from then on the tensors of the captured call, which hold their values until the
@@ -89,7 +89,7 @@ class GraphCache:
             self._met[key] = True
 
     def run_rare(self, key: Hashable, work: Callable[[], Any]) -> Any:
-        """``run`` for work of many kinds: it is captured only when it comes for the second time."""
+        """Run rare work: like ``run``, but captured only at its second occurrence."""
         if key not in self._graphs:
             if key not in self._met or self._rare >= self.most_rare:
                 self._met.setdefault(key, False)

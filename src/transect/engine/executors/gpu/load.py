@@ -36,7 +36,7 @@ class Loaded(NamedTuple):
 
 
 def check_triton_cache() -> None:
-    """Before minutes are spent on weights: Triton compiles nothing that it cannot keep.
+    """Check, before minutes are spent on weights, that Triton can create its cache folder.
 
     Raises:
         ValueError: its folder cannot be made.
@@ -60,14 +60,14 @@ def load(
     times: StartupTimes,
     mesh: Mesh | None = None,
 ) -> Loaded:
-    """Have the kernels compiled, load the weights (or this rank's part) meanwhile, wait for the kernels.
+    """Start compiling the kernels, load the weights (or this rank's part) meanwhile, then wait for the kernels.
 
     Raises:
         ValueError: a file of the model is at fault.
     """
     config, tricks = setup.config, setup.tricks
-    chained = config.gpu.chained_blocks and not config.deterministic
-    work = warm_kernels.Work(
+    chained = not config.deterministic
+    work = warm_kernels.KernelWork(
         config=setup.model,
         dtype=setup.dtype,
         block_size=config.block_size,

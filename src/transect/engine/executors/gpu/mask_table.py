@@ -17,7 +17,7 @@ from ...scheduling.constraint import Constraint, MaskFiller
 
 
 class MaskTable:
-    """On the device memory for one step at a time; nothing is taken before the first step that needs it.
+    """Device memory for the masks of one step at a time; allocated by the first step that needs it.
 
     Args:
         max_draws: of one step.
@@ -36,11 +36,11 @@ class MaskTable:
         self._steps, self._turn = steps, 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied = [torch.cuda.Event() for _ in range(steps)] if self._stream is not None else []
-        """The masks of each place in host memory have been copied."""
+        """Event of each place in host memory: its masks have been copied."""
         self._used = torch.cuda.Event() if self._stream is not None else None
-        """The device is done with ``words``."""
+        """Event: the device has finished reading ``words``."""
         self._cleared = False
-        """The stream of the copies knows that ``words`` have been filled with zeros."""
+        """True once the copying stream has seen that ``words`` were filled with zeros."""
 
     @property
     def words(self) -> Tensor:
@@ -52,20 +52,20 @@ class MaskTable:
         return self._words
 
     def keep(self, logits_RV: Tensor) -> None:
-        """Copy a step's logits to where they wait for the masks."""
+        """Copy a step's logits to the memory where they wait for the masks."""
         if self._logits is None:
             shape = (self._max_draws, logits_RV.shape[1])
             self._logits = torch.empty(shape, dtype=logits_RV.dtype, device=self._device)
         self._logits[: len(logits_RV)].copy_(logits_RV)
 
     def kept(self, rows: int) -> Tensor:
-        """``[rows, V]``: the logits that wait; always the same memory."""
-        assert self._logits is not None, "no logits have been left here"
+        """Return the waiting logits, ``[rows, V]``, always in the same memory."""
+        assert self._logits is not None, "no logits have been stored here"
         return self._logits[:rows]
 
     def send(self, constraints: Sequence[Constraint]) -> list[str | None]:
-        """Make the masks and copy them to ``words``, as soon as the draws of the step before are done with those (see
-        ``used``: in a pipeline they may not have begun). Returns for each constraint what is wrong, or None.
+        """Make the masks and copy them to ``words`` once the previous step's draws have read those (see ``used``: in a
+        pipeline the draws may not have begun). Returns an error or None for each constraint.
 
         Blocks until the masks of ``steps`` steps before have been copied, as they have where that step has a result.
         """
@@ -92,6 +92,6 @@ class MaskTable:
         return problems
 
     def used(self) -> None:
-        """The draws that read ``words`` have been launched on this stream."""
+        """Record that the draws which read ``words`` have been launched on this stream."""
         if self._used is not None:
             self._used.record(torch.cuda.current_stream(self._device))

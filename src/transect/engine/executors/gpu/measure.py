@@ -1,4 +1,4 @@
-"""Measures how much of a GPU's memory the largest step takes, by running it."""
+"""Measures the GPU memory of the largest step by running it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .sharing_runner import GPUSharingRunner, GPUSharingStageRunner
 from .stage_runner import GPUStageRunner
 
 
-class Measured(NamedTuple):
+class MeasuredBytes(NamedTuple):
     """Bytes."""
 
     tables: int
     """Bytes of a runner's tables: the inputs of its steps."""
     largest_step: int
-    """Activations and logits."""
+    """Bytes of activations and logits."""
 
 
-def measure(setup: Setup, model: Decoder, mesh: Mesh | None = None) -> Measured:
-    """Run the largest steps once, on a cache of two blocks. All ranks of a ``mesh`` do."""
+def measure(setup: Setup, model: Decoder, mesh: Mesh | None = None) -> MeasuredBytes:
+    """Run the largest steps once, on a cache of two blocks. All ranks of a ``mesh`` must call it."""
     held = torch.cuda.memory_allocated(setup.device)
     runner = trial_runner(model, setup.config.block_size, setup.cache_dtype, mesh, **setup.tricks, **setup.limits)
     tables = torch.cuda.memory_allocated(setup.device) - held
@@ -37,7 +37,7 @@ def measure(setup: Setup, model: Decoder, mesh: Mesh | None = None) -> Measured:
     peak = torch.cuda.max_memory_allocated(setup.device) - held - tables
     del runner
     torch.cuda.empty_cache()
-    return Measured(tables, peak)
+    return MeasuredBytes(tables, peak)
 
 
 def trial_runner(
@@ -49,7 +49,7 @@ def trial_runner(
     sample_on_device: bool = True,
     **settings: Any,
 ) -> GPURunner:
-    """A runner without graphs on a cache of two blocks, to try steps with; ``settings`` as for ``GPURunner``."""
+    """Build a runner without graphs on a cache of two blocks, to try steps; ``settings`` as for ``GPURunner``."""
     caches = model.new_kv_cache(2, block_size, dtype)
     for cache in caches:
         cache.zero_()
@@ -57,7 +57,7 @@ def trial_runner(
 
 
 def runner_of(model: Decoder, caches: tuple[Tensor, Tensor], mesh: Mesh | None, **options: Any) -> GPURunner:
-    """The executor of a model, or of a stage of one; ``options`` as for ``GPURunner``."""
+    """Build the executor of a model or of a pipeline stage; ``options`` as for ``GPURunner``."""
     if mesh is not None:
         options.setdefault("anyone", lambda own: any(mesh.world.exchange(own)))
     sharing = meeting(model)

@@ -1,4 +1,4 @@
-"""Switches of what makes the GPU engine fast, to see what each is worth (``benchmarks/engine/ablation.py``)."""
+"""Switches of a GPU engine's optimizations, for devices or drivers on which one of them fails or loses."""
 
 from __future__ import annotations
 
@@ -17,16 +17,6 @@ class GPUOptions:
         fused_operators: Run several operators in one kernel.
         dependent_launch: Start a kernel while the one before ends (Hopper).
         device_sampling: Draw tokens on the GPU.
-        prefill_graphs: Capture steps with prefill chunks too, if they have so few tokens that launching their kernels
-            one by one would take longer than computing them.
-        prompt_attention: Prompts that a step holds from their first token on attend to keys outside of the cache's
-            pages, unless ``EngineConfig.deterministic``.
-        prune_last_layer: Compute the last layer in full only for tokens that something is drawn from.
-        chained_blocks: On a model in blocks of a GGUF file, multiply in whole numbers in steps of one request, the four
-            products between two attentions in one launch (Hopper, unless ``EngineConfig.deterministic``).
-        streamed_sinks: Use the kernel that streams the cache on Hopper, not Triton's, for decode rows of heads of 64
-            with sinks (gpt-oss).
-        copy_kernels: Copy a step's inputs and results by kernels of its graph, not by the copy engine.
         peer_sums: Add up over GPUs by our own kernels where those are faster than NCCL.
         pushed_products: Products of up to 8 rows that end in such a sum write their results to the other GPUs
             themselves (off, because it was measured in one run only).
@@ -40,12 +30,6 @@ class GPUOptions:
     fused_operators: bool = True
     dependent_launch: bool = True
     device_sampling: bool = True
-    prefill_graphs: bool = True
-    prompt_attention: bool = True
-    prune_last_layer: bool = True
-    chained_blocks: bool = True
-    streamed_sinks: bool = True
-    copy_kernels: bool = True
     peer_sums: bool = True
     pushed_products: bool = False
 
@@ -53,5 +37,5 @@ class GPUOptions:
         check_values(self)
 
     def __str__(self) -> str:
-        """The switches that are not as they are by default."""
+        """List the switches that differ from their defaults."""
         return ", ".join(changed_fields(self))

@@ -1,4 +1,4 @@
-"""``PendingStep``: a step that is on its way on the device, and how what it drew is read when it is back."""
+"""``PendingStep``: a step in flight on the device, and the reading of its results."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ class PendingStep:
 
     ready: torch.cuda.Event | None
     output: np.ndarray
-    """uint8, the step's part of the ring."""
+    """uint8; the step's part of the ring."""
     seq_ids: list[int]
     known: StepResult
     """Results of the step's prompts."""
     max_draws: int
     adjusted: bool
-    """Logits were adjusted or masked before the draws."""
+    """True if logits were adjusted or masked before the draws."""
     logprobs: LogprobTensors | None = None
-    """On the host once ``ready``."""
+    """Log-probabilities, on the host once ``ready``."""
     alternatives: Sequence[int] = ()
-    """For each draw, how many; -1 for none."""
+    """Alternatives of each draw; -1 for no logprobs."""
     problems: Mapping[int, str] = field(default_factory=dict)
-    """By seq_id, why a grammar could not say what may come."""
+    """Errors of grammars, by seq_id."""
     _result: StepResult | None = None
 
     @property
     def over(self) -> bool:
-        """True if the device is done with the step."""
+        """True if the device has finished the step."""
         return self.ready is None or self.ready.query()
 
     def draw(self) -> None:
-        """The draws are on their way."""
+        """Do nothing: the draws are in flight."""
 
     def result(self) -> StepResult:
-        """The result of the step; blocks until the device is done with it."""
+        """Return the result of the step; blocks until the device has finished it."""
         if self._result is None:
             if self.ready is not None:
                 self.ready.synchronize()

@@ -37,14 +37,14 @@ from ...scheduling.batch import Handle, LateWork, ScheduledBatch, StepResult
 from ...scheduling.constraint import MaskFiller, fill_each
 from ..penalties import Pick
 from ..prompt_results import prompt_results
-from ..runner import Done, Waiting, copy_blocks
+from ..runner import CompletedStep, Waiting, copy_blocks
 from ..sampler import Sampler
 from .adjust_state import AdjustState
 from .device_sampling import OUTPUT_BYTES, Drawn, LogprobTensors, device_sampler
 from .graphs import GraphCache
 from .mask_table import MaskTable
 from .pending_step import PendingStep
-from .step_inputs import Fields, StepLayout
+from .step_inputs import StepFields, StepLayout
 from .step_plan import StepPlan, StepPlanner, Variant
 from .step_ring import RING, StepRing, whole_lines
 from .step_sizes import FEWEST_ROWS, MixedSize, mixed_sizes, row_bucket, token_bucket, width_bucket, widths
@@ -123,7 +123,7 @@ class GPURunner:
         }
         """Padded step sizes, used by the step-time model; see ``step_sizes.py``."""
         self.launched = ""
-        """Way in which the newest step was launched, without its draws; see ``Executor``."""
+        """Kind of launch of the newest step, without its draws; see ``Executor``."""
         self._whole_prompts = whole_prompts
         self._prune_last_layer = prune_last_layer
         # A step with prefill chunks is filled up in two places (see StepPlanner).
@@ -140,7 +140,7 @@ class GPURunner:
         self._inputs_at = whole_lines(OUTPUT_BYTES * self._max_draws)
         nbytes = self._inputs_at + whole_lines(largest.nbytes)
         self._arena = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        """Memory of the steps: their draws, then their inputs."""
+        """Device memory of steps: draws first, then inputs."""
         self._drawn = Drawn.tensors(self._arena, self._max_draws)
         cuda = self._device.type == "cuda"
         kernels = cuda if copy_kernels is None else copy_kernels
@@ -166,7 +166,7 @@ class GPURunner:
         )
 
     def abandon(self) -> None:
-        """Wait for the device, and forget the steps and sequences before (``Executor``)."""
+        """Wait for the device, and forget earlier steps and sequences (``Executor``)."""
         with self._on_stream():
             self._ring.failed()
         self._planner.forget()
@@ -195,7 +195,7 @@ class GPURunner:
 
     @torch.inference_mode()
     def _draw_masked(self, plan: StepPlan, known: StepResult) -> Handle:
-        """The second part of a step with draws under grammars."""
+        """Launch the second part of a step with draws under grammars."""
         constraints = [draw.constraint for draw in plan.draws if draw.constraint is not None]
         ids = [draw.seq_id for draw in plan.draws if draw.constraint is not None]
         with self._on_stream():
@@ -226,9 +226,9 @@ class GPURunner:
 
     @torch.inference_mode()
     def warm(self, rows: Sequence[int], narrowest: int | None = None, *, mixed: bool = False) -> None:
-        """Warm-up: capture steps that only decode with these numbers of rows, for the ``narrowest`` block tables (None:
-        all), and with ``mixed`` those with prefill chunks, whatever comes. Each kind of kernel is run once, on padding
-        rows alone, so that it is compiled and loaded; then graphs are captured without being run."""
+        """Capture steps that only decode with these numbers of rows, for the ``narrowest`` block tables (None for all),
+        and with ``mixed`` all steps with prefill chunks. Each kind of kernel runs once on padding rows, so that it is
+        compiled and loaded; then graphs are captured without being run."""
         met: set[tuple[str, int]] = set()
         for width in widths(self._block_size, self._max_blocks)[:narrowest]:
             for count in rows:
@@ -245,7 +245,7 @@ class GPURunner:
     def _warm(
         self, layout: StepLayout, starts: Sequence[int] | None = None, *, run: bool, decode: bool = True, **changes: Any
     ) -> None:
-        """Capture a kind of step; with ``run``, or where that fails, it is run on padding before."""
+        """Capture a kind of step; with ``run``, or if that fails, run it on padding first."""
         changes |= {"decode": decode, "graph": True}
         plan = StepPlan(layout, True, [], (), Variant(), (), [])._replace(**changes)
         if run or self.graphs is None:
@@ -266,7 +266,7 @@ class GPURunner:
                 self.graphs.prepare(key, work)
 
     def started(self) -> None:
-        """The start-up is over: from now on ``late_work`` counts."""
+        """Mark the end of start-up: from now on ``late_work`` counts."""
         if self.graphs is not None:
             self.graphs.started = True
         self._compilations = count_compilations()
@@ -278,13 +278,13 @@ class GPURunner:
         return LateWork(captures, self._compilations() - self._compiled_before)
 
     def mixed_sizes(self) -> list[MixedSize]:
-        """Those of steps with prefill chunks that graphs are for."""
+        """Return the sizes of steps with prefill chunks that have graphs."""
         return mixed_sizes(self.graph_tokens, self._block_size, self._max_blocks, self._max_num_seqs)
 
     @torch.inference_mode()
     def compile(self, rows: int, tokens_each: int, draws: int, variant: Variant | None = None) -> None:
-        """Run one kind of step on padding alone, eagerly, so that its kernels are compiled; with ``tokens_each`` 1 a
-        step that only decodes, at both widths of ``warm``."""
+        """Run one kind of step on padding alone, eagerly, so that its kernels are compiled; ``tokens_each`` 1 is a step
+        that only decodes, at both widths of ``warm``."""
         narrow = width_bucket(-(-tokens_each // self._block_size), self._block_size, self._max_blocks)
         wide = width_bucket(narrow + 1, self._block_size, self._max_blocks)
         for width in {narrow, wide} if tokens_each == 1 else {narrow}:
@@ -295,14 +295,15 @@ class GPURunner:
 
     @torch.inference_mode()
     def compile_chunks(self, tokens: int, rows: int) -> None:
-        """``compile`` for a step of ``tokens`` with prompts beside sequences that decode."""
+        """Compile the kernels of a step of ``tokens`` with prompts beside sequences that decode; see ``compile``."""
         width = width_bucket(1, self._block_size, self._max_blocks)
         self._run_chunks(MixedSize(tokens, rows, width), self._run_padding, eager=True)
         if self._stream is not None:
             self._stream.synchronize()
 
     def _run_chunks(self, size: MixedSize, way: Callable[..., None], **how: bool) -> None:
-        """``way`` of a step of padding with a prompt in the first of the rows for them, and all others decoding."""
+        """Call ``way`` with a padding step that has one prompt, in the first of the rows for prompts; all other rows
+        decode."""
         tokens, rows, width = size
         decodes = min(rows - FEWEST_ROWS, tokens - 2)
         chunk = min(tokens - decodes, width * self._block_size)
@@ -314,7 +315,8 @@ class GPURunner:
 
     @torch.inference_mode()
     def compile_whole(self, rows: int, prompts: int, tokens_each: int) -> None:
-        """``compile`` for a step in which whole prompts stand behind ``rows`` that decode, or alone."""
+        """Compile the kernels of a step in which whole prompts follow ``rows`` decoding rows, or run alone; see
+        ``compile``."""
         width = width_bucket(-(-tokens_each // self._block_size), self._block_size, self._max_blocks)
         layout = StepLayout(rows + prompts * tokens_each, rows + prompts, 0, width)
         starts = [*range(rows), *range(rows, layout.tokens + 1, tokens_each)]
@@ -322,14 +324,15 @@ class GPURunner:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _fields(self, layout: StepLayout) -> Fields:
-        """The inputs of a step on the device."""
+    def _fields(self, layout: StepLayout) -> StepFields:
+        """Return the inputs of a step on the device."""
         return layout.tensors(self._arena[self._inputs_at : self._inputs_at + layout.nbytes])
 
     def _run_padding(
         self, layout: StepLayout, starts: Sequence[int] | None = None, *, eager: bool = False, **changes: Any
     ) -> None:
-        """A step of padding rows alone, that begin at ``starts`` or are of one length; ``changes`` of its plan."""
+        """Run a step of padding rows that begin at ``starts`` or have equal lengths; ``changes`` override fields of its
+        plan."""
         with self._on_stream():
             memory = self._ring.memory()
             memory.holds = None
@@ -380,7 +383,7 @@ class GPURunner:
             raise
 
     def _step(self, plan: StepPlan, waits: bool) -> tuple[Tensor, Sampled]:
-        """Everything that happens on the device in a step, or its first part."""
+        """Run everything that happens on the device in a step, or its first part."""
         self._ring.take(plan.layout.nbytes)
         found = self._compute(plan, waits)
         if not waits:
@@ -388,7 +391,7 @@ class GPURunner:
         return found
 
     def _second_part(self, plan: StepPlan) -> Sampled:
-        """The draws of a step, from the logits that its first part has left."""
+        """Draw from the logits that the first part of the step has left."""
         fields = self._fields(plan.layout)
         logits_RV = self._masks.kept(plan.layout.draws)
         adjusts, wants_logprobs, masked = plan.variant
@@ -398,8 +401,8 @@ class GPURunner:
         return sampled
 
     def _compute(self, plan: StepPlan, waits: bool = False) -> tuple[Tensor, Sampled]:
-        """Hidden states ``[T, D]`` of the step (of its draws alone where the plan prunes); its draws are left in the
-        arena, and logprobs returned (or, where the host draws, the logits). ``waits``: the logits are left for
+        """Compute hidden states ``[T, D]`` of the step (only for its draws if the plan prunes). The draws are left in
+        the arena, and logprobs returned (or the logits, if the host draws). ``waits``: the logits are kept for
         ``_second_part``."""
         fields = self._fields(plan.layout)
         hidden_TD = self._hidden(plan, self._context(plan))
@@ -436,13 +439,13 @@ class GPURunner:
         )
 
     def _hidden(self, plan: StepPlan, context: PagedContext) -> Tensor:
-        """From a step's tokens to hidden states, after the final norm."""
+        """Compute hidden states of a step's tokens, after the final norm."""
         fields = self._fields(plan.layout)
         return self._model(self._arena.view(torch.int64), fields.position, context, fields.source)
 
-    def _wanted(self, fields: Fields) -> Wanted:
-        """The tokens that the draws need: the last token of each draw's sequence, which then is ``draw_position``
-        long."""
+    def _wanted(self, fields: StepFields) -> Wanted:
+        """Return the tokens that the draws need: the last token of each draw's sequence, which then is
+        ``draw_position`` long."""
         starts = torch.arange(len(fields.last) + 1, dtype=torch.int32, device=self._device)
         tables = fields.table.index_select(0, fields.draw_row)
         rows = PagedBatch(tables, starts, fields.draw_position, self._block_size, max_query_len=1, fresh=True)
@@ -456,12 +459,12 @@ class GPURunner:
         plan: StepPlan,
         logits_RV: Sampled,
         known: StepResult,
-    ) -> Done:
-        """Draws as ``Runner`` makes them; the tokens go back to the device for the next step."""
+    ) -> CompletedStep:
+        """Draw as ``Runner`` does; the tokens are sent back to the device for the next step."""
         ends = {draw.seq_id: row.end for row in batch.rows for draw in row.draws}
         picks = [Pick(draw, ends[draw.seq_id], row) for row, draw in enumerate(plan.draws)]
         if not picks:
-            return Done(known)
+            return CompletedStep(known)
         assert isinstance(logits_RV, Tensor)
         with self._on_stream():
             samples = sampler.sample(logits_RV.float(), picks, self._host_tokens)
@@ -469,7 +472,7 @@ class GPURunner:
         drawn = torch.tensor([samples.tokens.get(seq_id, 0) for seq_id in plan.seq_ids])
         with self._on_stream():
             self._drawn.token[: len(drawn)].copy_(drawn)
-        return Done(samples.added_to(known))
+        return CompletedStep(samples.added_to(known))
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

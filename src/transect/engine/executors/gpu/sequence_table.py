@@ -26,19 +26,19 @@ class SequenceTable:
         # Two steps' worth may be needed: rows and draws of this one, draws of the last. In a pipeline more of the last.
         slots = (2 + depth) * max_num_seqs + 2
         self._kept = max(1, depth - 1)
-        """Steps before this one whose slots stay."""
+        """Latest steps whose slots are kept."""
         self._block_size = block_size
         self._slot_of: dict[int, int] = {}
         self._free = list(range(slots))
         self._blocks: list[list[int] | None] = [None] * slots
         self._known = np.zeros(slots, np.int32)
-        """Entries of the block table that are filled in."""
+        """Filled entries of the block table."""
         self._draws: list[Draw | None] = [None] * slots
         self._used = np.zeros(slots, np.int64)
-        """The last step that used the slot."""
+        """Last step that used the slot."""
         self.table = np.zeros((slots, max_blocks), np.int32)
         self.drawn_step = np.full(slots, -1, np.int64)
-        """The last step that drew for the sequence, at which position, and at which place among its draws."""
+        """Last step that drew for the sequence, with the position and the index among the step's draws."""
         self.drawn_position = np.zeros(slots, np.int32)
         self.drawn_index = np.zeros(slots, np.int32)
         self.seed = np.zeros(slots, np.int64)
@@ -51,11 +51,11 @@ class SequenceTable:
         self.frequency = np.zeros(slots, np.float32)
         self.presence = np.zeros(slots, np.float32)
         self.adjusted = np.zeros(slots, np.bool_)
-        """Bias or penalties change every draw."""
+        """True if a bias or penalties change every draw."""
         self.masked_until = np.zeros(slots, np.int32)
-        """Draws at positions before this one have tokens that they must not give."""
+        """Position up to which some tokens are forbidden."""
         self.logprobs = np.full(slots, -1, np.int32)
-        """Alternatives wanted; -1: no logprobs."""
+        """Requested alternatives; -1 for no logprobs."""
 
     def forget(self) -> None:
         """Free all slots."""
@@ -63,7 +63,7 @@ class SequenceTable:
         self._free = list(range(len(self._blocks)))
 
     def row(self, row: ScheduledRow, step: int) -> int:
-        """The slot of a row's sequence, its block table brought up to date."""
+        """Return the slot of a row's sequence, with an up-to-date block table."""
         slot = self._slot_of.get(row.seq_id)
         if slot is None:
             slot = self._enter(row.seq_id, step)
@@ -79,12 +79,13 @@ class SequenceTable:
         return slot
 
     def grown(self, slots: np.ndarray, ends: np.ndarray, step: int) -> np.ndarray:
-        """Note that a step uses these slots; which of them (by index) lack blocks of their first ``ends`` tokens."""
+        """Record that a step uses these slots. Returns the indices of slots that lack blocks for their first ``ends``
+        tokens."""
         self._used[slots] = step
         return np.flatnonzero(self._known[slots] * self._block_size < ends)
 
     def draw(self, draw: Draw, step: int) -> int:
-        """The slot of the sequence that a token is drawn for, its parameters filled in."""
+        """Return the slot of the sequence that a token is drawn for, with its parameters filled in."""
         slot = self._slot_of.get(draw.seq_id)
         if slot is None:
             slot = self._enter(draw.seq_id, step)

@@ -1,5 +1,4 @@
-"""Decides what an engine on a GPU does, before anything is loaded: its operators, its limits, the options of its
-runner."""
+"""Decides the operators, limits and runner options of an engine on a GPU, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ from ....costs.steps import launch_bound_tokens
 from ....costs.storage import Layouts, Storage, storage_for, storage_held
 from ....costs.units import GIB
 from ....ops.attention.paged.cache_codes import refusal as cache_refusal
-from ....ops.attention.paged.dispatch import PagedTriton
 from ....ops.lang.jit import has_dependent_launch
 from ....ops.linear.stream_products import StreamProducts
 from ....ops.opset import OpSet, resolve_ops, with_dependent_launch
@@ -36,24 +34,24 @@ from .step_sizes import row_bucket
 log = logging.getLogger(__name__)
 
 WHOLE_PROMPTS = (1536, 96)
-"""Tokens, in all and a row, from which whole prompts have an attention kernel of their own: where the Hopper kernel
-pays (``ops/attention/packed/hopper.py``) with 16 heads and more."""
+"""Fewest tokens, in total and per row, for a separate attention kernel of whole prompts: where the Hopper kernel pays
+off (``ops/attention/packed/hopper.py``) with 16 heads and more."""
 
 FILL_BYTES, FILL_TOKENS = 8 << 30, 256
-"""Prompts are spread over decode steps (``filling.py``) for models with this many bytes of weights, up to this many
-tokens or max_num_seqs a step. On an H200 a step of an 8B model takes, without attention, 5.0 ms for 128 tokens and 7.3
-for 256; 128 tokens of a long prompt take 2.8. Weights that are read faster than attention handles a few more queries
-have nothing to gain."""
+"""Prompts are spread over decode steps (``filling.py``) for models with at least this many bytes of weights, up to this
+many tokens (or max_num_seqs) a step. On an H200 a step of an 8B model takes, without attention, 5.0 ms for 128 tokens
+and 7.3 for 256; 128 tokens of a long prompt take 2.8. If the weights are read faster than attention handles a few more
+queries, spreading gains nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Everything that the parts of the start-up need to know."""
+    """The facts that all parts of the start-up need."""
 
     config: EngineConfig
-    """With CUDA graphs off where they cannot be."""
+    """Configuration, with CUDA graphs off if they cannot be used."""
     asked: str
-    """The configuration as it was given, as the compilers know it."""
+    """Configuration as given, by which the compilers know the engine."""
     model: ModelConfig
     dtype: torch.dtype
     storage: Storage
@@ -64,17 +62,17 @@ class Setup:
     limits: dict[str, Any]
     """max_num_seqs, max_num_batched_tokens and max_model_len, by the names of ``GPURunner``'s arguments."""
     tricks: dict[str, Any]
-    """Further options of ``GPURunner``, by the names of its arguments."""
+    """Further options of ``GPURunner``, by argument name."""
     fill_tokens: int | None
-    """Up to how many tokens a step with chunked prefill has (``filling.py``), if prompts are spread."""
+    """Most tokens of a step with chunked prefill (``filling.py``), if prompts are spread over steps."""
     stream: StreamPlan | None
-    """The layers that live in host memory or in a file."""
+    """Layers that are kept in host memory or in a file."""
     others: int
-    """Bytes of the GPU that were taken before."""
+    """Bytes of the GPU that were in use before."""
     allocated: int
-    """Those of them that torch had given out in this process, to another engine for example."""
+    """Part of ``others`` that torch had allocated in this process, for another engine for example."""
     total: int
-    """Bytes of the GPU."""
+    """Bytes of the GPU's memory."""
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -83,12 +81,13 @@ class Setup:
 
     @property
     def kv_per_token(self) -> float:
-        """Bytes of the cache that a token takes."""
+        """Bytes of a token in the cache."""
         return kv_bytes_per_token(self.model, self.storage)
 
     @property
     def irregular(self) -> bool:
-        """Requests come one by one, or prompts are spread over decode steps: every graph is captured at the start."""
+        """True if step sizes vary (requests come one by one, or prompts are spread over decode steps): every graph is
+        captured at start-up."""
         return self.config.step_limit.seconds is not None or self.fill_tokens is not None
 
 
@@ -101,8 +100,8 @@ def set_up(
     ranks: int = 1,
     layouts: Layouts = (),
 ) -> Setup:
-    """Decide what an engine of ``config`` on ``device`` does. ``shard``: the part of a model that this rank has;
-    ``model`` has its sizes. ``ranks``: how many are on this host. ``layouts``: how the checkpoint packs its matrices.
+    """Decide the settings of an engine of ``config`` on ``device``. ``shard``: this rank's part of the model; ``model``
+    has its sizes. ``ranks``: ranks on this host. ``layouts``: packing of the checkpoint's matrices.
 
     Raises:
         ValueError: the weights do not fit, here or in host memory, or a setting is at fault; the message says what to
@@ -132,12 +131,7 @@ def set_up(
     if stream is not None:
         storage = replace(storage, streamed=stream.bytes)
     longest = config.max_model_len or model.max_position
-    ops = gpu_ops(
-        device,
-        deterministic=config.deterministic,
-        dependent_launch=config.gpu.dependent_launch,
-        streamed_sinks=config.gpu.streamed_sinks,
-    )
+    ops = gpu_ops(device, deterministic=config.deterministic, dependent_launch=config.gpu.dependent_launch)
     asked, config = repr(config), without_graphs(config, ops, stream)
     return Setup(
         config=config,
@@ -180,25 +174,16 @@ def check_cache(config: EngineConfig, model: ModelConfig) -> None:
     """Refuse a cache that kernels cannot read.
 
     Raises:
-        ValueError: heads whose size is no multiple of 4, cached in int8.
+        ValueError: heads whose size is not a multiple of 4, cached in int8.
     """
     reason = cache_refusal(cache_dtype(config.dtype, config.kv_cache_dtype), model.head_dim)
     if reason is not None:
         raise ValueError(f"{reason}: leave kv_cache_dtype out, or take fp8")
 
 
-def gpu_ops(
-    device: torch.device,
-    *,
-    deterministic: bool = False,
-    dependent_launch: bool = True,
-    streamed_sinks: bool = False,
-) -> OpSet:
-    """The operators of an engine on a GPU. ``dependent_launch``: with dependent launch where the GPU has it
-    (Hopper); ``streamed_sinks``: as in ``GPUOptions``."""
+def gpu_ops(device: torch.device, *, deterministic: bool = False, dependent_launch: bool = True) -> OpSet:
+    """Return the operators of an engine on a GPU, with dependent launch if asked for and the GPU has it (Hopper)."""
     ops = resolve_ops(device, ("triton", "torch"), batch_invariant=deterministic)
-    if streamed_sinks and isinstance(ops.paged_attention, PagedTriton):
-        ops = replace(ops, paged_attention=replace(ops.paged_attention, streamed_sinks=True))
     dependent_launch = dependent_launch and has_dependent_launch(device)
     if dependent_launch and not deterministic:
         ops = replace(ops, stream_products=StreamProducts(device))
@@ -229,28 +214,28 @@ def without_graphs(config: EngineConfig, ops: OpSet, stream: StreamPlan | None =
 def runner_tricks(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, ops: OpSet
 ) -> dict[str, Any]:
-    """Further options of ``GPURunner`` on this device, by the names of its arguments."""
-    switches = config.gpu
+    """Return further options of ``GPURunner`` on this device, by argument name."""
     shares = config.shares_data and config.enable_expert_parallel
     hopper = dtype == torch.bfloat16 and not config.deterministic and not torch.version.hip
     hopper = hopper and torch.cuda.get_device_capability(device) == (9, 0)
     return {
-        "whole_prompts": WHOLE_PROMPTS if switches.prompt_attention and not config.deterministic else None,
+        "whole_prompts": None if config.deterministic else WHOLE_PROMPTS,
         # Of a stage the last layer is not the model's, and ranks that share experts gather as many tokens in each.
-        "prune_last_layer": switches.prune_last_layer and config.layout.pipeline == 1 and not shares,
+        "prune_last_layer": config.layout.pipeline == 1 and not shares,
         # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
         # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.
-        "copy_kernels": switches.copy_kernels and not by_torch(ops),
+        "copy_kernels": not by_torch(ops),
         # ops/linear/few_rows takes any number of rows on Hopper, but not in deterministic mode.
         "fine_rows": hopper,
-        "graph_tokens": launch_bound_tokens(model) if switches.prefill_graphs and config.cuda_graphs != "off" else 0,
+        "graph_tokens": 0 if config.cuda_graphs == "off" else launch_bound_tokens(model),
         # torch's operators take no tokens that belong to no row.
         "pad_tokens": 1 if by_torch(ops) else None,
     }
 
 
 def fill_tokens(config: EngineConfig, model: ModelConfig, storage: Storage) -> int | None:
-    """Tokens up to which steps are filled while sequences decode; None if that is not asked for or does not pay."""
+    """Return the number of tokens up to which steps are filled while sequences decode; None if filling is off or does
+    not pay."""
     seqs, most = config.limits("cuda")
     tokens = row_bucket(max(seqs, FILL_TOKENS))
     if storage.streamed:  # a step of many tokens takes no longer then
@@ -276,7 +261,8 @@ def _check_weights(
     total: int,
     least: Callable[[int], RankLayout | None] = lambda budget: None,
 ) -> None:
-    """``least``: the smallest layout in which a model fits, by the bytes of a GPU that can be used."""
+    """Refuse weights that do not fit. ``least``: the smallest layout in which a model fits, given the usable bytes of a
+    GPU."""
     usable = min(free, int(total * config.gpu_memory_utilization))
     needed = whole - streamed
     if needed > usable:

@@ -24,7 +24,7 @@ from .step_plan import StepPlan, Variant
 
 
 class GPUSharingRunner(GPURunner):
-    """Runs batches as ``GPURunner`` does, with the same arguments, in step with the ranks of ``sharing``."""
+    """Runs batches as ``GPURunner`` does, with the same arguments, in lockstep with the ranks of ``sharing``."""
 
     def __init__(self, model: Decoder, k_cache: Tensor, v_cache: Tensor, sharing: ExpertRanks, **options: Any) -> None:
         self._sharing = sharing
@@ -53,5 +53,5 @@ class GPUSharingRunner(GPURunner):
 
 
 class GPUSharingStageRunner(GPUSharingRunner, GPUStageRunner):
-    """Both at once: a stage whose experts are shared with the same stage of other ranks. Arguments as for
-    ``GPUStageRunner``, and ``sharing``."""
+    """A stage whose experts are shared with the same stage of other ranks. Arguments as for ``GPUStageRunner``, and
+    ``sharing``."""

@@ -6,13 +6,13 @@ from ....costs.memory.measured import MemoryAccount, refusal
 from ....costs.memory.serving import kept_for_graphs
 from ...kv_size import KVSize, kv_size
 from .load import Loaded
-from .measure import Measured
+from .measure import MeasuredBytes
 from .setup import Setup
 from .step_sizes import mixed_sizes, row_buckets, widths
 
 
-def size(setup: Setup, loaded: Loaded, measured: Measured) -> tuple[MemoryAccount, KVSize]:
-    """The account of the GPU's memory, and the KV cache that it leaves room for.
+def size(setup: Setup, loaded: Loaded, measured: MeasuredBytes) -> tuple[MemoryAccount, KVSize]:
+    """Account for the GPU's memory, and size the KV cache by the rest.
 
     Raises:
         ValueError: the remaining or requested memory does not hold one sequence; the message says what to change.
@@ -29,8 +29,8 @@ def size(setup: Setup, loaded: Loaded, measured: Measured) -> tuple[MemoryAccoun
     return account, _cache_size(setup, account)
 
 
-def _graph_bytes(setup: Setup, loaded: Loaded, measured: Measured) -> int:
-    """Kept free for CUDA graphs, and for requests with penalties or biases."""
+def _graph_bytes(setup: Setup, loaded: Loaded, measured: MeasuredBytes) -> int:
+    """Return the bytes to keep free for CUDA graphs, and for requests with penalties or biases."""
     seqs, block = setup.limits["max_num_seqs"], setup.config.block_size
     captured = 0 if setup.config.cuda_graphs == "off" else len(row_buckets(seqs, setup.tricks["fine_rows"]))
     if captured and setup.irregular:

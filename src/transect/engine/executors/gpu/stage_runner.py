@@ -28,7 +28,7 @@ from .step_plan import StepPlan, Variant
 
 @dataclass(slots=True)
 class _Telling:
-    """The handle of a step that the last stage draws."""
+    """The handle of a step whose draws the last stage makes."""
 
     inner: Handle
     mesh: Mesh
@@ -36,7 +36,7 @@ class _Telling:
     _result: StepResult | None = None
 
     def draw(self) -> None:
-        """Make the draws, or start them."""
+        """Launch the draws."""
         self.inner.draw()
 
     def result(self) -> StepResult:

@@ -16,7 +16,7 @@ class StartupTimes:
     _last: float = field(default_factory=time.perf_counter)
 
     def done(self, part: str) -> None:
-        """The part that ends now; the device has finished it."""
+        """Record the time of the part that ends now; waits for the device first."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         now = time.perf_counter()

@@ -20,7 +20,7 @@ ALIGNMENT = 16
 """Alignment in bytes. Triton recompiles a kernel for a pointer with another alignment."""
 
 
-class Fields(NamedTuple):
+class StepFields(NamedTuple):
     """Inputs of one step: numpy arrays, or tensors."""
 
     seed: Any
@@ -28,18 +28,18 @@ class Fields(NamedTuple):
     token: Any
     """int64 ``[T]``: tokens that the host knows."""
     source: Any
-    """int32 ``[T]``: where each input token is read from, counted in int64 from the beginning of the arena: ``token``,
-    or what the step before has drawn."""
+    """int32 ``[T]``: source of each input token, as an int64 index from the beginning of the arena: ``token``, or a
+    draw of the step before."""
     position: Any
     """int32 ``[T]``."""
     start: Any
     """int32 ``[B + 1]``: query starts."""
     length: Any
-    """int32 ``[B]``: tokens of each sequence with this step's."""
+    """int32 ``[B]``: length of each sequence including this step's tokens."""
     last: Any
-    """int32 ``[D]``: the token whose logits are drawn from."""
+    """int32 ``[D]``: index of the token whose logits are drawn from."""
     draw_row: Any
-    """int32 ``[D]``: the row whose sequence is drawn for."""
+    """int32 ``[D]``: index of the row whose sequence is drawn for."""
     draw_position: Any
     """int32 ``[D]``: position of the drawn token."""
     choice: Any
@@ -51,7 +51,7 @@ class Fields(NamedTuple):
     mask: Any
     """int32 ``[D]``: row of ``MaskTable.words``, or -1."""
     temperature: Any
-    """float32 ``[D]``, as are the rest."""
+    """float32 ``[D]``, like the remaining fields."""
     top_p: Any
     min_p: Any
     repetition: Any
@@ -70,7 +70,7 @@ _BYTES: dict[Any, int] = {np.int64: 8, np.int32: 4, np.float32: 4}
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Where the fields of a step with these sizes lie."""
+    """Offsets of the fields of a step with these sizes."""
 
     tokens: int
     rows: int
@@ -78,7 +78,7 @@ class StepLayout:
     width: int
 
     def places(self) -> tuple[tuple[int, tuple[int, ...], type], ...]:
-        """(offset in bytes, shape, type) of each field, in the order of ``Fields``."""
+        """Return (offset in bytes, shape, type) of each field, in the order of ``StepFields``."""
         return _places(self)[0]
 
     @property
@@ -86,18 +86,18 @@ class StepLayout:
         """Bytes of all fields together."""
         return _places(self)[1]
 
-    def numpy(self, memory: np.ndarray) -> Fields:
-        """Views of uint8 memory."""
-        return Fields(
+    def numpy(self, memory: np.ndarray) -> StepFields:
+        """Return views of uint8 memory."""
+        return StepFields(
             *(
                 memory[at : at + prod(shape) * _BYTES[kind]].view(kind).reshape(shape)
                 for at, shape, kind in self.places()
             )
         )
 
-    def tensors(self, memory: Tensor) -> Fields:
-        """Views of a uint8 tensor."""
-        return Fields(
+    def tensors(self, memory: Tensor) -> StepFields:
+        """Return views of a uint8 tensor."""
+        return StepFields(
             *(
                 memory[at : at + prod(shape) * _BYTES[kind]].view(_TORCH[kind]).view(shape)
                 for at, shape, kind in self.places()
@@ -108,7 +108,7 @@ class StepLayout:
 @cache
 def _places(layout: StepLayout) -> tuple[tuple[tuple[int, tuple[int, ...], type], ...], int]:
     tokens, rows, draws = (layout.tokens,), (layout.rows,), (layout.draws,)
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(Fields._fields, draws)
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(StepFields._fields, draws)
     shapes |= {"token": tokens, "source": tokens, "position": tokens, "start": (layout.rows + 1,), "length": rows}
     shapes["table"] = (layout.rows, layout.width)
     found = []
@@ -128,13 +128,14 @@ class StepMemory:
     memory: np.ndarray
     """uint8."""
     holds: object = None
-    """The group of sequences whose constants the memory holds since the last step; they need not be written again."""
+    """Group of sequences whose constants the memory has held since the last step, and which need not be written
+    again."""
     step: int = 0
-    """The last step that was written here."""
-    _fields: dict[StepLayout, Fields] = field(default_factory=dict)
+    """Last step that was written here."""
+    _fields: dict[StepLayout, StepFields] = field(default_factory=dict)
 
-    def fields(self, layout: StepLayout) -> Fields:
-        """Views for a layout of which there are few."""
+    def fields(self, layout: StepLayout) -> StepFields:
+        """Return cached views for a layout; layouts must be few."""
         found = self._fields.get(layout)
         if found is None:
             found = self._fields[layout] = layout.numpy(self.memory)

@@ -47,7 +47,7 @@ from ....models.context import WholePrompts
 from ...scheduling.batch import PLACEHOLDER, Draw, ScheduledBatch, ScheduledRow
 from .adjust_state import AdjustState
 from .sequence_table import SequenceTable
-from .step_inputs import Fields, StepLayout, StepMemory
+from .step_inputs import StepFields, StepLayout, StepMemory
 from .step_sizes import FEWEST_ROWS, mixed_size, ragged_rows, row_bucket, width_bucket
 
 
@@ -58,7 +58,7 @@ class Variant(NamedTuple):
     adjust: bool = False
     logprobs: bool = False
     masked: bool = False
-    """Draws under a grammar are among them: all draws wait for their masks."""
+    """True if some draws are under a grammar: all draws then wait for the masks."""
 
 
 class StepPlan(NamedTuple):
@@ -66,23 +66,23 @@ class StepPlan(NamedTuple):
 
     layout: StepLayout
     decode: bool
-    """One token and one draw for each row: padded, and fit for a graph."""
+    """True if each row has one token and one draw: the step is padded, and can use a graph."""
     seq_ids: list[int]
-    """The sequences of the draws."""
+    """Sequences of the draws."""
     draws: Sequence[Draw]
     variant: Variant
     alternatives: Sequence[int]
     starts: list[int]
-    """Where each row's tokens begin."""
+    """Index of each row's first token."""
     rows: Sequence[ScheduledRow] = ()
-    """In the order of ``starts``."""
+    """Scheduled rows, in the order of ``starts``."""
     whole: WholePrompts | None = None
     graph: bool = False
-    """The step is of a kind that comes again, though it does not only decode."""
+    """True if the step does not only decode, but is of a kind that recurs."""
     prune: bool = False
-    """The last layer computes only what the draws need."""
+    """True if the last layer computes only the tokens that the draws need."""
     chunk_rows: int | None = None
-    """Rows of the layout for prompts, before the rows of one token; None if the two kinds are mixed."""
+    """Rows of the layout reserved for prompts, before the rows of one token; None if both kinds are mixed."""
 
 
 class _RaggedShape(NamedTuple):
@@ -91,12 +91,12 @@ class _RaggedShape(NamedTuple):
     tokens: int
     rows: int
     places: list[int]
-    """The row of the layout that each row takes."""
+    """Row of the layout for each scheduled row."""
     first_whole: int
     """Number of rows before the whole prompts."""
     whole_row: int
     whole_from: int
-    """Row and token of the layout at which the whole prompts begin."""
+    """Index, of row and token, at which the whole prompts begin."""
     width: int
     """Columns of the block table."""
     padding: list[tuple[int, int]]
@@ -108,7 +108,7 @@ class _RaggedShape(NamedTuple):
 
 
 def _only_decode(rows: Sequence[ScheduledRow]) -> bool:
-    """One token of each row, and one draw for its own sequence."""
+    """Return True if each row has one token, and one draw for its own sequence."""
     return all(
         row.num_tokens == 1
         and len(row.draws) == 1
@@ -129,7 +129,7 @@ class _Group:
 
     def __init__(self, rows: Sequence[ScheduledRow], table: SequenceTable, step: int) -> None:
         self.order = sorted(range(len(rows)), key=lambda index: rows[index].start, reverse=True)
-        """The order of the rows as they are scheduled; everything else follows it."""
+        """Order of the rows as indices of the scheduled rows; all other fields follow this order."""
         self.slots = np.array([table.row(rows[index], step) for index in self.order])
         self.starts = np.array([rows[index].start for index in self.order], np.int32)
         self.draws = [rows[index].draws[0] for index in self.order]
@@ -138,7 +138,7 @@ class _Group:
         self.seq_ids = [draw.seq_id for draw in self.draws]
         self.sampling: tuple[Variant, Sequence[int]] = Variant(), ()
         self.grown: deque[tuple[int, np.ndarray]] = deque(maxlen=8)
-        """The last steps, and which rows had a new block in each."""
+        """Latest steps, each with the rows that had a new block."""
 
 
 class StepPlanner:
@@ -195,7 +195,7 @@ class StepPlanner:
         self._groups.extend([None] * len(self._groups))
 
     def plan(self, batch: ScheduledBatch, memory: StepMemory) -> StepPlan:
-        """The next step, its numbers in ``memory``."""
+        """Plan the next step, with its numbers in ``memory``."""
         self.step += 1
         rows = batch.rows
         group = self._groups[0]
@@ -210,7 +210,7 @@ class StepPlanner:
         return self._decode(rows, group, memory)
 
     def _decode(self, rows: Sequence[ScheduledRow], group: _Group, memory: StepMemory) -> StepPlan:
-        """One token and one draw a row, padded to the size of a graph."""
+        """Plan a step of one token and one draw a row, padded to the size of a graph."""
         table, step, slots, starts = self._sequences, self.step, group.slots, group.starts
         count = len(rows)
         ends = starts + 1
@@ -304,7 +304,7 @@ class StepPlanner:
         return plan._replace(rows=rows, whole=whole, prune=prune, graph=shape.graph, chunk_rows=shape.chunk_rows)
 
     def _ragged_shape(self, batch: ScheduledBatch) -> tuple[_RaggedShape, Sequence[ScheduledRow]]:
-        """Where the rows of a step with prefill chunks come to lie, and the rows in that order.
+        """Place the rows of a step with prefill chunks; returns the shape, and the rows in its order.
 
         Prompts that stand in the step from their first token on come last, if they are worth a kernel of their own;
         else all prompts come first.
@@ -356,9 +356,9 @@ class StepPlanner:
         return shape, [*chunks, *singles]
 
     def _draws(
-        self, fields: Fields, draws: Sequence, slots: np.ndarray, positions: np.ndarray
+        self, fields: StepFields, draws: Sequence, slots: np.ndarray, positions: np.ndarray
     ) -> tuple[Variant, Sequence[int]]:
-        """Fill in the parameters of the draws; those past the last are greedy."""
+        """Fill in the parameters of the draws; draws beyond the last are greedy."""
         table, step = self._sequences, self.step
         count = len(draws)
         for name in ("seed", "choice", "top_k", "temperature", "top_p", "min_p", "repetition", "frequency", "presence"):
@@ -380,12 +380,12 @@ class StepPlanner:
         return variant, alternatives.tolist() if wanted else ()
 
     def _note_draws(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """Where this step's tokens will be found."""
+        """Record the locations of this step's drawn tokens."""
         table = self._sequences
         table.drawn_step[slots], table.drawn_position[slots] = self.step, positions
         table.drawn_index[slots] = np.arange(len(slots))
 
     def token_source(self, layout: StepLayout) -> np.ndarray:
-        """Where ``token`` lies, counted in int64 from the beginning of the arena."""
-        at = layout.places()[Fields._fields.index("token")][0]
+        """Return the locations of ``token``, as int64 indices from the beginning of the arena."""
+        at = layout.places()[StepFields._fields.index("token")][0]
         return np.arange(layout.tokens, dtype=np.int32) + (self._inputs_at + at) // 8

@@ -1,4 +1,4 @@
-"""Host memory of the steps that are under way, and how it gets to the device and back.
+"""Host memory of the steps in flight, and the copies to the device and back.
 
 Each step under way has a row of pinned memory for its inputs and one for what it draws, and they take turns. On the
 device the inputs lie in one place, the ``arena``, behind the tokens that steps draw.
@@ -19,13 +19,13 @@ from ....ops.lang.jit import has_dependent_launch
 from .step_inputs import StepMemory
 
 RING = 3
-"""Steps whose host memory is apart: one being prepared, one or two in flight."""
+"""Steps with separate host memory: one in preparation, one or two in flight."""
 LINE = 128
-"""Bytes, of which inputs and results take a whole number: kernels copy many at once."""
+"""Alignment of inputs and results in bytes; kernels copy whole lines."""
 
 
 def whole_lines(nbytes: int) -> int:
-    """``nbytes`` rounded up."""
+    """Round ``nbytes`` up to whole lines."""
     return -(-nbytes // LINE) * LINE
 
 
@@ -52,19 +52,19 @@ class StepRing:
         self._dependent_launch = has_dependent_launch(arena.device)
 
     def memory(self) -> StepMemory:
-        """Where the inputs of the next step go; waits for the device to be done with what stood there."""
+        """Return the memory for the inputs of the next step; waits until the device no longer reads it."""
         busy = self._busy[self._turn]
         if busy is not None:
             busy.synchronize()
         return self._memory[self._turn]
 
     def send(self, nbytes: int) -> None:
-        """Before a step: copy its inputs, unless the step does."""
+        """Copy a step's inputs before the step, unless the step itself does."""
         if self._device_turn is None:
             self._inputs[:nbytes].copy_(self._sent[self._turn, :nbytes], non_blocking=True)
 
     def take(self, nbytes: int) -> None:
-        """The first kernel of a step."""
+        """Launch the first kernel of a step, which copies its inputs."""
         if self._device_turn is not None:
             sent, inputs, _, _ = self._words
             triton_ring_copy(
@@ -72,19 +72,19 @@ class StepRing:
             )
 
     def give(self) -> None:
-        """The last kernel of a step."""
+        """Launch the last kernel of a step, which copies its results."""
         if self._device_turn is not None:
             _, _, drawn, given = self._words
             triton_ring_copy(drawn, given, self._device_turn, advance=True, dependent_launch=self._dependent_launch)
 
     def ended(self) -> int:
-        """A step has been launched: it is the next one's turn. Returns the turn of the step."""
+        """Advance the turn after a launch. Returns the turn of the launched step."""
         turn = self._turn
         self._turn = (turn + 1) % len(self._memory)
         return turn
 
     def failed(self) -> None:
-        """Wait for the device after a step was broken off: its turn is the host's again, however far it has come."""
+        """Wait for the device after a failed step, and take its turn back."""
         for memory in self._memory:
             memory.holds = None
         if self._device_turn is not None:

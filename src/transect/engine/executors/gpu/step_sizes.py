@@ -1,4 +1,4 @@
-"""The sizes that steps on a device are padded to, so that there are few kinds of kernels and few CUDA graphs."""
+"""Padded sizes of steps on a device, which keep the kinds of kernels and CUDA graphs few."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FEWEST_ROWS = 16
-"""The least number of rows in a padded step with prefill chunks, and of rows kept for its prompts."""
+"""Fewest rows of a padded step with prefill chunks, and of rows reserved for its prompts."""
 SMALLEST_WIDTH = 1024
-"""Positions that the narrowest block table of a graph covers."""
+"""Positions covered by the narrowest block table of a graph."""
 MIXED_WIDTHS = (4096, 16384)
-"""Positions that block tables of steps with prefill chunks cover, besides all."""
+"""Positions covered by block tables of steps with prefill chunks, besides the full width."""
 FINE_TOKENS = 512
-"""Steps with prefill chunks of more tokens, or with longer sequences, have one of two numbers of rows."""
+"""Most tokens of steps whose numbers of rows are finely graded; larger steps, or those with longer sequences, have one
+of two."""
 COARSE_ROWS = 64
-"""The smaller of these."""
+"""The smaller of the two numbers of rows for steps above ``FINE_TOKENS``."""
 FINE_ROWS = (48, 96, 160, 192, 208)
 """Numbers of sequences that have graphs besides powers of two. From about 100 rows on, products are bound by
 arithmetic, so padding rows take time. (224 rows were slower than 256: few tilings end there.)"""
@@ -22,12 +23,12 @@ QUARTERS = {True: 2048, False: 512}
 """Tokens up to which there is a graph for each quarter of a power of two, and not only for each half: for sequences of
 up to ``MIXED_WIDTHS[0]`` tokens, and for longer ones."""
 SLOWER = {192: 256, 224: 256, 448: 512}
-"""Sizes that take longer than the next one, which is taken in their place: products come in tiles of 128 rows. A step
-of an 8B model takes 7.3 ms for 192 tokens, 7.9 for 224 and 7.0 for 256; 15.0 for 448 and 12.3 for 512 (H200)."""
+"""Sizes that take longer than the next larger size, which replaces them: products come in tiles of 128 rows. A step of
+an 8B model takes 7.3 ms for 192 tokens, 7.9 for 224 and 7.0 for 256; 15.0 for 448 and 12.3 for 512 (H200)."""
 
 
 def row_bucket(rows: int, fine: bool = False) -> int:
-    """Rows that a graph for ``rows`` has: a power of two, above 256 a multiple of 256.
+    """Round ``rows`` up to the rows of a graph: a power of two, above 256 a multiple of 256.
 
     The products' tiles have such heights, and bulk copies of a tile that reaches past the end of a tensor are slow: a
     step of an 8B model takes 17 ms for 160 rows, and 13 for 256 (H200). ``fine``: ``FINE_ROWS`` too, where products
@@ -41,13 +42,13 @@ def row_bucket(rows: int, fine: bool = False) -> int:
 
 
 def row_buckets(max_num_seqs: int, fine: bool = False) -> list[int]:
-    """Every number of rows that a decode step of up to ``max_num_seqs`` sequences is padded to, the largest first."""
+    """List all padded numbers of rows of decode steps of up to ``max_num_seqs`` sequences, largest first."""
     return sorted({row_bucket(rows, fine) for rows in range(1, max_num_seqs + 1)}, reverse=True)
 
 
 def token_bucket(tokens: int, quarters: int = QUARTERS[True]) -> int:
-    """Tokens that a graph for a step with prefill chunks has: at least 64, then in steps of a quarter to an eighth, and
-    above ``quarters`` of a half to a quarter, but for sizes that are ``SLOWER``."""
+    """Round ``tokens`` up to the tokens of a graph with prefill chunks: at least 64, then in steps of a quarter to an
+    eighth, above ``quarters`` of a half to a quarter, skipping sizes that are ``SLOWER``."""
     if tokens <= 64:
         return 64
     step = 1 << ((tokens - 1).bit_length() - (3 if tokens <= quarters else 2))
@@ -56,8 +57,8 @@ def token_bucket(tokens: int, quarters: int = QUARTERS[True]) -> int:
 
 
 def width_bucket(blocks: int, block_size: int, most: int) -> int:
-    """Columns of the block table for sequences of up to ``blocks`` blocks: those of 1024 positions, or 4, 16, ... times
-    as many, or all. (A wider table costs microseconds to copy; each width has graphs of its own.)"""
+    """Return the columns of the block table for sequences of up to ``blocks`` blocks: enough for 1024 positions, or 4,
+    16, ... times as many, or all. (A wider table costs microseconds to copy; each width has graphs of its own.)"""
     width = max(1, SMALLEST_WIDTH // block_size)
     while width < blocks:
         width *= 4
@@ -65,7 +66,7 @@ def width_bucket(blocks: int, block_size: int, most: int) -> int:
 
 
 def widths(block_size: int, most: int) -> list[int]:
-    """Every width that ``width_bucket`` gives, the narrowest first."""
+    """List all results of ``width_bucket``, narrowest first."""
     found = [width_bucket(1, block_size, most)]
     while found[-1] < most:
         found.append(width_bucket(found[-1] + 1, block_size, most))
@@ -81,7 +82,7 @@ class MixedSize(NamedTuple):
 
 
 def mixed_size(tokens: int, rows: int, blocks: int, block_size: int, most: int, max_rows: int) -> MixedSize:
-    """The graph for a step with prefill chunks.
+    """Return the padded size of a step with prefill chunks.
 
     Args:
         tokens: number of tokens to compute.
@@ -101,8 +102,8 @@ def mixed_size(tokens: int, rows: int, blocks: int, block_size: int, most: int, 
 
 
 def mixed_sizes(max_tokens: int, block_size: int, most: int, max_num_seqs: int) -> list[MixedSize]:
-    """Every size of ``mixed_size`` for up to ``max_tokens`` tokens with up to ``FEWEST_ROWS`` prompts, narrow block
-    tables first, largest steps first."""
+    """List all results of ``mixed_size`` for up to ``max_tokens`` tokens with up to ``FEWEST_ROWS`` prompts, narrow
+    block tables first, largest steps first."""
     found: dict[MixedSize, None] = {}
     for blocks in _mixed_widths(block_size, most):
         quarters = QUARTERS[blocks * block_size <= MIXED_WIDTHS[0]]
@@ -120,14 +121,15 @@ def _mixed_widths(block_size: int, most: int) -> list[int]:
 
 
 def ragged_rows(tokens: int, rows: int) -> int:
-    """Rows of a step with prefill chunks. As many as tokens would look like a step that only decodes."""
+    """Return the rows of a step with prefill chunks; never equal to ``tokens``, which would mark a step that only
+    decodes."""
     count = max(FEWEST_ROWS, row_bucket(rows))
     return count + FEWEST_ROWS * (count == tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPadding:
-    """The sizes that steps of one engine are padded to, for who predicts their times.
+    """Padded step sizes of one engine, used to predict its step times.
 
     Attributes:
         graph_tokens: tokens of the largest step with prefill chunks that has a graph.

@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Which steps: those of an engine with these limits."""
+class KernelWork:
+    """Limits of the engine whose steps are compiled for."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -67,18 +67,18 @@ class Warming:
     collected: int = 0
 
     def wait(self) -> int:
-        """Wait until the kernels that every engine needs are compiled, and load each; returns how many. A kernel that
-        fails is no error: it is compiled later."""
+        """Wait until the kernels that every engine needs are compiled, and load each. Returns their number. A kernel
+        that fails is not an error: it is compiled later."""
         return 0 if self.compilers is None else self.compilers.finish(_load)
 
 
 def _load(kernel: CollectedKernel) -> None:
-    """From Triton's cache to the GPU."""
+    """Load a compiled kernel from Triton's cache to the GPU."""
     kernel.load().run  # noqa: B018  (the property that loads its module)
 
 
-def start(work: Work, ops: OpSet, device: torch.device, compilers: Compilers | None, settings: str) -> Warming:
-    """Have all kernels compiled, unless that has been done before. ``settings``: the configuration, for ``hint``."""
+def start(work: KernelWork, ops: OpSet, device: torch.device, compilers: Compilers | None, settings: str) -> Warming:
+    """Start compiling all kernels, unless that has been done before. ``settings``: the configuration, for ``hint``."""
     if compilers is None or INTERPRETED:
         return Warming()
     note = hint(settings)
@@ -98,9 +98,9 @@ def start(work: Work, ops: OpSet, device: torch.device, compilers: Compilers | N
 
 
 @torch.inference_mode()
-def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], None]) -> None:
-    """All kinds of steps on a layer or two, then ``all_needed``, then those that only requests with penalties
-    or grammars make."""
+def run(work: KernelWork, ops: OpSet, device: torch.device, all_needed: Callable[[], None]) -> None:
+    """Run all kinds of steps on a layer or two, then call ``all_needed``, then run steps that only requests with
+    penalties or grammars make."""
     # Norms in the products on both sides of them stand between two layers.
     config = dataclasses.replace(work.config, n_layers=1 + (ops.stream_products is not None), tied_embeddings=True)
     if len({work.config.layer_window(layer) for layer in range(work.config.n_layers)}) == 2:
@@ -144,15 +144,16 @@ class Task(NamedTuple):
     rows: int
     tokens_each: int
     draws: bool
-    """With the kernels that draw, which are the same for every number of rows; without, only layers and head."""
+    """True to include the kernels that draw, which are the same for every number of rows; False for layers and head
+    only."""
     prompts: int = 0
-    """Whole prompts, of ``tokens_each``, behind ``rows`` that decode."""
+    """Whole prompts of ``tokens_each`` tokens, after ``rows`` that decode."""
     beside: int = 0
-    """Tokens of all ``rows``, of which some are for prompts and the others decode; ``tokens_each`` is not looked at."""
+    """Tokens of all ``rows``, some of which are for prompts while the others decode; ``tokens_each`` is then unused."""
 
 
-def tasks(work: Work) -> list[Task]:
-    """Everything to run, in the order of compile time, longest first: draws, attention with few rows, whole prompts."""
+def tasks(work: KernelWork) -> list[Task]:
+    """List all steps to run by compile time, longest first: draws, attention with few rows, whole prompts."""
     sizes = row_buckets(work.max_num_seqs, work.fine_rows)
     ragged = [rows for rows in row_buckets(work.max_num_seqs) if rows >= FEWEST_ROWS] or [FEWEST_ROWS]
     found = [Task(sizes[0], 1, True)]

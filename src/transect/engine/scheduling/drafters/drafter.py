@@ -15,9 +15,9 @@ class Guess(NamedTuple):
 
     tokens: tuple[int, ...] = ()
     shares: tuple[float, ...] = ()
-    """For each token the share of matches that continue so, given the tokens before it; 1 if there is one match."""
+    """Share of the matches that continue with each token, given the tokens before it; 1 if there is one match."""
     matched: int = 0
-    """Length of the match that the guess rests on, in tokens."""
+    """Length in tokens of the match behind the guess."""
 
 
 class Drafter(Protocol):
@@ -28,7 +28,7 @@ class Drafter(Protocol):
         ...
 
     def ended(self, seq_id: int, output: list[int]) -> None:
-        """Forget a sequence, which ended with these output tokens."""
+        """Drop the state of a sequence that ended with these output tokens."""
         ...
 
 
@@ -36,8 +36,8 @@ class NoDrafter:
     """Guesses nothing."""
 
     def guess(self, seq_id: int, prompt: tuple[int, ...], output: list[int], most: int) -> Guess:
-        """See ``Drafter``."""
+        """Return an empty guess; see ``Drafter``."""
         return Guess()
 
     def ended(self, seq_id: int, output: list[int]) -> None:
-        """See ``Drafter``."""
+        """Do nothing; see ``Drafter``."""

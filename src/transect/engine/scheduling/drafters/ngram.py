@@ -24,7 +24,7 @@ class NgramDrafter:
         self._indices: dict[int, TokenIndex] = {}
 
     def index(self, seq_id: int, prompt: tuple[int, ...], output: list[int]) -> TokenIndex:
-        """The index of a sequence, up to date."""
+        """Return the up-to-date index of a sequence."""
         index = self._indices.get(seq_id)
         if index is None:
             index = self._indices[seq_id] = TokenIndex(self._shortest)
@@ -33,7 +33,7 @@ class NgramDrafter:
         return index
 
     def guess(self, seq_id: int, prompt: tuple[int, ...], output: list[int], most: int) -> Guess:
-        """See ``Drafter``."""
+        """Guess the tokens that followed the longest earlier match; see ``Drafter``."""
         index = self.index(seq_id, prompt, output)
         found = index.matches(index.tokens, self._longest)
         if not found:
@@ -43,5 +43,5 @@ class NgramDrafter:
         return Guess(tokens, (1.0,) * len(tokens), length)
 
     def ended(self, seq_id: int, output: list[int]) -> None:
-        """See ``Drafter``."""
+        """Drop the index of a sequence; see ``Drafter``."""
         self._indices.pop(seq_id, None)

@@ -1,4 +1,4 @@
-"""The settings of speculative decoding, and the drafters by name."""
+"""Settings of speculative decoding, and the drafters by name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .ngram import LONGEST, SHORTEST, NgramDrafter
 from .suffix import SuffixDrafter
 
 METHODS: dict[str, Callable[[int, int], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
-"""Method -> drafter of (shortest, longest) match."""
+"""Constructors of drafters by method, called with (shortest, longest) match."""
 MODEL_METHODS = ("draft_model",)
 """Methods in which a model drafts (``model.py``)."""
 DEFAULT_MOST = 16
-"""Drafts per sequence and step, at the most."""
+"""Default of the most drafts per sequence and step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,8 @@ class SpeculativeConfig:
         return self.method in MODEL_METHODS
 
     def drafter(self) -> Drafter:
-        """A new drafter of this method. With ``drafts_by_model`` it guesses nothing: the engine has the model."""
+        """Build a new drafter of this method. With ``drafts_by_model`` the engine
+        has the drafting model, and this drafter proposes nothing."""
         if self.drafts_by_model:
             return NoDrafter()
         return METHODS[self.method](self.prompt_lookup_min, self.prompt_lookup_max)

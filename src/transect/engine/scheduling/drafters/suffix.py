@@ -14,11 +14,11 @@ from .ngram import LONGEST, SHORTEST, NgramDrafter
 from .token_index import TokenIndex
 
 KEPT_TOKENS = 200_000
-"""Tokens of earlier answers that are searched; the older half is forgotten when there are twice as many."""
+"""Tokens of earlier answers that are searched; at twice as many, the older half is dropped."""
 SEPARATOR = -1
-"""Stands between two earlier answers, and matches no token."""
+"""Separator between two earlier answers; it matches no token."""
 MARGIN = 2
-"""Matches shorter than the longest by at most this many tokens vote, too."""
+"""Most tokens by which a voting match may be shorter than the longest."""
 
 
 class SuffixDrafter:
@@ -35,7 +35,7 @@ class SuffixDrafter:
         self._answers = TokenIndex(shortest)
 
     def guess(self, seq_id: int, prompt: tuple[int, ...], output: list[int], most: int) -> Guess:
-        """See ``Drafter``."""
+        """Guess by votes among matches in the sequence and in earlier answers; see ``Drafter``."""
         own = self._own.index(seq_id, prompt, output)
         matches = [(length, own, place) for length, place in own.matches(own.tokens, self._longest)]
         earlier = self._answers.matches(own.tokens, self._longest) if len(self._answers) else []
@@ -59,7 +59,7 @@ class SuffixDrafter:
         return Guess(tuple(tokens), tuple(shares), longest)
 
     def ended(self, seq_id: int, output: list[int]) -> None:
-        """See ``Drafter``; the output is kept for later guesses."""
+        """Drop the state of a sequence and keep its output for later guesses; see ``Drafter``."""
         self._own.ended(seq_id, output)
         if len(self._answers) > 2 * self._kept:
             newest = self._answers.tokens[-self._kept :]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 MOST_PLACES = 16
-"""Newest places that are kept of each n-gram."""
+"""Newest occurrences that are kept for each n-gram."""
 
 
 class TokenIndex:
-    """An append-only list of tokens, with the places of each n-gram in it.
+    """An append-only list of tokens, with the occurrences of each n-gram in it.
 
     Args:
         order: tokens of the n-grams, at least 1.
@@ -19,7 +19,7 @@ class TokenIndex:
         self._order = order
         self.tokens: list[int] = []
         self._places: dict[tuple[int, ...], list[int]] = {}
-        """For each n-gram the positions that follow it, oldest first."""
+        """Positions that follow each n-gram, oldest first."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -36,8 +36,8 @@ class TokenIndex:
                     del found[:MOST_PLACES]
 
     def matches(self, context: Sequence[int], longest: int) -> list[tuple[int, int]]:
-        """Places where the end of ``context`` stands, as (tokens that match, at most ``longest``; position after them),
-        newest first. The end of the list itself is none."""
+        """Find the occurrences of the end of ``context``, as (matching tokens, at most ``longest``; position after
+        them), newest first. The end of the list itself is excluded."""
         order, own = self._order, self.tokens
         if len(context) < order:
             return []
@@ -54,8 +54,8 @@ class TokenIndex:
         return found
 
     def copy_from(self, place: int, count: int) -> tuple[int, ...]:
-        """``count`` tokens from ``place`` on. Behind the end of the list the copy continues with its own tokens, as if
-        the list repeated itself; fewer only from an empty rest."""
+        """Copy ``count`` tokens from ``place`` on. Beyond the end of the list the copy repeats its own tokens; it is
+        shorter only if it starts at the end."""
         copied = self.tokens[place : place + count]
         period = len(copied)
         while 0 < len(copied) < count:

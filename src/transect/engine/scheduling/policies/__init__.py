@@ -1,6 +1,7 @@
 """Policies of the scheduler and the router, in plain Python: engine, planner and cluster run the same ones.
 
-* ``order``: who comes next: shares of clients, and priorities.
+* ``order``: who comes next: shares of clients, and levels of requests, which ``orders/`` gives: a scheduling policy a
+  file.
 * ``places``: a client below its share of places gets one of a client above.
 * ``admission``: who may join the queue, by bytes and predicted wait.
 * ``budget``: tokens per step while sequences decode. ``costs/learning`` learns step times.

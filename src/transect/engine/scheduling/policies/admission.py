@@ -1,4 +1,4 @@
-"""Admission of requests to the queue: bounds of its bytes and of the wait that is predicted.
+"""Admission of requests to the queue: bounds on its bytes and on the predicted wait.
 
 A request that waits holds memory, and a client that gets its answer after minutes has often gone. Both are bounded; a
 number of requests says little of either. What one client may hold is bounded by itself, so that its backlog does not
@@ -13,9 +13,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 OWN_SHARE = 0.5
-"""Share of the bytes of the queue that one client may hold."""
+"""Share of the queue's bytes that one client may hold."""
 MEMORY_S = 10.0
-"""Seconds after which what was seen of the pace counts 1 / e."""
+"""Time constant, in seconds, of the decay of older observations of the pace."""
 LEAST_SEEN_S = 2.0
 """Seconds of a crowded queue before its pace is known."""
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
@@ -53,16 +53,16 @@ class Claim:
 
 @dataclass(slots=True)
 class Ledger:
-    """Sums over requests that wait."""
+    """Sums over waiting requests."""
 
     requests: int = 0
     nbytes: int = 0
     work: int = 0
     by_client: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0, 0]))
-    """Requests, bytes and work of each client that has some."""
+    """Requests, bytes and work of each client with waiting requests."""
 
     def add(self, claim: Claim, sign: int = 1) -> None:
-        """Count a request; ``sign`` -1: take it out."""
+        """Add a request; ``sign`` -1 removes it."""
         self.requests += sign
         self.nbytes += sign * claim.nbytes
         self.work += sign * claim.work
@@ -74,7 +74,7 @@ class Ledger:
             del self.by_client[claim.client]
 
     def of(self, client: str) -> tuple[int, int, int]:
-        """Requests, bytes and work of a client."""
+        """Return the requests, bytes and work of a client."""
         requests, nbytes, work = self.by_client.get(client, (0, 0, 0))
         return requests, nbytes, work
 
@@ -87,7 +87,7 @@ class Pace:
         self._last: float | None = None
 
     def left(self, work: int, now: float, crowded: bool) -> None:
-        """Some work got its turn.
+        """Record that work left the queue.
 
         Args:
             now: in seconds.
@@ -106,7 +106,7 @@ class Pace:
 
 
 class Admission:
-    """Decides whether a request may wait.
+    """Decides if a request may wait.
 
     Args:
         max_requests, max_bytes, max_wait: bounds of what waits (seconds for the wait); None for none.
@@ -119,7 +119,7 @@ class Admission:
         self.pace = Pace()
 
     def check(self, claim: Claim, waiting: Ledger, ahead: float, retry_after: float) -> None:
-        """Refuse a request beyond a bound.
+        """Refuse a request that exceeds a bound.
 
         Args:
             waiting: requests that wait, with their memory and work.
@@ -147,5 +147,5 @@ class Admission:
         if wait > self.max_wait:
             own_work = waiting.of(claim.client)[2]
             after = min(max(wait - self.max_wait, LEAST_RETRY_S), MOST_RETRY_S)
-            reason = f"this request would wait for about {wait:.0f} s, and {self.max_wait:g} s are the bound"
+            reason = f"this request would wait for about {wait:.0f} s, longer than the limit of {self.max_wait:g} s"
             raise QueueFull(count, after, reason, own=own_work >= OWN_SHARE * waiting.work * ahead)

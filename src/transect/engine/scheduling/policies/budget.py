@@ -5,7 +5,9 @@ The first rule that applies is used:
 * ``itl_target``: as many tokens as take no longer than a target, by the learned step times of this device
   (``step_time``). If many steps have prompts, fewer, if each token then costs much less. The target grows with the
   queue, if prompts would wait for more than ``PATIENCE`` such steps. (Sarathi-Serve, Agrawal et al. 2024, bounds tokens
-  instead of time.)
+  instead of time.) Deep in a long prompt each chunk reads much context, however few tokens it has. Where that takes
+  more than half of the room for prompts, chunks have as many tokens as take as long as their context, and steps without
+  prompts lie between them, so that steps take no longer than the target in the mean.
 * ``fill_tokens``: as many tokens as cost little more than the decodes alone, as long as nothing ends later for that
   (``filling``).
 * ``max_mixed_tokens``: that number.
@@ -13,6 +15,7 @@ The first rule that applies is used:
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence as Listed
 from typing import NamedTuple
@@ -40,22 +43,22 @@ prompts do not count: their results come in one piece, and the sum of their time
 FEW = 8
 """Number of waiting prompts above which all their tokens count."""
 LARGE = 4
-"""Queue length that justifies steps launched kernel by kernel, in units of the largest step launched at once: the
+"""Queue length that justifies steps launched kernel by kernel, in units of the largest step launched as a graph: the
 device waits while the first of these steps is launched."""
 CHEAP = 0.85
-"""Where many steps have prompts, what those cost adds up for all streams. Then a step has fewer tokens than the target
-allows if a prompt token costs no more than this share of what it would: with an 8B model on an H200 it costs 11 us in
-steps of 256 tokens and 15 in those of 384."""
+"""Largest relative cost of a prompt token in a smaller step for which the step is made smaller than the target allows,
+if many steps have prompts (their costs add up for all streams). With an 8B model on an H200 a prompt token costs 11 us
+in steps of 256 tokens and 15 in those of 384."""
 MANY = 0.12
-"""The share of steps with prompts from which on that is so."""
+"""Share of steps with prompts from which ``CHEAP`` applies."""
 SHORT = 4
-"""It is so while the prompts that wait need no more such steps than this."""
+"""Number of such steps that the waiting prompts may need for ``CHEAP`` to apply."""
 SMOOTHING = 1 / 128
-"""The newest step's part in that share."""
+"""Weight of the newest step in the share of steps with prompts."""
 KEPT = 0.75
-"""The share of a step's room for prompts that must be left when its tokens are rounded down (``even``)."""
+"""Share of a step's room for prompts that must remain when its tokens are rounded down (``even``)."""
 LEARN_STEPS = 8
-"""Steps to measure before any is sized by time."""
+"""Steps to measure before steps are sized by time."""
 
 
 class Share(NamedTuple):
@@ -75,6 +78,8 @@ class Budget(NamedTuple):
     """Most tokens of one prompt in the step."""
     shares: tuple[Share, ...] = ()
     """Shares of prompts, longest prompts first; empty if prompts take tokens in order of rank."""
+    pause: bool = False
+    """Prompts take no part in the step."""
 
 
 class Coming(NamedTuple):
@@ -82,11 +87,11 @@ class Coming(NamedTuple):
 
     tokens: int
     full: bool
-    """A prompt that comes now would not be part of it."""
+    """True if a prompt that arrives now would not be part of the step."""
 
 
 class StepBudget:
-    """Sizes steps in which sequences decode.
+    """Sizes the steps in which sequences decode.
 
     Args:
         config: the limits and rules.
@@ -95,10 +100,14 @@ class StepBudget:
 
     def __init__(self, config: SchedulerConfig, times: StepTimes) -> None:
         self.fill_tokens = config.fill_tokens
-        """May be changed between steps."""
+        """Most tokens of steps that are filled up with prompts; may be changed between steps."""
         self.times = times
         self._share = 0.0
-        """The share of steps with prompts, smoothed."""
+        """Smoothed share of steps with prompts."""
+        self._debt = 0.0
+        """Seconds by which steps with prompts were longer than the target, less those by which pauses were shorter."""
+        self._next = (0.0, math.inf)
+        """Seconds that the next step adds to ``_debt`` if it has prompts, and takes from it if it has none."""
         self._config = config
         self._mixed = min(config.max_mixed_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
         self._chunk = config.max_prefill_chunk or config.max_num_batched_tokens
@@ -113,6 +122,7 @@ class StepBudget:
             barred: the step before had no place or no KV blocks for the head of the queue. Then long prompts leave no
                 room for waiting ones, which could not use it.
         """
+        self._next = (0.0, math.inf)
         if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # nobody decodes
             most = self._config.max_num_batched_tokens
             prompts = [seq.length - seq.scheduled for seq in running if seq.length - seq.scheduled > 1]
@@ -129,14 +139,21 @@ class StepBudget:
         return Budget(self._mixed, self._chunk)
 
     def planned(self, prompts: bool) -> None:
-        """A step was planned, with prompts or without."""
+        """Record a planned step, with prompts or without."""
         self._share += SMOOTHING * (prompts - self._share)
+        more, less = self._next
+        if prompts:
+            self._debt += more
+        else:
+            self._debt = max(self._debt - less, -less) if less < math.inf else 0.0
 
     def coming(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool = False) -> Coming:
         """Return the facts of the next step if it were planned now; arguments as of ``of_next``."""
         if not (len(waiting) or cut):
             return Coming(len(running), False)
-        tokens, chunk, _ = self.of_next(running, waiting, cut, barred)
+        tokens, chunk, _, pause = self.of_next(running, waiting, cut, barred)
+        if pause:
+            return Coming(tokens, True)
         here = sum(min(seq.length - seq.scheduled, chunk) for seq in running)
         here += waiting.num_tokens if chunk >= tokens else sum(min(seq.to_compute, chunk) for seq in waiting.in_order())
         return Coming(min(here, tokens), here >= tokens)
@@ -150,12 +167,19 @@ class StepBudget:
             if seq.length - seq.scheduled > 1 and not seq.request.spec.in_one_piece
         ]
         rows = len(left)
-        beside = StepLoad(rows, sum(done + 1 for count, done in left if count <= 1))
-        context = prompts[0][1] if prompts else 0
+        decodes = StepLoad(rows - len(prompts), sum(done + 1 for count, done in left if count <= 1))
+        beside = decodes._replace(tokens=rows)
+        context = max((done for _, done in prompts), default=0)
         scored = _scored(running, waiting)
         waits, longest = _felt(felt, waiting)
         most = self._graph if waits < LARGE * self._graph else self._mixed
-        seconds = target or AUTO_RATIO * self.times.predict(beside)
+        alone = self.times.predict(decodes)
+        seconds = target or AUTO_RATIO * alone
+        if prompts and alone < seconds:
+            usual, seconds = seconds, max(seconds, alone + 2 * (self._least(beside, context, scored) - alone))
+            self._next = seconds - usual, usual - alone
+            if self._debt > 0.0 and seconds > usual and self._config.pipeline_depth == 1:
+                return Budget(decodes.tokens, self._chunk, pause=True)
         tokens = even(self.times.most_tokens(seconds, beside, context, most, scored=scored), rows)
         if self._share > MANY:
             cheap = self._cheap(tokens, beside)
@@ -171,6 +195,14 @@ class StepBudget:
         long = LONG * (usual if usual > 0 else room)
         shares = self._shares(room, long, [count for count, _ in prompts], waiting, barred)
         return Budget(tokens, self._chunk, shares)
+
+    def _least(self, beside: StepLoad, context: int, scored: bool) -> float:
+        """Predict the seconds of the shortest useful step with prompts: one token beyond those that are fixed."""
+        return self.times.predict(
+            beside._replace(
+                tokens=beside.tokens + 1, pairs=beside.pairs + context + 1, context=context + 1, scored=int(scored)
+            )
+        )
 
     def _shares(
         self, room: int, long: int, prompts: Listed[int], waiting: WaitingQueue, barred: bool
@@ -210,7 +242,7 @@ class StepBudget:
         return tuple(shares) if len(shares) > 1 else ()
 
     def _cheap(self, most: int, beside: StepLoad) -> int:
-        """``most`` tokens, or the largest number below at which each for a prompt costs much less."""
+        """Return ``most``, or the largest smaller number of tokens at which each prompt token costs much less."""
         alone = self.times.predict(beside)
 
         def each(tokens: int) -> float:
@@ -230,8 +262,8 @@ class StepBudget:
 
 
 def _felt(prompts: Listed[int], waiting: WaitingQueue) -> tuple[int, int]:
-    """Tokens of prompts as far as they make steps longer, without what is answered in one piece; and those of the
-    longest prompt, where few are there.
+    """Count prompt tokens that make steps longer, without requests that are answered in one piece; and those of the
+    longest prompt, if there are few.
 
     Args:
         prompts: tokens left of those that have begun.
@@ -244,7 +276,7 @@ def _felt(prompts: Listed[int], waiting: WaitingQueue) -> tuple[int, int]:
 
 
 def _scored(running: Listed[Sequence], waiting: WaitingQueue) -> bool:
-    """Log-probabilities are wanted of a prompt that may be part of the next step."""
+    """Return True if log-probabilities are requested of a prompt that may be part of the next step."""
     head = waiting.head()
     if head is not None and head.request.spec.params.prompt_logprobs is not None:
         return True
@@ -252,9 +284,9 @@ def _scored(running: Listed[Sequence], waiting: WaitingQueue) -> bool:
 
 
 def even(tokens: int, rows: int) -> int:
-    """``tokens`` rounded down to a size that products cut into whole tiles, and that graphs are for, where that leaves
-    nearly as many for prompts beside ``rows`` that decode. No graph is for 192 or 1,152 tokens: such steps are filled
-    up to 256 and 1,280."""
+    """Round ``tokens`` down to a size that products cut into whole tiles and that has a graph, if that leaves nearly as
+    many for prompts beside ``rows`` decoding rows. There is no graph for 192 or 1,152 tokens: such steps are padded to
+    256 and 1,280."""
     unit = 64 if tokens < 192 or 256 <= tokens < 384 else 128 if tokens < 1024 else 256
     rounded = tokens // unit * unit
     return rounded if rounded - rows >= KEPT * (tokens - rows) else tokens

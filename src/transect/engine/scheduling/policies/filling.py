@@ -20,7 +20,7 @@ from collections.abc import Sequence as Listed
 from ..request import Sequence
 
 ROOM = 0.92
-"""The share of the tokens of all coming steps that may be planned: sequences do not end as evenly as assumed."""
+"""Share of the tokens of all coming steps that may be planned: sequences do not end as evenly as assumed."""
 
 
 def nothing_ends_later(tokens: int, running: Listed[Sequence], waiting: Listed[Sequence]) -> bool:

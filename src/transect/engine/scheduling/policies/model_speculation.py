@@ -115,7 +115,7 @@ class ModelSpeculation(Speculation):
             self.model.clear_cache()
 
     def _most(self, seq: Sequence, model: ModelDrafter) -> int:
-        """The most drafts that a sequence can use."""
+        """Return the most drafts that a sequence can use."""
         longest = min(seq.max_length - 1, model.max_model_len)
         return max(0, min(self.config.num_speculative_tokens, longest - seq.length))
 
@@ -129,12 +129,12 @@ class ModelSpeculation(Speculation):
         return counts
 
     def _rate_of(self, seq: Sequence) -> float:
-        """The chance that a draft for a sequence is right."""
+        """Estimate the chance that a draft for a sequence is right."""
         common, track = self._all.rate(PRIOR), self._tracks.get(seq.seq_id)
         return common if track is None else track.acceptance.rate(common)
 
     def _chosen(self, sequences: Listed[Sequence], most: Listed[int], room: int, model: ModelDrafter) -> dict[int, int]:
-        """Drafts of each sequence, by its place, so that tokens per second are the most."""
+        """Choose the drafts of each sequence, by its place, that maximize tokens per second."""
         verify, rows = self._seconds_of(sequences), len(sequences)
         length = sum(seq.length for seq in sequences) // rows
         gains: list[tuple[float, int]] = []
@@ -168,7 +168,7 @@ class ModelSpeculation(Speculation):
         return counts
 
     def _late(self, seq: Sequence, model: ModelDrafter) -> float:
-        """Seconds to catch up with a sequence, as far as they count for one step."""
+        """Return the seconds to catch up with a sequence, as far as they count for one step."""
         more = model.behind(seq) - 1
         if more <= 0:
             return 0.0
@@ -178,7 +178,8 @@ class ModelSpeculation(Speculation):
     def _probe(
         self, sequences: Listed[Sequence], most: Listed[int], room: int, model: ModelDrafter
     ) -> tuple[dict[int, int], float]:
-        """The place and the drafts of the sequence to probe, and its cost in seconds; nothing if it cannot be paid."""
+        """Choose the place and the drafts of the sequence to probe, and its cost in seconds; nothing if the cost is too
+        high."""
         behind = [(model.behind(seq), at) for at, seq in enumerate(sequences) if most[at]]
         if not behind or room < 1:
             return {}, 0.0

@@ -1,4 +1,4 @@
-"""Order of requests: the smallest key gets the next turn, and keeps its place the longest.
+"""Order of requests: the smallest key gets the next turn, and is preempted last.
 
 Between clients this is start-time fair queueing (Goyal, Vin and Cheng 1996). The virtual time of the engine is the
 start tag of the newest request that has got its turn. A request that arrives gets a start tag: the virtual time, or the
@@ -9,8 +9,8 @@ tokens of an answer are not known when it begins: they are estimated, and what w
 it ends.
 
 Keys do not change while a request waits, and the virtual time grows: whatever waits is overtaken by a bounded number
-of tokens. ``priority`` moves a start tag by less than ``patience`` tokens to either side, so this bound holds for the
-least urgent request too: 2 * ``patience`` tokens more.
+of tokens. A policy's level (``orders/``) moves a start tag by less than ``patience`` tokens to either side, so this
+bound holds for the least urgent request too: 2 * ``patience`` tokens more.
 
 Plain arithmetic on what was added, admitted and ended. No clock is read: all ranks of an engine, and a replay, agree.
 """
@@ -18,19 +18,17 @@ Plain arithmetic on what was added, admitted and ended. No clock is read: all ra
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
+from .orders.registry import order_policy
 from .routing import TYPICAL_OUTPUT
 
-SchedulingPolicy = Literal["fcfs", "priority"]
-SCHEDULING_POLICIES: tuple[str, ...] = get_args(SchedulingPolicy)
 PATIENCE_STEPS = 64
-"""Full steps whose tokens are the bound of what a priority is worth."""
+"""Full steps whose tokens bound the effect of a priority."""
 MOST_CLIENTS = 256
-"""Clients that are remembered before those without a claim are forgotten; never more than twice as many."""
+"""Number of remembered clients above which those without a claim are forgotten; at most twice as many are kept."""
 
-Key = tuple[float, int, int]
-"""Start tag with what its priority is worth; priority; less the tokens that may be drawn (``longest_first``)."""
+Key = tuple[float, float, int]
+"""(start tag adjusted by level, level, minus the tokens that may be drawn if ``longest_first``)."""
 
 
 @dataclass(slots=True)
@@ -51,25 +49,26 @@ class Turn:
 
 
 def check_priority(priority: int, policy: str) -> None:
-    """Refuse a priority that the policy does not look at.
+    """Refuse a priority that the policy ignores.
 
     Raises:
         ValueError: says what to change.
     """
-    if priority and policy == "fcfs":
+    if priority and not order_policy(policy).priorities:
+        order = "in the order of arrival" if policy == "fcfs" else "in another order"
         raise ValueError(
-            f"priority is {priority}, but requests are served in the order of arrival here (scheduling policy fcfs): "
+            f"priority is {priority}, but requests are served {order} here (scheduling policy {policy}): "
             "leave it out, or have the engine started with --scheduling-policy priority"
         )
 
 
 class Order:
-    """Gives requests their places, in the order of their arrival.
+    """Assigns keys to requests, in the order of their arrival.
 
     Args:
-        policy: ``priority`` looks at priorities.
+        policy: gives requests levels (``orders/``).
         patience: tokens; see above.
-        longest_first: by priority, then by the tokens that may be drawn: an order for work that is all there at the
+        longest_first: by level, then by the tokens that may be drawn: an order for work that is all there at the
             start. Clients are not told apart, and nothing is bounded.
         arrival: in the order of arrival alone (static batches).
     """
@@ -77,24 +76,24 @@ class Order:
     def __init__(
         self, policy: str = "fcfs", *, patience: float = 0.0, longest_first: bool = False, arrival: bool = False
     ) -> None:
-        self._ranked = policy == "priority" and not arrival
+        self._level = order_policy("fcfs" if arrival else policy).level
         self._patience = patience
         self._longest_first = longest_first and not arrival
         self.shared = not (longest_first or arrival)
-        """Clients are told apart."""
+        """True if clients share the engine by weight."""
         self.reset()
 
     def reset(self) -> None:
         """Forget all claims."""
         self.now = 0.0
-        """The virtual time, in tokens of a client of weight 1."""
+        """Virtual time, in tokens of a client of weight 1."""
         self._ends: dict[str, float] = {}
-        """By client: the end of what it has been given."""
+        """End tag of each client: the end of the work that it has been given."""
         self._starts: dict[str, float] = {}
-        """By client: the start tag of its newest request."""
+        """Start tag of each client's newest request."""
 
     def enter(self, client: str, weight: float, priority: int, prompt: int, outputs: int, n: int) -> Turn:
-        """The claim of a request that arrives.
+        """Build the claim of a request that arrives.
 
         Args:
             prompt: tokens.
@@ -110,12 +109,12 @@ class Order:
 
     @staticmethod
     def tokens(prompt: int, outputs: int, n: int) -> int:
-        """Estimate of the tokens that a request will compute; arguments as of ``enter``."""
+        """Estimate the tokens that a request will compute; arguments as of ``enter``."""
         return prompt + n * min(outputs, TYPICAL_OUTPUT)
 
     def key(self, client: str, priority: int, outputs: int) -> Key:
-        """The place of a request if it came now; arguments as of ``enter``."""
-        level = priority if self._ranked else 0
+        """Return the key of a request if it arrived now; arguments as of ``enter``."""
+        level = self._level(priority, outputs)
         if not self.shared:
             return 0.0, level, -outputs if self._longest_first else 0
         return self._start(client) + self._patience * level / (1 + abs(level)), level, 0
@@ -124,17 +123,17 @@ class Order:
         return max(self.now, self._ends.get(client, 0.0), self._starts.get(client, 0.0)) if self.shared else 0.0
 
     def admitted(self, turn: Turn) -> None:
-        """A request has got its turn."""
+        """Advance the virtual time: a request has got its turn."""
         self.now = max(self.now, turn.start)
 
     def ended(self, turn: Turn, computed: int) -> None:
-        """Settle the account of a request that ended after ``computed`` tokens: give the rest of the estimate back to
-        its client, or charge the excess."""
+        """Settle the account of a request that ended after ``computed`` tokens: refund the rest of the estimate to its
+        client, or charge the excess."""
         if turn.client in self._ends:
             self._ends[turn.client] += (computed - turn.tokens) / turn.weight
 
     def _forget_served(self) -> None:
-        """Forget clients whose claims lie in the past: they are like new ones."""
+        """Forget clients whose claims lie in the past: they are treated like new ones."""
         for client in [name for name, end in self._ends.items() if max(end, self._starts[name]) <= self.now]:
             del self._ends[client], self._starts[client]
         if len(self._ends) > 2 * MOST_CLIENTS:  # of many with a small claim, the smallest are forgotten

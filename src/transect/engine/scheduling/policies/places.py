@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 from ..request import Sequence
 
 LOOKED_AT = 64
-"""Sequences at the front of the queue among which a newcomer is looked for: those of clients below their shares have
-small tags."""
+"""Sequences at the front of the queue that are searched for a newcomer: clients below their shares have small tags."""
 
 
 def exchange(

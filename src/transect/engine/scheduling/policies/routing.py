@@ -1,4 +1,4 @@
-"""Which of several engines gets a request: the one that will be done with it soonest, as far as tokens tell.
+"""Choice among several engines for a request: the engine that will finish it soonest, estimated in tokens.
 
 Each engine has its own prefix cache. So the router remembers which blocks of prompts it has sent where, newest first,
 and expects them to be cached there still. A request costs an engine the tokens that are not cached there, behind the
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 TYPICAL_OUTPUT = 256
-"""Tokens that an answer is expected to have at the most, where a request does not say fewer."""
+"""Most tokens that an answer is expected to have, if a request sets no lower limit."""
 
 
 @dataclass(slots=True)
@@ -22,20 +22,20 @@ class _Engine:
 
     most_blocks: int
     load: int = 0
-    """Tokens that are to be computed."""
+    """Tokens that the engine still has to compute."""
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """Hashes of the blocks that its cache is thought to hold, each standing for all before it too."""
+    """Hashes of the blocks that its cache is assumed to hold; each hash covers all blocks before it."""
 
 
 @dataclass(slots=True)
 class Ticket:
-    """A request on its way: where it went, and what it still counts there."""
+    """A request in an engine, with the load that it still counts there."""
 
     engine: int
     prompt: int
     outputs: int
     noted: tuple[int, ...] = ()
-    """Hashes of its blocks that the engine was not known to hold."""
+    """Hashes of its blocks that the engine was not assumed to hold."""
 
 
 class Router:
@@ -52,7 +52,7 @@ class Router:
         self._turn = 0
 
     def load(self, engine: int) -> int:
-        """Tokens that an engine has to compute, as far as is known here."""
+        """Return the known number of tokens that an engine still has to compute."""
         return self._engines[engine].load
 
     def send(self, prompt: Sequence[int], outputs: int, alive: Iterable[int]) -> Ticket:
@@ -90,32 +90,32 @@ class Router:
         return ticket
 
     def drawn(self, ticket: Ticket, tokens: int) -> None:
-        """Account for drawn tokens of a request: its prompt is done, and fewer tokens are left to draw."""
+        """Account for drawn tokens of a request: its prompt is done, and fewer tokens remain to be drawn."""
         engine = self._engines[ticket.engine]
         fewer = min(tokens, ticket.outputs)
         engine.load -= ticket.prompt + fewer
         ticket.prompt, ticket.outputs = 0, ticket.outputs - fewer
 
     def done(self, ticket: Ticket) -> None:
-        """The request has ended, in whatever way."""
+        """Account for the end of a request, whatever the reason."""
         self._engines[ticket.engine].load -= ticket.prompt + ticket.outputs
         ticket.prompt = ticket.outputs = 0
 
     def refused(self, ticket: Ticket) -> None:
-        """The engine did not take the request: it will compute none of its prompt."""
+        """Account for a refused request, whose prompt the engine will not compute."""
         self.done(ticket)
         for each in ticket.noted:
             self._engines[ticket.engine].blocks.pop(each, None)
 
     def forget(self, engine: int | None = None) -> None:
-        """The prefix cache of an engine, or of all, is empty."""
+        """Forget the assumed prefix cache of an engine, or of all."""
         for index, each in enumerate(self._engines):
             if engine is None or index == engine:
                 each.blocks.clear()
 
     def renew(self, engine: int, capacity: int) -> None:
-        """Another engine has taken the place of one: its prefix cache holds ``capacity`` tokens, and none yet. Tickets
-        of the old one stay valid."""
+        """Account for a replaced engine: its prefix cache holds ``capacity`` tokens, and is empty. Tickets of the old
+        one stay valid."""
         self._engines[engine].most_blocks = max(1, capacity // self._size)
         self.forget(engine)
 

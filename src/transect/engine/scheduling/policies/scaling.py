@@ -1,4 +1,5 @@
-"""The number of engines that a service should have, from periodic looks at queue, load and rate. Only arithmetic.
+"""The number of engines that a service should have, from periodic observations of queue, load and rate. Plain
+arithmetic.
 
 Each policy is a class whose ``wanted`` turns a ``Seen`` into a number of engines; ``POLICIES`` has them by name. A
 ``Scaler`` bounds and calms the answers: more engines come at once, fewer only after a while.
@@ -34,7 +35,7 @@ class Seen(NamedTuple):
 
 
 class Policy(Protocol):
-    """Says how many engines there should be."""
+    """Computes the desired number of engines."""
 
     def wanted(self, seen: Seen) -> float:
         """Return the number of engines that the load needs; fractions are rounded up."""
@@ -43,12 +44,12 @@ class Policy(Protocol):
 
 @dataclass(slots=True)
 class Fixed:
-    """Always the same number."""
+    """A constant number of engines."""
 
     engines: int = 1
 
     def wanted(self, seen: Seen) -> float:
-        """Return that number."""
+        """Return the constant."""
         return self.engines
 
 
@@ -63,7 +64,7 @@ class Concurrency:
     each: float = 32.0
 
     def wanted(self, seen: Seen) -> float:
-        """Return all requests over those that one should have."""
+        """Return the number of all requests over the target per engine."""
         return (seen.waiting + seen.running) / self.each
 
 
@@ -80,7 +81,7 @@ class Queue:
     idle: float = 0.3
 
     def wanted(self, seen: Seen) -> float:
-        """Return the present number, or one more or fewer."""
+        """Return the present number, plus or minus one if needed."""
         here = seen.ready + seen.starting
         if seen.waiting > self.long * max(1, seen.ready):
             return here + 1
@@ -109,7 +110,7 @@ class Forecast:
     _last: float = 0.0
 
     def wanted(self, seen: Seen) -> float:
-        """Return the expected rate over the capacity that may be used."""
+        """Return the expected rate over the usable capacity."""
         if self._level is None:
             self._level = seen.rate
         else:
@@ -134,16 +135,18 @@ POLICIES: Mapping[str, Callable[..., Policy]] = {
 
 
 class Scaler:
-    """Bounds what a policy wants. More engines are started at once; fewer are kept only if fewer were wanted for
-    ``patience`` seconds, and then the most of those that were wanted.
+    """Bounds the number that a policy wants. Engines are added at once; they are removed only if fewer were wanted for
+    ``patience`` seconds, down to the largest number wanted in that time.
 
     Raises:
-        ValueError: the bounds are no range of at least 1.
+        ValueError: the bounds are not range of at least 1.
     """
 
     def __init__(self, policy: Policy, least: int = 1, most: int = 64, patience: float = 300.0) -> None:
         if not 1 <= least <= most:
-            raise ValueError(f"a service has between 1 and any number of engines: {least} to {most} is no such range")
+            raise ValueError(
+                f"least and most must be numbers of engines with 1 <= least <= most, not {least} and {most}"
+            )
         self.policy, self.least, self.most, self.patience = policy, least, most, patience
         self._wanted: deque[tuple[float, int]] = deque()
 

@@ -28,16 +28,16 @@ LEAST_GAIN = 1.03
 LEARN_STEPS = 4
 """Steps whose times must be known before the first draft."""
 DECAY = 0.9
-"""Weight of older guesses at each new one: estimates follow the last ten or so. (Decay at each token would favour the
+"""Factor on older guesses at each new one: estimates follow the last ten or so. (Decay at each token would favour the
 newest trial, which is a miss whenever a guess was wrong.)"""
 COMMON_DECAY = 0.985
 """The same for guesses of all sequences together."""
 UNLIKELY = 0.002
-"""Chance of so many wrong guesses in a row, by the estimate, below which the guesses before are forgotten."""
+"""Estimated chance of a series of wrong guesses below which earlier guesses are forgotten."""
 PRIOR_TRIALS = 12.0
 """Weight of the acceptance of all sequences in the estimate of one, in trials."""
 PROBES = 2
-"""Steps of a size that must be measured before its predicted time counts; until then such a step is taken to cost
+"""Steps of a size that must be measured before its predicted time counts; until then such a step is assumed to cost
 ``TRIAL_COST`` steps without drafts, so that sizes are tried. Sizes up to the same power of two count as one."""
 TRIAL_COST = 1.1
 FINE_ROWS, COARSE_ROWS = 64, 16
@@ -46,7 +46,7 @@ MEDIAN_OF = 15
 """Steps of a size that its measured time is the median of."""
 MOST_KEPT = 4096
 MATCHES = (2, 4, 8)
-"""Lengths of matches that are judged apart."""
+"""Lengths of matches whose acceptance is estimated separately."""
 
 
 class Acceptance:
@@ -69,7 +69,7 @@ class Acceptance:
         self.trials = self.decay * self.trials + hits + missed
 
     def rate(self, prior: float) -> float:
-        """The chance, given that of comparable guesses."""
+        """Return the estimated chance, given the rate of comparable guesses."""
         return (self.hits + PRIOR_TRIALS * prior) / (self.trials + PRIOR_TRIALS)
 
 
@@ -84,7 +84,7 @@ class Measured(NamedTuple):
 
 class Corrections:
     """Measured step times by rows of a step: the median of the newest steps. A mean would follow the few steps that
-    something else on the machine held up, and drafts would be chosen, or not, by chance."""
+    other work on the machine delayed, and the choice of drafts would be random."""
 
     def __init__(self) -> None:
         self._steps: dict[int, deque[Measured]] = {}
@@ -92,7 +92,7 @@ class Corrections:
         self._middle: dict[int, Measured] = {}
 
     def learn(self, load: StepLoad, seconds: float, expected: float) -> None:
-        """Take in a step that was predicted to take ``expected`` seconds."""
+        """Record a step that was predicted to take ``expected`` seconds."""
         step = Measured(seconds / expected, load, seconds)
         for key in (_range(load.tokens), 0):
             steps = self._steps.get(key)
@@ -102,7 +102,8 @@ class Corrections:
             self._middle[key] = sorted(steps)[(len(steps) - 1) // 2]
 
     def factor(self, rows: int, times: StepTimes) -> float:
-        """Return measured over predicted time for steps of ``rows`` rows; that of all steps if there was none such."""
+        """Return measured over predicted time for steps of ``rows`` rows, or that of all steps if there was no
+        such step."""
         step = self._middle.get(_range(rows))
         if step is None:
             return self._middle[0].ratio if self._middle else 1.0
@@ -135,11 +136,11 @@ class Speculation:
         self.drafted = 0
         """Tokens drafted for verification."""
         self.accepted_at = [0] * config.num_speculative_tokens
-        """Accepted tokens by their place among the drafts of a row."""
+        """Accepted tokens by their index among the drafts of a row."""
         self.last: deque[tuple[int, int]] = deque(maxlen=MOST_KEPT)
-        """(seq_id, accepted drafts) of the rows since this was last emptied, by the decision log."""
+        """(seq_id, accepted drafts) of the rows since the decision log last emptied this list."""
         self.worthwhile = False
-        """Drafts pay for the sequences that were last asked about."""
+        """True if drafts pay for the sequences of the last ``drafts`` call."""
         self.seconds_spent = 0.0
         """Seconds that a draft model took for the last ``drafts``."""
         self._times = times
@@ -147,10 +148,10 @@ class Speculation:
         self._common = [Acceptance(1.0, 2.0, COMMON_DECAY) for _ in range(len(MATCHES) + 1)]
         """Acceptance over all sequences, by length of match."""
         self._corrections = {False: Corrections(), True: Corrections()}
-        """For steps without drafts, and with: these are planned when the step before is done, so no planning is hidden
-        behind the device."""
+        """Corrections for steps without and with drafts: the latter are planned after the previous step is done, so
+        their planning is not hidden behind the device."""
         self._measured = [0] * 32
-        """Decode steps by the bit length of their tokens."""
+        """Number of decode steps by the bit length of their tokens."""
         self._drafted_before = False
         """The last step that was timed had drafts."""
 
@@ -183,7 +184,7 @@ class Speculation:
             self.accepted_at[at] += 1
 
     def counts(self) -> dict[str, Any]:
-        """The counters, as fields of ``SchedulerStats``."""
+        """Return the counters as fields of ``SchedulerStats``."""
         accepted = {str(place): count for place, count in enumerate(self.accepted_at)}
         return {"drafted_tokens": self.drafted, "accepted_at": accepted}
 
@@ -220,7 +221,7 @@ class Speculation:
         """Forget the KV of prefixes that no sequence of a draft model holds."""
 
     def _guess(self, seq: Sequence) -> Guess:
-        """The guess for the next tokens of a sequence; the one before is marked by what came."""
+        """Guess the next tokens of a sequence, after marking the last guess by the tokens that came."""
         track = self._tracks.get(seq.seq_id)
         if track is None:
             track = self._tracks[seq.seq_id] = Track()
@@ -254,7 +255,7 @@ class Speculation:
         return found
 
     def _best_counts(self, gains: list[tuple[float, int]], sequences: Listed[Sequence], room: int) -> dict[int, int]:
-        """Drafts of each sequence, by its place, so that tokens per second are the most."""
+        """Choose the number of drafts of each sequence, by its index, that maximizes tokens per second."""
         seconds = self._seconds_of(sequences)
         rows = len(sequences)
         best_rate, best = LEAST_GAIN * rows / seconds(0), 0

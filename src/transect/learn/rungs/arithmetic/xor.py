@@ -66,7 +66,7 @@ def _judge(arguments, got):
 
 
 def network(rng, inputs, hidden):
-    """Random arguments of ``forward``."""
+    """Generate random arguments of ``forward``."""
     return [floats(rng, inputs), [floats(rng, inputs) for _ in range(hidden)], floats(rng, hidden), floats(rng, hidden),
             float(rng.standard_normal())]  # fmt: skip
 

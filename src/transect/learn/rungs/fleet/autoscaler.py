@@ -47,7 +47,8 @@ STEP_S, START_STEPS, CAPACITY, MOST = 10.0, 6, 10.0, 60
 
 
 def play(loads, choices):
-    """(share of late requests, replica-hours) of a sequence of decisions; replicas start in 60 s and stop at once."""
+    """Return (share of late requests, replica-hours) of a sequence of decisions; replicas start in 60 s and stop at
+    once."""
     serving, starting, late, total, held = max(1, math.ceil(loads[0] / 7)), [], 0.0, 0.0, 0
     for load, wanted in zip(loads, choices, strict=True):
         starting = [left - 1 for left in starting]

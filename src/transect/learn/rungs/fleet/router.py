@@ -103,7 +103,7 @@ def _judge(arguments, got):
 
 
 def _chats(rng, users, turns, shared, own, pause):
-    """Chats that all begin with ``shared`` tokens, and repeat themselves with each question."""
+    """Generate chats that all begin with ``shared`` tokens, and repeat themselves with each question."""
     system = [int(x) for x in rng.integers(0, 1000, shared)]
     found = []
     for _ in range(users):

@@ -44,7 +44,7 @@ def attention(q, k, v):
 
 
 def exact(q, k, v, causal=True, scale=None):
-    """Attention in the dtype of its arguments, head by head."""
+    """Compute attention in the dtype of its arguments, head by head."""
     T, H, d = q.shape
     group = H // k.shape[1]
     heads = []
@@ -62,12 +62,12 @@ def _spread(q, k, v):
 
 
 def make(rng, tokens, heads, groups, d):
-    """q ``[tokens, heads, d]``, k and v ``[tokens, groups, d]``."""
+    """Generate q ``[tokens, heads, d]``, k and v ``[tokens, groups, d]``."""
     return [normal(rng, tokens, heads, d), normal(rng, tokens, groups, d), normal(rng, tokens, groups, d)]
 
 
 def attention_cost(q, k, v):
-    """Two products over the visible half of the scores; each tensor read or written once."""
+    """Count two products over the visible half of the scores; each tensor read or written once."""
     T, H, d = q.shape
     return Cost(4 * H * d * T * (T + 1) / 2, q.nbytes + k.nbytes + v.nbytes, q.nbytes)
 

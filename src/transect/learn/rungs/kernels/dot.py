@@ -15,7 +15,7 @@ memory. Read both tiles once and write both gradients. If you call two kernels, 
 """
 
 from ....costs.work import Cost
-from ...record import Case, Compiled, Rung, Slip, Speed
+from ...record import Case, Rung, Slip, Speed, ToCompile
 from ...texts import excerpt
 from ..inputs import normal, strided
 
@@ -94,7 +94,7 @@ RUNG = Rung(
                 peer="def backward(g, x, y):\n    return g * y, g * x\n",
                 large=lambda rng: [normal(rng), *_pair(rng, 1 << 23)]),
     compiled=(
-        Compiled("_partial_kernel", {"x_ptr": "*fp32", "y_ptr": "*fp32", "part_ptr": "*fp32", "n": "i32"},
+        ToCompile("_partial_kernel", {"x_ptr": "*fp32", "y_ptr": "*fp32", "part_ptr": "*fp32", "n": "i32"},
                  {"BLOCK": 4096}, ("n",)),
     ),
     hints=("Begin with the kernel of the rung `total`, and load two tiles.",

@@ -20,7 +20,7 @@ In the backward pass the scores are made once more, from q, k and l + m of each 
 third time on this ladder.
 """
 
-from ...record import Compiled, Rung, Speed
+from ...record import Rung, Speed, ToCompile
 from .attention import CASES, SLIPS, attention_cost, exact, make
 
 SOLUTION = '''import math
@@ -85,7 +85,7 @@ RUNG = Rung(
                 "keep scores in registers.", attention_cost, ratio=1.3,
                 large=lambda rng: make(rng, 2048, 8, 2, 64)),
     compiled=(
-        Compiled("_flash_kernel", {"q_ptr": "*fp32", "k_ptr": "*fp32", "v_ptr": "*fp32", "o_ptr": "*fp32", "T": "i32",
+        ToCompile("_flash_kernel", {"q_ptr": "*fp32", "k_ptr": "*fp32", "v_ptr": "*fp32", "o_ptr": "*fp32", "T": "i32",
                                    "H": "i32", "K": "i32", "scale": "fp32"}, {"D": 64, "TILE": 32}),
     ),
     hints=("Begin with one tile of keys, no loop: s = tl.dot(q, tl.trans(k)), softmax, tl.dot(p, v).",

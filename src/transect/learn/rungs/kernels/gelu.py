@@ -20,7 +20,7 @@ import math
 import torch
 
 from ....costs.work import Cost
-from ...record import Case, Compiled, Rung, Slip, Speed
+from ...record import Case, Rung, Slip, Speed, ToCompile
 from ...texts import excerpt
 from ..inputs import normal
 
@@ -93,7 +93,7 @@ RUNG = Rung(
                 lambda g, x: Cost(20 * x.numel(), g.nbytes + x.nbytes, x.nbytes), entry="backward", ratio=1.3,
                 peer="import torch\n\n\ndef backward(g, x):\n    return torch.ops.aten.gelu_backward(g, x)\n",
                 large=lambda rng: [normal(rng, 1 << 23), normal(rng, 1 << 23)]),
-    compiled=(Compiled("_forward_kernel", {"x_ptr": "*fp32", "y_ptr": "*fp32", "n": "i32"},
+    compiled=(ToCompile("_forward_kernel", {"x_ptr": "*fp32", "y_ptr": "*fp32", "n": "i32"},
                        {"TANH": False, "EXACT": True, "BLOCK": 1024}, ("n",)),),
     hints=("Begin with the kernel of vector_add, and one input.",
            "P = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))",

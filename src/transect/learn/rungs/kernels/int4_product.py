@@ -20,7 +20,7 @@ larger groups less. `transect serve --quantization` does it with a whole model.
 import torch
 
 from ....costs.work import Cost
-from ...record import Case, Compiled, Rung, Slip, Speed
+from ...record import Case, Rung, Slip, Speed, ToCompile
 from ..inputs import normal
 
 SOLUTION = '''import torch
@@ -114,7 +114,7 @@ RUNG = Rung(
                                                    4 * codes.shape[0]), ratio=1.2,
                 large=lambda rng: _make(rng, 8192, 8192, 64)),
     compiled=(
-        Compiled("_int4_kernel", {"x_ptr": "*fp32", "codes_ptr": "*u8", "scale_ptr": "*fp32", "zero_ptr": "*fp32",
+        ToCompile("_int4_kernel", {"x_ptr": "*fp32", "codes_ptr": "*u8", "scale_ptr": "*fp32", "zero_ptr": "*fp32",
                                   "y_ptr": "*fp32", "N": "i32", "K": "i32"}, {"G": 64, "ROWS": 16}, ("N", "K")),
     ),
     hints=("low = codes & 15, high = codes >> 4, both to float32.",

@@ -12,7 +12,7 @@ Measure it, keep the number, and beat it on the next rung.
 """
 
 from ....costs.work import Cost
-from ...record import Case, Compiled, Rung, Slip, Speed
+from ...record import Case, Rung, Slip, Speed, ToCompile
 from ..inputs import normal
 
 SOLUTION = '''import torch
@@ -44,7 +44,7 @@ def matmul(a, b):
 
 
 def pair(rng, m, k, n):
-    """Two matrices to multiply, ``[m, k]`` and ``[k, n]``."""
+    """Generate two matrices to multiply, ``[m, k]`` and ``[k, n]``."""
     return [normal(rng, m, k), normal(rng, k, n)]
 
 
@@ -88,7 +88,8 @@ RUNG = Rung(
                 "neighbouring lanes "
                 "take neighbouring columns.", product_cost, peer=PEER,
                 large=lambda rng: pair(rng, 1024, 1024, 1024)),
-    compiled=(Compiled("_matmul_kernel", {k: v for k, v in ARGUMENTS.items() if k != "M"}, {"BLOCK": 32}, ("N", "K")),),
+    compiled=(ToCompile("_matmul_kernel", {k: v for k, v in ARGUMENTS.items() if k != "M"}, {"BLOCK": 32},
+                        ("N", "K")),),
     hints=("tl.load(a_ptr + i * K + k) loads one number; it multiplies a whole tile.",
            "column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), masked by column < N.",
            "The grid has two axes: (M, ceil(N / BLOCK))."),

@@ -16,7 +16,7 @@ For float32 inputs tl.dot rounds to tf32 (10 bits) on a GPU unless you say `inpu
 wants float32.
 """
 
-from ...record import Compiled, Rung, Speed
+from ...record import Rung, Speed, ToCompile
 from .matmul_naive import ARGUMENTS, CASES, PEER, SLIPS, pair, product_cost
 
 SOLUTION = '''import torch
@@ -66,7 +66,7 @@ RUNG = Rung(
                 "and load "
                 "each tile of A and B once for each step.", product_cost, ratio=1.7, peer=PEER,
                 large=lambda rng: pair(rng, 2048, 2048, 2048)),
-    compiled=(Compiled("_matmul_kernel", ARGUMENTS, {"TILE": 32, "STEP": 16}, ("M", "N", "K")),),
+    compiled=(ToCompile("_matmul_kernel", ARGUMENTS, {"TILE": 32, "STEP": 16}, ("M", "N", "K")),),
     hints=("Make row [TILE, 1] and column [1, TILE] with [:, None] and [None, :]; their sum is a tile of addresses.",
            "Step through k: a [TILE, STEP] from a_ptr + row * K + k, b [STEP, TILE] from b_ptr + k * N + column.",
            "total = tl.dot(a, b, total, input_precision=\"ieee\")"),

@@ -20,7 +20,7 @@ registers, and write it as one row of a `[P, D]` matrix; sum that matrix at the 
 import torch
 
 from ....costs.work import Cost
-from ...record import Case, Compiled, Rung, Slip, Speed
+from ...record import Case, Rung, Slip, Speed, ToCompile
 from ..inputs import normal
 
 SOLUTION = '''import torch
@@ -146,7 +146,7 @@ RUNG = Rung(
                 large=lambda rng: _gradient(rng, 4096, 2048)),
     permits=("sum",),
     forbids=("rms_norm", "layer_norm", "native_layer_norm"),
-    compiled=(Compiled("_forward_kernel", {"x_ptr": "*fp32", "w_ptr": "*fp32", "y_ptr": "*fp32", "n_cols": "i32",
+    compiled=(ToCompile("_forward_kernel", {"x_ptr": "*fp32", "w_ptr": "*fp32", "y_ptr": "*fp32", "n_cols": "i32",
                                            "eps": "fp32"},
                        {"BLOCK": 4096}, ("n_cols",)),),
     hints=("Divide the sum of squares by n_cols; the masked lanes are 0 and add nothing.",

@@ -20,7 +20,7 @@ traffic.
 import torch
 
 from ....costs.work import Cost
-from ...record import Case, Compiled, Rung, Slip, Speed
+from ...record import Case, Rung, Slip, Speed, ToCompile
 from ..inputs import normal
 
 SOLUTION = '''import torch
@@ -113,7 +113,7 @@ RUNG = Rung(
                 "Load cos and sin once for a token, not once for each head.",
                 lambda x, cos, sin: Cost(3 * x.numel(), x.nbytes + cos.nbytes + sin.nbytes, x.nbytes), ratio=1.3,
                 large=lambda rng: _make(rng, 2048, 32, 128)),
-    compiled=(Compiled("_rope_kernel", {"x_ptr": "*fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "y_ptr": "*fp32",
+    compiled=(ToCompile("_rope_kernel", {"x_ptr": "*fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "y_ptr": "*fp32",
                                         "heads": "i32", "half": "i32", "sign": "fp32"}, {"HEADS": 32, "HALF": 64}, (
                                             "half",)),),
     hints=("Make a tile [HEADS, HALF] of places: (token * heads + head) * 2 * half + plane.",

@@ -18,7 +18,7 @@ NaN.
 """
 
 from ....costs.work import Cost
-from ...record import Case, Compiled, Rung, Slip, Speed
+from ...record import Case, Rung, Slip, Speed, ToCompile
 from ..inputs import normal
 
 SOLUTION = '''import torch
@@ -85,7 +85,7 @@ RUNG = Rung(
                 lambda x: Cost(5 * x.numel(), x.nbytes, x.nbytes), ratio=1.25, peer=
                     "def softmax(x):\n    return x.softmax(-1)\n",
                 large=lambda rng: [normal(rng, 2048, 8192)]),
-    compiled=(Compiled("_softmax_kernel", {"x_ptr": "*fp32", "y_ptr": "*fp32", "n_cols": "i32"}, {"BLOCK": 1024}, (
+    compiled=(ToCompile("_softmax_kernel", {"x_ptr": "*fp32", "y_ptr": "*fp32", "n_cols": "i32"}, {"BLOCK": 1024}, (
         "n_cols",)),),
     hints=("m and l are one number each; tl.max(x, 0) and tl.sum(..., 0) reduce a tile to a number.",
            "higher = tl.maximum(m, tl.max(x, 0)); then l = l * tl.exp(m - higher) + tl.sum(tl.exp(x - higher), 0).",

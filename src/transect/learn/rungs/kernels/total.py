@@ -16,7 +16,7 @@ The same happens to float32 at 16 million, which is why lanes and levels also ma
 """
 
 from ....costs.work import Cost
-from ...record import Case, Compiled, Rung, Slip, Speed
+from ...record import Case, Rung, Slip, Speed, ToCompile
 from ...texts import excerpt
 from ..inputs import normal
 
@@ -78,7 +78,7 @@ RUNG = Rung(
                 lambda x: Cost(x.numel(), x.nbytes, x.element_size()), ratio=1.5,
                 peer="def total(x):\n    return x.sum()\n",
                 large=lambda rng: _add(rng, 1 << 24)),
-    compiled=(Compiled("_partial_kernel", {"x_ptr": "*fp32", "part_ptr": "*fp32", "n": "i32"}, {"BLOCK": 4096}, (
+    compiled=(ToCompile("_partial_kernel", {"x_ptr": "*fp32", "part_ptr": "*fp32", "n": "i32"}, {"BLOCK": 4096}, (
         "n",)),),
     hints=("total = tl.zeros([BLOCK], tl.float32) holds one running sum for each lane.",
            "for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK): add a masked tile.",

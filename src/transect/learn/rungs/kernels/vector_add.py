@@ -4,7 +4,7 @@ Program p owns the elements `p * BLOCK` to `(p + 1) * BLOCK - 1`. It makes their
 two *tiles* (blocks of values that live in the registers of its threads), adds them, and stores one tile. The grid
 says how many programs run: enough to cover n elements, so `ceil(n / BLOCK)`.
 
-The last program is the one that beginners forget. When n is no multiple of BLOCK, some of its indices lie behind
+The last program is the one that beginners forget. When n is not a multiple of BLOCK, some of its indices lie behind
 the end of the vector. A *mask* (`index < n`) says which elements of a tile are real. A load without the mask reads
 memory that belongs to somebody else, and a store without it writes there.
 
@@ -20,7 +20,7 @@ kernel touches.
 """
 
 from ....costs.work import Cost
-from ...record import Case, Compiled, Rung, Slip, Speed
+from ...record import Case, Rung, Slip, Speed, ToCompile
 from ...texts import excerpt
 from ..inputs import normal
 
@@ -97,7 +97,7 @@ RUNG = Rung(
         large=lambda rng: [normal(rng, 1 << 24), normal(rng, 1 << 24)],
     ),
     compiled=(
-        Compiled(
+        ToCompile(
             "_add_kernel", {"x_ptr": "*fp32", "y_ptr": "*fp32", "z_ptr": "*fp32", "n": "i32"}, {"BLOCK": 1024}, ("n",)
         ),
     ),

@@ -66,7 +66,7 @@ def _decode(tokens, merges):
 
 
 def _learned(rng, letters, count):
-    """Random merges, each of tokens that exist by then."""
+    """Generate random merges, each of tokens that exist by then."""
     known, merges = list(letters), []
     while len(merges) < count:
         pair = [int(known[i]) for i in rng.integers(0, len(known), 2)]

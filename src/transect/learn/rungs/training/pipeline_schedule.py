@@ -33,7 +33,7 @@ def _drive(module, stages, batches):
 
 
 def play(orders, stages):
-    """(slots until all is done, most activations of each stage); None where the stages wait for each other."""
+    """Return (slots until all is done, most activations of each stage); None if the stages wait for each other."""
     done, place, free, held, most = {}, [0] * stages, [0] * stages, [0] * stages, [0] * stages
     while any(place[s] < len(orders[s]) for s in range(stages)):
         moved = False

@@ -39,7 +39,7 @@ from ...registry import Implementation, Op, register
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """Shapes as above: ``-> [T, H, d]``, by way of all T x T scores."""
+    """Compute attention, shapes as above: ``-> [T, H, d]``, by way of all T x T scores."""
     dtype = compute_dtype(q.dtype)
     group = q.shape[1] // k.shape[1]
     keys = k.to(dtype).repeat_interleave(group, dim=1)
@@ -107,7 +107,7 @@ def _with_scores(
     sinks: Tensor | None,
     chunk: int | None,
 ) -> Tensor:
-    """One document whose scores are capped, share the softmax with sinks, or end with chunks."""
+    """Attend within one document whose scores are capped, share the softmax with sinks, or end with chunks."""
     dtype = compute_dtype(q.dtype)
     group = q.shape[1] // k.shape[1]
     keys, values = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
@@ -127,13 +127,13 @@ def _with_scores(
 
 
 def _band(query: Tensor, key: Tensor, window: int | None) -> Tensor:
-    """Which keys (columns) the queries (rows) may see by position."""
+    """Build the mask of the keys (columns) that the queries (rows) may see by position."""
     distance = query[:, None] - key[None]
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 def cost(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None = None) -> Cost:
-    """4 d FLOPs for each visible pair and head; the softmax is not counted. ``cu_seqlens`` must hold its values."""
+    """Count 4 d FLOPs for each visible pair and head, without the softmax. ``cu_seqlens`` must hold its values."""
     bounds = cu_seqlens.tolist()
     pairs = sum(visible_pairs(end - start, end - start, window) for start, end in pairwise(bounds))
     return Cost(4 * pairs * q.shape[1] * q.shape[2], q.nbytes + k.nbytes + v.nbytes, q.nbytes)

@@ -53,7 +53,7 @@ from .tiling import LOG2E, PackedTiling, check, descriptor, find_tile, fits_desc
 
 @kernel
 def _dots(g, out, delta, tokens, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """D = g . o for BM tokens of one head."""
+    """Compute D = g . o for BM tokens of one head."""
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     head = tl.program_id(1)
     d = tl.arange(0, DP)
@@ -69,7 +69,7 @@ def _walk_queries(  # type: ignore[no-untyped-def]
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, MASK: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys (less the scale) from the queries of one head from ``first`` to ``last``."""
+    """Sum dk and dv of one tile of keys (without the scale) over the queries of one head from ``first`` to ``last``."""
     for start in range(first, last, BM):
         i = start + tl.arange(0, BM)
         queries = load_tile(q, start, end, head, q_t, q_h, D, DP, BM, BULK)
@@ -95,7 +95,7 @@ def _backward_keys(  # type: ignore[no-untyped-def]
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    """BN keys of one key head, against the queries of every head that shares it."""
+    """Compute dk and dv of BN keys of one key head from the queries of every head that shares it."""
     document, tile = find_tile(tl.program_id(0), cu, documents, BN)
     begin = tl.load(cu + document)
     end = tl.load(cu + document + 1)
@@ -152,7 +152,7 @@ def _walk_keys_again(  # type: ignore[no-untyped-def]
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, MASK: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries (less the scale) from the keys from ``first`` to ``last``."""
+    """Sum dq of one tile of queries (without the scale) over the keys from ``first`` to ``last``."""
     for start in range(first, last, BN):
         keys = load_tile(k, start, end, kv_head, k_t, k_h, D, DP, BN, BULK)
         s = dot(queries, keys.T, tl.zeros((BM, BN), tl.float32))
@@ -173,7 +173,7 @@ def _backward_queries(  # type: ignore[no-untyped-def]
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    """BM queries of one head, against the keys they see."""
+    """Compute dq of BM queries of one head from the keys they see."""
     document, tile = find_tile(tl.num_programs(0) - 1 - tl.program_id(0), cu, documents, BM)
     begin = tl.load(cu + document)
     end = tl.load(cu + document + 1)
@@ -232,7 +232,7 @@ def backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, scale: float,
     causal: bool = True, window: int | None = None, *, deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v from the upstream gradient and what ``forward`` returned.
+    """Compute the gradients of q, k and v from the upstream gradient and the results of ``forward``.
 
     By the Hopper kernel where it takes the inputs (``flash_attention_hopper.takes``), unless ``deterministic`` (None:
     as torch.use_deterministic_algorithms says): then by the two kernels of this file.

@@ -73,7 +73,7 @@ STAGES = 3
 
 @gluon_kernel
 def _copied(x, CONSTRAINT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """x, copied by an instruction that the compiler can neither move nor see through."""
+    """Copy x by an instruction that the compiler can neither move nor analyse."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", CONSTRAINT, [x], dtype=x.dtype, is_pure=False, pack=1)
 
 
@@ -82,7 +82,7 @@ def _fetch(  # type: ignore[no-untyped-def]
     q, k, v, g, lse, delta, q_ring, g_ring, lse_ring, delta_ring, k_tile, v_tile, kv_full, full, empty, total, first_j,
     kv_head, low, high, end, tokens, GROUP: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that has the copy engine bring k, v and the tiles of queries, and that brings L and D itself."""
+    """Run the loading warp: request k, v and the tiles of queries from the copy engine, and load L and D itself."""
     mbarrier.expect(kv_full, 2 * k.block_type.nbytes)
     async_load(k, [first_j, kv_head, 0], kv_full, k_tile.index(0))
     async_load(v, [first_j, kv_head, 0], kv_full, v_tile.index(0))
@@ -111,9 +111,9 @@ def _fetch(  # type: ignore[no-untyped-def]
 
 @gluon_kernel
 def _in_fragment_order(x, BM: gl.constexpr, DP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """dq of a tile, ``[BM * DP]``, in an order where the 4 numbers that a thread adds at a time are neighbours, and so
-    are those of neighbouring threads: 512 bytes for each instruction of a warp. In the order of rows a warp would reach
-    8 rows, 32 bytes of each."""
+    """Reorder dq of a tile, ``[BM * DP]``, so that the 4 numbers that a thread adds at a time are adjacent, and so are
+    those of adjacent threads: 512 bytes for each instruction of a warp. In row order a warp would access 8 rows, 32
+    bytes of each."""
     x = x.reshape([4, 2, 8, 2, DP // 16, 4, 2])  # rows: warp, half, lane; columns: warpgroup, 8s, lane, pair
     return x.permute((3, 0, 4, 2, 5, 1, 6)).reshape([BM * DP])
 
@@ -125,7 +125,7 @@ def _work(  # type: ignore[no-untyped-def]
     D: gl.constexpr, DP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The two warpgroups that compute."""
+    """Run the two warpgroups that compute."""
     HALF: gl.constexpr = q_ring.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BM, 16])
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, DP, 16])
@@ -202,9 +202,9 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """BN keys of one key head. Axis 0: tiles of keys (with a causal mask the first of a document take longest and come
-    first); axis 1: key heads. dq: float32 workspace ``[H, blocks, BM * DP]`` of zeros, one block for each tile of
-    queries of each document, numbered as in ``find_tile``."""
+    """Compute the gradients of BN keys of one key head, and add to dq. Axis 0: tiles of keys (with a causal mask the
+    first of a document take longest and come first); axis 1: key heads. dq: float32 workspace ``[H, blocks, BM * DP]``
+    of zeros, one block for each tile of queries of each document, numbered as in ``find_tile``."""
     document, tile = find_tile(gl.program_id(0), cu, documents, BN)
     begin = gl.load(cu + document)
     end = gl.load(cu + document + 1)
@@ -262,7 +262,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
 def finish_kernel(  # type: ignore[no-untyped-def]
     workspace, dq, cu, documents, blocks, scale, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head from the workspace ``[H, blocks, BM * DP]`` to dq ``[T, H, D]``, times the
+    """Write one tile of queries of one head from the workspace ``[H, blocks, BM * DP]`` to dq ``[T, H, D]``, times the
     scale."""
     document, tile = find_tile(tl.program_id(0), cu, documents, BM)
     start = tl.load(cu + document) + tile * BM
@@ -293,7 +293,7 @@ def backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, cu_seqlens: Tensor, scale: float,
     causal: bool = True, window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v from the upstream gradient, L and D ``[H, T]`` float32.
+    """Compute the gradients of q, k and v from the upstream gradient, L and D ``[H, T]`` float32.
 
     Raises:
         ValueError: shapes that do not fit each other, or inputs that this kernel does not take.

@@ -43,7 +43,7 @@ from ... import shapes
 from ...lang import cuda
 from ...lang.jit import INTERPRETED, TRITON_TARGETS, available
 from ...numerics import compute_dtype, sample
-from ...registry import Case, Implementation, Kernel, Op, Trace, register
+from ...registry import Case, Implementation, Kernel, KernelTrace, Op, register
 from . import hopper as hopper
 from . import peers
 from .backward import backward as backward
@@ -57,8 +57,8 @@ from .triton import kernels as forward_kernels
 def reference(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> Tensor:
-    """q ``[T, H, d]``, k and v ``[T, K, d]``, cu_seqlens ``[documents + 1]`` -> ``[T, H, d]``. Holds all T x T
-    scores."""
+    """Compute attention of q ``[T, H, d]``, k and v ``[T, K, d]``, cu_seqlens ``[documents + 1]`` -> ``[T, H, d]``,
+    holding all T x T scores."""
     dtype = compute_dtype(q.dtype)
     group = q.shape[1] // k.shape[1]
     keys = k.to(dtype).repeat_interleave(group, dim=1)
@@ -79,7 +79,7 @@ def reference(
 def exact(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> Tensor:
-    """``reference`` for real shapes: one document and one key head at a time, scores computed again for the
+    """Compute ``reference`` for real shapes: one document and one key head at a time, with scores recomputed for the
     gradient."""
     bounds = cu_seqlens.tolist()
     group = q.shape[1] // k.shape[1]
@@ -144,28 +144,28 @@ def forward(
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> Tensor:
-    """``reference`` without holding scores."""
+    """Compute ``reference`` without holding the scores."""
     return forward(q, k, v, cu_seqlens, scale, causal, window)[0]
 
 
 def portable(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> Tensor:
-    """``flash_attention`` by the kernel of this file on every device."""
+    """Compute ``flash_attention`` by the kernel of this file on every device."""
     return forward(q, k, v, cu_seqlens, scale, causal, window, tiling=choose(q))[0]
 
 
 def cuda_refusal(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> str | None:
-    """Why ``flash_attention.cu`` does not take heads of this size, or None."""
+    """Return the reason why ``flash_attention.cu`` does not take heads of this size; None if it does."""
     return None if q.shape[2] in (64, 128) else f"flash_attention.cu takes heads of 64 or 128, not of {q.shape[2]}"
 
 
 def by_cuda(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> Tensor:
-    """``flash_attention`` by ``flash_attention.cu``: bfloat16 heads of 64 or 128, else ValueError."""
+    """Compute ``flash_attention`` by ``flash_attention.cu``: bfloat16 heads of 64 or 128, else ValueError."""
     q, k, v = check(q, k, v, cu_seqlens)
     reason = cuda_refusal(q, k, v, cu_seqlens, scale, causal, window)
     if not reason and any(t.dtype != torch.bfloat16 for t in (q, k, v)):
@@ -184,7 +184,7 @@ def by_cuda(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """``flash_attention`` with the arguments of the operator ``attention``."""
+    """Compute ``flash_attention`` with the arguments of the operator ``attention``."""
     return forward(q, k, v, cu_seqlens, scale, True, window)[0]
 
 
@@ -220,7 +220,7 @@ _attention_op.register_autograd(_backward_op, setup_context=_save)
 def flash_attention_autograd(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> Tensor:
-    """``flash_attention`` through ``torch.library``: gradients, fake tensors, ``torch.compile``."""
+    """Call ``flash_attention`` through ``torch.library``: gradients, fake tensors, ``torch.compile``."""
     return _attention_op(q, k, v, cu_seqlens, scale, causal, window)[0]
 
 
@@ -230,7 +230,7 @@ flash_attention_autograd.operator = _attention_op  # type: ignore[attr-defined]
 def attention_autograd(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
-    """``attention`` with gradients."""
+    """Compute ``attention`` with gradients."""
     return _attention_op(q, k, v, cu_seqlens, scale, True, window)[0]
 
 
@@ -238,7 +238,7 @@ def attention_autograd(
 
 
 def _pairs(cu_seqlens: Tensor, causal: bool, window: int | None) -> int:
-    """Visible query-key pairs of a head."""
+    """Count the visible query-key pairs of a head."""
     bounds = cu_seqlens.tolist()
     lengths = [end - start for start, end in pairwise(bounds)]
     one_sided = sum(visible_pairs(n, n, window) for n in lengths)
@@ -248,7 +248,7 @@ def _pairs(cu_seqlens: Tensor, causal: bool, window: int | None) -> int:
 def cost(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> Cost:
-    """4 d FLOPs for each visible pair and head; the softmax is not counted. ``cu_seqlens`` must hold its values."""
+    """Count 4 d FLOPs for each visible pair and head, without the softmax. ``cu_seqlens`` must hold its values."""
     pairs = _pairs(cu_seqlens, causal, window)
     return Cost(4 * pairs * q.shape[1] * q.shape[2], q.nbytes + k.nbytes + v.nbytes, q.nbytes)
 
@@ -256,7 +256,7 @@ def cost(
 def gradient_cost(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> Cost:
-    """5 products of 2 d FLOPs for each visible pair and head."""
+    """Count 5 products of 2 d FLOPs for each visible pair and head."""
     pairs = _pairs(cu_seqlens, causal, window)
     read = 3 * q.nbytes + k.nbytes + v.nbytes
     return Cost(10 * pairs * q.shape[1] * q.shape[2], read, q.nbytes + k.nbytes + v.nbytes)
@@ -325,12 +325,12 @@ def _kernels() -> Sequence[Kernel]:
     return [*forward_kernels(), *hopper.kernels(), *backward_kernels()]
 
 
-def _trace() -> Trace:
+def _trace() -> KernelTrace:
     def arguments() -> Mapping[str, Any]:
         q, k, v = (sample(12, 1, 16, seed=seed) for seed in range(3))
         return {"q": q, "k": k, "v": v, "cu_seqlens": torch.tensor([0, 12], dtype=torch.int32), "scale": 0.25}
 
-    return Trace(
+    return KernelTrace(
         arguments,
         functools.partial(forward, tiling=PackedTiling(4, 4, 1, 1)),
         ("_walk_keys", "start", "fade", "l", "m"),

@@ -75,7 +75,7 @@ HEAD_DIMS = (64, 96, 128)
 
 @gluon_kernel
 def _exp2(x):  # type: ignore[no-untyped-def]
-    """2^x by the hardware's instruction; results under 2^-126 are 0."""
+    """Compute 2^x by the hardware's instruction; results under 2^-126 are 0."""
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )  # fmt: skip
@@ -83,7 +83,8 @@ def _exp2(x):  # type: ignore[no-untyped-def]
 
 @gluon_kernel
 def _run_of(tile, starts, count, SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Which of ``count`` runs of tokens a tile belongs to; they are numbered as in ``attention_tiles.find_tile``."""
+    """Find which of ``count`` runs of tokens a tile belongs to; tiles are numbered as in
+    ``attention_tiles.find_tile``."""
     low = 0
     high = count
     while high - low > 1:
@@ -97,7 +98,7 @@ def _run_of(tile, starts, count, SIZE: gl.constexpr):  # type: ignore[no-untyped
 
 @gluon_kernel
 def _find(index, cu, documents, tiles, SHARE: gl.constexpr, ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(first query, begin and end of its document, head) of piece ``index`` of the work.
+    """Return (first query, begin and end of its document, head) of work item ``index``.
 
     Heads are taken SHARE at a time, so that their keys and values stay in the L2 cache; of a document the last tile
     comes first, because with a causal mask it takes longest.
@@ -116,7 +117,8 @@ def _find(index, cu, documents, tiles, SHARE: gl.constexpr, ROWS: gl.constexpr):
 def _reach(  # type: ignore[no-untyped-def]
     first_i, begin, end, window, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
 ):
-    """Blocks of keys of the document: [low, high) are seen by some query of the tile, [low_full, high_full) by all."""
+    """Return two ranges of the document's blocks of keys: [low, high) are seen by some query of the tile, [low_full,
+    high_full) by all."""
     i = first_i - begin
     n = end - begin
     low = 0
@@ -139,7 +141,7 @@ def _reach(  # type: ignore[no-untyped-def]
 
 @gluon_kernel
 def _mask(s, i, start, end, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores with -inf where query i must not see the key; the block begins at key ``start``."""
+    """Set scores to -inf where query i must not see the key; the block begins at key ``start``."""
     j = start + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
     last = gl.zeros([s.shape[0]], gl.int32, gl.SliceLayout(1, s.type.layout)) + end - 1
     if CAUSAL:
@@ -152,7 +154,7 @@ def _mask(s, i, start, end, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
 
 @gluon_kernel
 def _softmax(s, m, l, scale2, MASK: gl.constexpr):  # type: ignore[no-untyped-def]
-    """One step of the online softmax: (probabilities, m, l, what the output so far is to be multiplied by)."""
+    """Do one step of the online softmax: (probabilities, m, l, the factor to multiply the output so far by)."""
     top = gl.maximum(m, gl.max(s, 1) * scale2)
     shift = top
     if MASK:
@@ -168,7 +170,8 @@ def _walk(  # type: ignore[no-untyped-def]
     scale2, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, S: gl.constexpr,
     P: gl.constexpr,
 ):  # fmt: skip
-    """The blocks from ``last`` - 1 down to ``first``, each one step ahead: p holds the block before.
+    """Process the blocks from ``last`` - 1 down to ``first``, each one step ahead: p holds the previous block's
+    probabilities.
 
     MASK: those outside of [low_full, high_full) are masked. One loop for both kinds: between two loops the compiler
     swaps the halves of every register of p, there and back in each step.
@@ -203,7 +206,7 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @gluon_kernel
 def _matrix(tile):  # type: ignore[no-untyped-def]
-    """``[tokens, 1, d]`` in shared memory as ``[tokens, d]``."""
+    """View ``[tokens, 1, d]`` in shared memory as ``[tokens, d]``."""
     return tile.reshape((tile.shape[0], tile.shape[2]))
 
 
@@ -212,7 +215,7 @@ def _attend(  # type: ignore[no-untyped-def]
     part: gl.constexpr, PARTS: gl.constexpr, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens,
     scale2, window, H: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The work of a warpgroup: 64 queries of every tile."""
+    """Run a warpgroup: attend with 64 queries of every tile."""
     ROWS: gl.constexpr = q_tiles.shape[1]
     COLUMNS: gl.constexpr = ring.shape[1]
     DP: gl.constexpr = q_tiles.shape[3]
@@ -296,7 +299,7 @@ def _copy(source, token, head, ring, full, empty, queue, SLOTS: gl.constexpr):  
 def _seek(  # type: ignore[no-untyped-def]
     index, counter, cu, documents, tiles, work, SHARE: gl.constexpr, ROWS: gl.constexpr, SHARED_OUT: gl.constexpr
 ):
-    """From piece ``index`` of the work on, the first that this program gets with queries in it."""
+    """Find the first work item from ``index`` on that belongs to this program and has queries."""
     first_i = 0
     begin = 0
     end = 0
@@ -310,7 +313,7 @@ def _seek(  # type: ignore[no-untyped-def]
 
 @gluon_kernel
 def _following(counter, work, SHARED_OUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The next piece of work that no program has begun."""
+    """Return the next work item that no program has begun."""
     index = work
     if SHARED_OUT:
         index = gl.num_programs(0) + gl.atomic_add(counter, 1)
@@ -319,7 +322,7 @@ def _following(counter, work, SHARED_OUT: gl.constexpr):  # type: ignore[no-unty
 
 @gluon_kernel
 def _copy_pairs(k, v, start, head, count, ring, full, empty, queue, SLOTS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """``count`` times the keys before token ``start`` and the values from it on."""
+    """Copy ``count`` times the keys before token ``start`` and the values from it on."""
     COLUMNS: gl.constexpr = ring.shape[1]
     for _ in range(count):
         _copy(k, start - COLUMNS, head, ring, full, empty, queue, SLOTS)
@@ -335,7 +338,7 @@ def _fetch(  # type: ignore[no-untyped-def]
     PARTS: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """The work of the copying warp: it chooses tiles, tells the others, and keeps the ring full.
+    """Run the copying warp: choose tiles, announce them to the warpgroups, and keep the ring full.
 
     It requests the next tile AHEAD blocks before the end of this one: late, so that the first free block gets the tile,
     and early enough for its queries to arrive in time.
@@ -383,7 +386,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 64 PARTS queries; q, k and v are descriptors of [T, H, d].
+    """Attend with tiles of 64 PARTS queries; q, k and v are descriptors of [T, H, d].
 
     Program n begins with piece n of ``work`` = tiles * H, and if SHARED_OUT takes its next ones from ``counter``, which
     starts at 0.
@@ -457,7 +460,7 @@ def pays(q: Tensor, documents: int) -> bool:
 def refusal(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> str | None:
-    """Why this kernel does not take heads of this size, or None."""
+    """Return the reason why this kernel does not take heads of this size; None if it does."""
     return None if q.shape[2] in HEAD_DIMS else f"the Hopper kernel takes heads of {HEAD_DIMS}, not of {q.shape[2]}"
 
 
@@ -498,7 +501,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None,
     *, parts: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``flash_attention.forward`` by this kernel; copies what the bulk copy engine cannot address.
+    """Run ``flash_attention.forward`` by this kernel; inputs that the bulk copy engine cannot address are copied.
 
     ``parts``: warpgroups that compute, 2, or 3 for heads of 64.
 
@@ -536,7 +539,7 @@ def forward(
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> Tensor:
-    """``flash_attention.flash_attention`` by this kernel."""
+    """Compute ``flash_attention.flash_attention`` by this kernel."""
     return forward(q, k, v, cu_seqlens, scale, causal, window)[0]
 
 
@@ -572,7 +575,7 @@ def kernels() -> Sequence[Kernel]:
 
 @cache
 def device_refusal() -> str | None:
-    """Why no input at all can run here, or None. It is asked in every layer, so the answer is kept."""
+    """Return the reason why no input at all can run here; None if it can. Every layer asks, so the answer is cached."""
     if gluon is None:
         return f"the Hopper kernel needs Triton's Gluon: {GLUON_MISSING}"
     if INTERPRETED or not torch.cuda.is_available() or torch.version.hip is not None:
@@ -583,7 +586,7 @@ def device_refusal() -> str | None:
 
 
 def available(launcher: Any) -> Any:
-    """``Implementation.load`` of a launcher that may run this kernel.
+    """Return the ``Implementation.load`` of a launcher that may run this kernel.
 
     Raises (when called):
         Unavailable: no Gluon, or not a Hopper GPU.

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def of_one_length(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """``[documents, heads, n, d]`` where all documents have n tokens, else None. While a CUDA graph is recorded the
-    lengths cannot be read: then they are taken to be equal, as they were in the call before it."""
+    """Reshape to ``[documents, heads, n, d]`` if all documents have n tokens, else return None. While a CUDA graph is
+    recorded the lengths cannot be read: they are then assumed equal, as they were in the call before it."""
     documents = len(cu_seqlens) - 1
     if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         bounds = cu_seqlens.tolist()
@@ -28,7 +28,7 @@ def of_one_length(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[
 def torchs(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> Tensor:
-    """torch's scaled_dot_product_attention, one document after another where their lengths differ."""
+    """Call torch's scaled_dot_product_attention, once for each document if their lengths differ."""
     attend: Any = functools.partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=True)
     dense: Any = None if window is not None else of_one_length(q, k, v, cu_seqlens)
     if dense is not None:
@@ -88,7 +88,7 @@ def _not_later(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tenso
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """torch's flex_attention, compiled."""
+    """Call torch's flex_attention, compiled."""
     attend, block_mask = _compiled_flex()
     mask = block_mask(_not_later, None, None, q.shape[2], k.shape[2], q.device) if causal else None
     out: Tensor = attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -96,7 +96,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
 
 
 def unfused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """Two products and a softmax, with all scores in memory."""
+    """Compute two products and a softmax, with all scores in memory."""
     group = q.shape[1] // k.shape[1]
     scores = q * scale @ k.repeat_interleave(group, 1).transpose(-1, -2)
     if causal:

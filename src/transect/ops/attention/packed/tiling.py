@@ -19,7 +19,7 @@ LOG2E = 1.4426950408889634
 
 @kernel
 def find_tile(tile, starts, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which of ``count`` runs of tokens a tile belongs to, and which tile of the run it is.
+    """Find which of ``count`` runs of tokens a tile belongs to, and which tile of the run it is.
 
     Run i begins at token starts[i] and is given the tiles from starts[i] // SIZE + i on, which leaves it enough; some
     tiles at its end may have nothing to do.
@@ -38,8 +38,8 @@ def find_tile(tile, starts, count, SIZE: tl.constexpr):  # type: ignore[no-untyp
 @kernel
 def load_tile(pointer, token, end, head, stride_t, stride_h, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,  # type: ignore[no-untyped-def]
           BULK: tl.constexpr):  # fmt: skip
-    """ROWS tokens of one head, ``[ROWS, DP]``: by bulk copy through a descriptor, or by pointers (zeros from ``end``
-    on)."""
+    """Load ROWS tokens of one head, ``[ROWS, DP]``: by bulk copy through a descriptor, or by pointers (zeros from
+    ``end`` on)."""
     if BULK:
         tile = pointer.load([token, head, 0]).reshape(ROWS, DP)
     else:
@@ -67,7 +67,7 @@ def seen(i, j, end, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # type
 @kernel
 def keys_of(first_i, begin, end, window, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,  # type: ignore[no-untyped-def]
             WINDOW: tl.constexpr):  # fmt: skip
-    """Which keys BM queries from ``first_i`` on see: ``low, low_full, high_full, high``.
+    """Return the range of keys that BM queries from ``first_i`` on see: ``low, low_full, high_full, high``.
 
     Keys [low, high) are seen by some of the queries, [low_full, high_full) by every one. All but ``high`` lie a whole
     number of tiles of BN after ``begin``.
@@ -112,7 +112,7 @@ def fits_descriptor(t: Tensor) -> bool:
 
 
 def descriptor(t: Tensor, rows: int, bulk: bool) -> Any:
-    """``[T, H, d]`` for tiles of ``rows`` tokens of one head."""
+    """Describe ``[T, H, d]`` for tiles of ``rows`` tokens of one head."""
     if not bulk:
         return t
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -121,12 +121,12 @@ def descriptor(t: Tensor, rows: int, bulk: bool) -> Any:
 
 
 def padded(d: int) -> int:
-    """Columns of a tile that holds heads of ``d``."""
+    """Return the columns of a tile that holds heads of ``d``."""
     return max(16, next_power_of_2(d))
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v with neighbouring elements of a head side by side.
+    """Return q, k and v with the elements of a head contiguous.
 
     Raises:
         ValueError: shapes that do not fit each other, a head of more than 256, or cu_seqlens that is not int32.
@@ -137,7 +137,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, 
             f"flash_attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit each other"
         )
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"flash_attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
+        raise ValueError(f"flash_attention: {q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads")
     if q.shape[2] > 256:
         raise ValueError(f"flash_attention: head dimension {q.shape[2]} is larger than 256; use the reference")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:

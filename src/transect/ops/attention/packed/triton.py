@@ -17,7 +17,7 @@ def _walk_keys(  # type: ignore[no-untyped-def]
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASK: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the keys from ``first`` to ``last``."""
+    """Run the online softmax over the keys from ``first`` to ``last``."""
     for start in range(first, last, BN):
         keys = load_tile(k, start, end, kv_head, k_t, k_h, D, DP, BN, BULK)
         s = dot(q, keys.T, tl.zeros((q.shape[0], BN), tl.float32))
@@ -45,7 +45,7 @@ def _forward(  # type: ignore[no-untyped-def]
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    """BM queries of one head. Axis 0: tiles of queries, the last first (they see most); axis 1: heads."""
+    """Attend with BM queries of one head. Axis 0: tiles of queries, the last first (they see most); axis 1: heads."""
     document, tile = find_tile(tl.num_programs(0) - 1 - tl.program_id(0), cu, documents, BM)
     begin = tl.load(cu + document)
     end = tl.load(cu + document + 1)
@@ -79,7 +79,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 def kernels() -> Sequence[Kernel]:
-    """For ahead-of-time compilation."""
+    """List the kernels for ahead-of-time compilation."""
     strides = dict.fromkeys(("q_t", "q_h", "k_t", "k_h", "v_t", "v_h"), "i32")
     half = dict.fromkeys(("q", "k", "v"), "*bf16")
     ints: dict[str, str] = {"cu": "*i32", "documents": "i32", "tokens": "i32", "window": "i32", **strides}

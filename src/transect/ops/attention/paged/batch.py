@@ -131,8 +131,8 @@ class PagedBatch:
         return tokens == self.num_rows and self.max_query_len in (None, 1)
 
     def arrivals(self, count: int) -> Tensor:
-        """int32 zeros, at least ``count``. Programs of a kernel that wait for each other count here, and the last one
-        sets the counter back to 0, so every layer finds zeros."""
+        """Return at least ``count`` int32 zeros. Programs of a kernel that wait for each other count here, and the last
+        one resets the counter to 0, so every layer finds zeros."""
         if self._arrivals is None or len(self._arrivals) < count:
             self._arrivals = torch.zeros(count, dtype=torch.int32, device=self.seq_lens.device)
         return self._arrivals
@@ -162,7 +162,7 @@ class PagedBatch:
         return blocks, positions % self.block_size
 
     def lengths(self) -> list[tuple[int, int]]:
-        """(tokens of this step, tokens in all) of each row, on the host."""
+        """Return (tokens of this step, total tokens) of each row, on the host."""
         return list(zip(self._queries_B.tolist(), self.seq_lens.tolist(), strict=True))
 
     @cached_property

@@ -20,12 +20,13 @@ MOST = 127
 
 
 def stored_width(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements that a cache of this dtype keeps for each head of a token."""
+    """Return the elements that a cache of this dtype keeps for each head of a token."""
     return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
 
 
 def refusal(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why kernels on a GPU do not read a cache of this dtype, as a sentence; None if they do. Scales are aligned."""
+    """Return the reason, as a sentence, why kernels on a GPU do not read a cache of this dtype; None if they do. Scales
+    are aligned."""
     if stored_width(head_dim, dtype) == head_dim or head_dim % SCALE_BYTES == 0:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -33,7 +34,7 @@ def refusal(dtype: torch.dtype, head_dim: int) -> str | None:
 
 
 def encode(values: Tensor) -> Tensor:
-    """``[..., d]`` of any float dtype -> int8 ``[..., d + 4]``."""
+    """Encode ``[..., d]`` of any float dtype as int8 ``[..., d + 4]``."""
     wide = values.float()
     scale = wide.abs().amax(-1, keepdim=True) / MOST
     codes = (wide / scale.clamp(min=torch.finfo(torch.float32).tiny)).round_().clamp_(-MOST, MOST)
@@ -50,7 +51,7 @@ def values_of(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 @kernel
 def codes_of(x, scale):  # type: ignore[no-untyped-def]
-    """``x [n, columns]`` divided by ``scale [n]``, to the nearest whole number; 0 where the scale is."""
+    """Divide ``x [n, columns]`` by ``scale [n]`` and round to the nearest integer; 0 where the scale is 0."""
     share = x / tl.maximum(scale, 1.1754943508222875e-38)[:, None]
     return ((share + 12582912.0) - 12582912.0).to(tl.int8)  # + 1.5 * 2^23: of two as near to the even one
 

@@ -42,8 +42,9 @@ def _decode(  # type: ignore[no-untyped-def]
     DEPENDENT_LAUNCH: tl.constexpr, CHUNK: tl.constexpr, FAN: tl.constexpr,
     SINKS: tl.constexpr, CAPPED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0: at most ``most`` pieces, and for each the key heads. MIXED: the batch may hold rows of several queries,
-    which are left alone. ROWS: a power of two that holds the batch's rows. SINKS, CAPPED, CHUNKED: see ``tile.py``.
+    """Attend with the rows of one query. Axis 0: at most ``most`` splits, and for each the key heads. MIXED: the batch
+    may hold rows of several queries, which are skipped. ROWS: a power of two that holds the batch's rows. SINKS,
+    CAPPED, CHUNKED: see ``tile.py``.
 
     Lengths and tables are read while the kernel before may still run: it writes neither. They bypass the L1 cache,
     which may hold old values.
@@ -131,8 +132,8 @@ def _combine(  # type: ignore[no-untyped-def]
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
     FAN: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Each piece of a row calls this when its part is written. The last of FAN neighbours merges theirs; the last of
-    those merges all. Which one is last does not matter to the result."""
+    """Combine the parts of a row. Each split calls this after writing its part: the last of FAN neighbouring splits
+    merges theirs, and the last of those merges all. The result does not depend on which one is last."""
     K: tl.constexpr = H // G
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
@@ -171,7 +172,8 @@ def _merge(  # type: ignore[no-untyped-def]
     part_o, part_l, first, count, apart, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """``count`` parts, for each head from place ``first`` on every ``apart``th, as one: (m, l, o), CHUNK at a time."""
+    """Merge ``count`` parts, for each head every ``apart``th from place ``first`` on, into one: (m, l, o), CHUNK at a
+    time."""
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
     n = tl.arange(0, CHUNK)
@@ -220,7 +222,7 @@ def decode(
     tiling: DecodeTiling, mixed: bool, dependent_launch: bool, softcap: float | None = None,
     sinks: Tensor | None = None, chunk: int | None = None,
 ) -> None:  # fmt: skip
-    """Attention of the rows with one query, written to their places in ``out`` ``[T, H, d]``.
+    """Compute attention of the rows with one query, and write it to their places in ``out`` ``[T, H, d]``.
 
     ``mixed``: there may be rows with several queries, which are left alone. ``dependent_launch``: see
     ``paged_prefill.prefill``.
@@ -262,7 +264,7 @@ DECODE_CHOICES: Mapping[str, tuple[Any, ...]] = {
 
 
 def decode_rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
-    """Knobs for (rows times key heads, longest row, head dimension)."""
+    """Return the knobs for (rows times key heads, longest row, head dimension)."""
     tiling = DecodeTiling()
     return {name: getattr(tiling, name) for name in DECODE_CHOICES}
 

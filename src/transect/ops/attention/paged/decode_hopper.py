@@ -100,7 +100,7 @@ def refusal(
     sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> str | None:
-    """Why this kernel does not take these inputs, or None."""
+    """Return the reason why this kernel does not take these inputs; None if it does."""
     if softcap is not None or chunk is not None:
         return "it attends without caps on scores and chunks"
     if sinks is not None and sinks_refusal(q, k_cache, sinks) is not None:
@@ -111,7 +111,7 @@ def refusal(
 
 
 def sinks_refusal(q: Tensor, k_cache: Tensor, sinks: Tensor) -> str | None:
-    """Why this kernel does not take these sinks, or None."""
+    """Return the reason why this kernel does not take these sinks; None if it does."""
     size, most = WITH_SINKS
     if q.shape[2] != size or q.shape[1] > most * k_cache.shape[1] or sinks.dtype != torch.bfloat16:
         return f"it takes sinks in bfloat16, of heads of {size}, up to {most} to a key head"
@@ -119,7 +119,7 @@ def sinks_refusal(q: Tensor, k_cache: Tensor, sinks: Tensor) -> str | None:
 
 
 def mixed_refusal(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> str | None:
-    """``refusal`` for batches in which other rows may have several queries; the kernel leaves those alone."""
+    """Return ``refusal`` for batches in which other rows may have several queries; the kernel skips those rows."""
     (_, heads, d), (_, kv_heads, block, _) = q.shape, k_cache.shape
     if q.dtype != torch.bfloat16 or k_cache.dtype != v_cache.dtype or k_cache.dtype not in CACHES:
         return (
@@ -172,7 +172,7 @@ class PagedDecode:
         beside: bool = False,
         tiling: DecodeHopperTiling | None = None,
     ) -> Tensor:
-        """``paged_attention.reference``; reads no length on the host.
+        """Compute ``paged_attention.reference`` without reading a length on the host.
 
         ``out`` ``[T, H, d]``: where the results go; rows of several queries in the batch are left alone there.
         ``dependent_launch``: the kernel may read the batch, and the cache's positions before each row's last, before

@@ -44,8 +44,6 @@ class PagedTriton:
     """Run prefill chunks by the kernel of ``paged/prefill_hopper.py``, where it takes the inputs."""
     decode: PagedDecode | None = None
     """Run decode rows by this kernel, where it takes the inputs."""
-    streamed_sinks: bool = False
-    """That kernel takes heads with sinks too."""
     whole: bool = False
     """Rows of one query take the path of prefill chunks, in the same tiles. A query's sums are then the same to the bit
     whatever the batch is, and however its prompt is cut into chunks."""
@@ -64,7 +62,7 @@ class PagedTriton:
         chunk: int | None = None,
         dependent_launch: bool = False,
     ) -> Tensor:
-        """``reference``. Reads no length on the host, so a CUDA graph can capture it.
+        """Compute ``reference`` without reading a length on the host, so a CUDA graph can capture it.
 
         ``dependent_launch``: see ``PagedDecode``; other kernels always wait for the one before.
         """
@@ -89,7 +87,7 @@ class PagedTriton:
         some, ones = (q, k_cache, v_cache, chunks, scale, window), (q, k_cache, v_cache, singles, scale, window)
         how: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "chunk": chunk}
         plain = all(each is None for each in how.values())
-        sunk = self.streamed_sinks and sinks is not None and softcap is None and chunk is None
+        sunk = sinks is not None and softcap is None and chunk is None
         sunk = sunk and paged_decode_hopper.sinks_refusal(q, k_cache, sinks) is None  # type: ignore[arg-type]
         streams = self.decode is not None and (plain or sunk)
         streams = streams and not paged_decode_hopper.mixed_refusal(q, k_cache, v_cache, singles)
@@ -116,12 +114,12 @@ class PagedTriton:
 
 
 def kernels() -> list[Kernel]:
-    """All kernels, for ahead-of-time compilation."""
+    """List all kernels, for ahead-of-time compilation."""
     return [*paged_decode.kernels(), *paged_prefill.kernels(), *hopper.kernels()]
 
 
 def knobs() -> tuple[Knobs, ...]:
-    """The knobs of decode rows."""
+    """List the knobs of decode rows."""
     return (Knobs("paged_attention", DECODE_CHOICES, decode_rule, _launch, dict, _size, _valid, _decodes),)
 
 
@@ -149,5 +147,5 @@ def _decodes(arguments: Mapping[str, Any]) -> bool:
 
 
 def _valid(config: Mapping[str, Any], size: tuple[int, int, int]) -> bool:
-    """A warp has 16 to 64 positions of a tile, and a share at least a tile."""
+    """Check that a warp has 16 to 64 positions of a tile, and a split at least a tile."""
     return 16 <= config["bn"] // config["warps"] <= 64 and config["bn"] <= config["least"]

@@ -44,13 +44,14 @@ def reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Pag
 
 
 def numbers(*caches: Tensor) -> tuple[Tensor, ...]:
-    """For ``require``: the caches whose dtype kernels compute in. One in 8 bits is only converted to and from."""
+    """Return the caches whose dtype kernels compute in, for ``require``. An 8-bit cache is only converted to and
+    from."""
     return tuple(cache for cache in caches if cache.dtype not in (torch.float8_e4m3fn, torch.int8))
 
 
 @kernel
 def slot(token, tables_ptr, starts_ptr, lengths_ptr, n_rows, table_stride, PAGE: tl.constexpr, SEARCH: tl.constexpr):
-    """(block, offset) of a token of the step; the block is -1 where the token has no place (padding).
+    """Return (block, offset) of a token of the step; the block is -1 where the token has no place (padding).
 
     SEARCH is 0 if token t is row t, else a power of two that holds the rows: the token's row is the number of rows that
     end at or before it.
@@ -74,7 +75,7 @@ def _write_kernel(
     k_token, k_head, v_token, v_head, cache_block, cache_head, cache_slot, table_stride,
     PAGE: tl.constexpr, SEARCH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """One token a program."""
+    """Write one token a program."""
     after_previous(DEPENDENT_LAUNCH)
     token = tl.program_id(0)
     page, offset = slot(token, tables_ptr, starts_ptr, lengths_ptr, n_rows, table_stride, PAGE, SEARCH)
@@ -90,7 +91,7 @@ def _write_kernel(
 
 
 def side_by_side(x: Tensor) -> Tensor:
-    """``x`` if the elements of its last dimension are neighbours, else a copy for which they are."""
+    """Return ``x`` if the elements of its last dimension are contiguous, else a copy in which they are."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
@@ -124,7 +125,7 @@ def slot_arguments(name: str, batch: PagedBatch, k_cache: Tensor, v_cache: Tenso
 def triton_kv_cache_write(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, *, dependent_launch: bool = False
 ) -> None:
-    """``reference`` in one launch; k and v may be views of one projection (any token and head strides).
+    """Compute ``reference`` in one launch; k and v may be views of one projection (any token and head strides).
 
     A batch with as many tokens as rows has one token in each row. Tokens past the last row's, rows of length 0 and
     block table entries below 0 are padding: nothing is written for them. ``dependent_launch``: begin while the kernel
@@ -146,7 +147,7 @@ def triton_kv_cache_write(
 
 
 def cost(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> Cost:
-    """Each new key and value read and written once; block tables are not counted."""
+    """Count each new key and value as read and written once, without block tables."""
     kept = k.shape[0] * k.shape[1] * k_cache.shape[3]
     return Cost(0, k.nbytes + v.nbytes, kept * (k_cache.element_size() + v_cache.element_size()))
 
@@ -183,8 +184,8 @@ def _examples() -> Sequence[dict[str, Any]]:
 
 
 def decode_batch(tokens: int, context: int, block_size: int, device: torch.device, seed: int) -> PagedBatch:
-    """One new token for each of ``tokens`` sequences of ``context`` tokens, for measuring writes: only the block that
-    is written to is the sequence's own."""
+    """Make a batch of one new token for each of ``tokens`` sequences of ``context`` tokens, for measuring writes: only
+    the block that is written to is the sequence's own."""
     generator = torch.Generator(device).manual_seed(seed)
     last = (context - 1) // block_size
     tables = torch.zeros(tokens, last + 1, dtype=torch.int32, device=device)
@@ -194,7 +195,7 @@ def decode_batch(tokens: int, context: int, block_size: int, device: torch.devic
 
 
 def prefill_batch(tokens: int, block_size: int, device: torch.device, seed: int) -> PagedBatch:
-    """One prompt of ``tokens`` tokens, its blocks scattered."""
+    """Make a batch of one prompt of ``tokens`` tokens in scattered blocks."""
     generator = torch.Generator(device).manual_seed(seed)
     table = torch.randperm(-(-tokens // block_size), device=device, generator=generator).to(torch.int32)
     starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)

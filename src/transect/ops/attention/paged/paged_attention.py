@@ -61,7 +61,7 @@ def reference(
     sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """q ``[T, H, d]`` -> ``[T, H, d]``: each sequence gathered and attended to on its own."""
+    """Compute q ``[T, H, d]`` -> ``[T, H, d]``: gather each sequence and attend to it separately."""
     dtype = compute_dtype(q.dtype)
     group = q.shape[1] // k_cache.shape[1]
     out = torch.empty_like(q)
@@ -103,7 +103,7 @@ def cost(
     sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Cost:
-    """4 d FLOPs for each visible pair and head; each cached position that a row sees is read once."""
+    """Count 4 d FLOPs for each visible pair and head; each cached position that a row sees is read once."""
     pairs = cached = 0
     for new, length in batch.lengths():
         pairs += visible_pairs(new, length, window, chunk)
@@ -222,7 +222,7 @@ def _cases() -> Sequence[Case]:
         return case(shapes.LLAMA_8B, between(rows, shortest, longest), (1,) * rows, name, ours)
 
     def filled(prompts: Sequence[tuple[int, int]], rows: int, shortest: int, longest: int) -> Case:
-        """Rows of a step with chunked prefill: prompts as (tokens of this step, tokens in all), room for more,
+        """Make the rows of a step with chunked prefill: prompts as (tokens of this step, total tokens), empty rows,
         decodes."""
         room = 16
         lengths = [length for _, length in prompts] + [0] * (room - len(prompts)) + between(rows, shortest, longest)

@@ -34,7 +34,7 @@ def tiled(
     sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """``paged_attention.reference`` by tiles; decode rows and prefill chunks go through separately."""
+    """Compute ``paged_attention.reference`` by tiles; decode rows and prefill chunks are processed separately."""
     out = torch.empty_like(q)
     for group in batch.split_work:
         _attend(group, q, k_cache, v_cache, scale, window, out, softcap, sinks, chunk)
@@ -53,7 +53,7 @@ def tiled_uniform(
     sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """``tiled`` with one shape of work item for every row, so that no row's sums depend on the batch."""
+    """Compute ``tiled`` with one shape of work item for every row, so that no row's sums depend on the batch."""
     out = torch.empty_like(q)
     for group in batch.uniform_work:
         _attend(group, q, k_cache, v_cache, scale, window, out, softcap, sinks, chunk)
@@ -72,7 +72,7 @@ def _attend(
     sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> None:
-    """Attention of one group of work items, written into ``out`` ``[T, H, d]``."""
+    """Attend with one group of work items, and write the results to ``out`` ``[T, H, d]``."""
     dtype = compute_dtype(q.dtype)
     items, queries = group.tokens_WQ.shape
     _, kv_heads, block_size, _ = k_cache.shape
@@ -83,7 +83,7 @@ def _attend(
     blocks_WN = torch.nn.functional.pad(group.blocks_WN, (0, -group.blocks_WN.shape[1] % per_tile))
 
     def by_key_head(x_WQHd: Tensor) -> Tensor:
-        """[W, Q, H, d] -> [W, K, Q * H / K, d]: queries that read the same key head lie together."""
+        """Reorder [W, Q, H, d] to [W, K, Q * H / K, d]: queries that read the same key head become adjacent."""
         x = x_WQHd.view(items, queries, kv_heads, heads // kv_heads, size)
         return x.transpose(1, 2).reshape(items, kv_heads, -1, size)
 
@@ -132,7 +132,7 @@ def _attend(
 
 
 def _gather(cache: Tensor, blocks_WN: Tensor, dtype: torch.dtype) -> Tensor:
-    """One tile of a cache: blocks ``[W, n]`` -> ``[W, K, n * block_size, d]``."""
+    """Gather one tile of a cache: blocks ``[W, n]`` -> ``[W, K, n * block_size, d]``."""
     items, count = blocks_WN.shape
     _, kv_heads, block_size, size = cache.shape
     tile = cache[blocks_WN].transpose(1, 2)

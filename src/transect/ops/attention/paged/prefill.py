@@ -37,9 +37,9 @@ def _prefill(  # type: ignore[no-untyped-def]
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SINGLES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
     BESIDE: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0: key heads; axis 1: tiles of queries, as ``find_tile`` numbers them. SINGLES: rows of one query too.
-    DEPENDENT_LAUNCH: the kernel before may still run; BESIDE: it need not end for this, which then ends after it.
-    SINKS, CAPPED, CHUNKED: see ``tile.py``."""
+    """Attend with the rows of several queries. Axis 0: key heads; axis 1: tiles of queries, as ``find_tile`` numbers
+    them. SINGLES: rows of one query too. DEPENDENT_LAUNCH: the previous kernel may still run; BESIDE: this kernel does
+    not wait for it, but ends after it. SINKS, CAPPED, CHUNKED: see ``tile.py``."""
     let_next_begin(DEPENDENT_LAUNCH)
     wait_for_previous(DEPENDENT_LAUNCH and not BESIDE)
     QUERIES: tl.constexpr = BM // GP
@@ -116,9 +116,9 @@ def prefill(
     tiling: PrefillTiling, singles: bool, dependent_launch: bool, beside: bool = False, softcap: float | None = None,
     sinks: Tensor | None = None, chunk: int | None = None,
 ) -> None:  # fmt: skip
-    """Attention of the rows with several queries, and with ``singles`` of those with one too, written to their places
-    in ``out`` ``[T, H, d]``. ``dependent_launch``: begin while the kernel before still runs (Hopper), and wait for it.
-    ``beside``: do not wait, but end after it; that kernel is ``PagedDecode`` with ``beside`` too."""
+    """Compute attention of the rows with several queries, and with ``singles`` of those with one too, and write it to
+    their places in ``out`` ``[T, H, d]``. ``dependent_launch``: begin while the previous kernel still runs (Hopper),
+    and wait for it. ``beside``: do not wait, but end after it; that kernel is ``PagedDecode`` with ``beside`` too."""
     tokens, heads, d = q.shape
     _, kv_heads, block_size, _ = k_cache.shape
     group = heads // kv_heads

@@ -38,7 +38,8 @@ _ROWS, _HALF, _PARTS = (n if gl is None else gl.constexpr(n) for n in (ROWS, HAL
 
 @gluon_kernel
 def _find(index, starts, lengths, count, tiles, share, QUERIES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(first token, end of its row's tokens, its position, length of the row, row, key head) of piece ``index``.
+    """Return (first token, end of its row's tokens, its position, length of the row, row, key head) of work item
+    ``index``.
 
     Key heads are taken ``share`` at a time. A tile of a row with one query is empty.
     """
@@ -61,7 +62,7 @@ def _find(index, starts, lengths, count, tiles, share, QUERIES: gl.constexpr):  
 def _seek(  # type: ignore[no-untyped-def]
     index, counter, starts, lengths, count, tiles, work, share, QUERIES: gl.constexpr, SHARED_OUT: gl.constexpr,
 ):  # fmt: skip
-    """From piece ``index`` of the work on, the first that this program gets with queries in it."""
+    """Find the first work item from ``index`` on that belongs to this program and has queries."""
     token = 0
     end = 0
     position = 0
@@ -77,21 +78,22 @@ def _seek(  # type: ignore[no-untyped-def]
 
 @gluon_kernel
 def _numbers(N: gl.constexpr):  # type: ignore[no-untyped-def]
-    """0 to N - 1, every thread all of them: what is worked out from them is known to be the same in the whole warp."""
+    """Return 0 to N - 1, all of them in every thread: the compiler then knows that values computed from them are the
+    same in the whole warp."""
     return gl.arange(0, N, layout=gl.BlockedLayout([N], [32], [1], [0]))
 
 
 @gluon_kernel
 def _look(table, start, length, blocks, COLUMNS: gl.constexpr, BLOCK: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The blocks of the cache that hold the positions from ``start`` on; ``blocks``, which is not there, for what lies
-    past the row's length."""
+    """Look up the cache's blocks that hold the positions from ``start`` on; past the row's length the result is
+    ``blocks``, which does not exist."""
     n = _numbers(COLUMNS // BLOCK)
     return gl.load(table + start // BLOCK + n, (start >= 0) & (start + n * BLOCK < length), blocks)
 
 
 @gluon_kernel
 def _run(wanted, left, COLUMNS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The first of the blocks, if they are neighbours in order and full of the row's positions; else -1."""
+    """Return the first block if all blocks are consecutive and full of the row's positions; else -1."""
     apart = wanted - _numbers(wanted.shape[0])
     first = gl.min(apart, 0)
     return gl.where((first == gl.max(apart, 0)) & (left >= COLUMNS), first, -1)
@@ -111,7 +113,7 @@ def _gather(cache, wanted, head, pieces, slot, barrier, HALVES: gl.constexpr):  
 
 @gluon_kernel
 def _clear(pieces, slot, left, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, HALVES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Zeros behind the first ``left`` positions of a slot, up to the end of their block; 8 rows at a time."""
+    """Write zeros after the first ``left`` positions of a slot, up to the end of their block; 8 rows at a time."""
     UNITS: gl.constexpr = COLUMNS // 8
     L: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 4, 8], [1, 1, 1, 1], [3, 2, 1, 0])
     row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
@@ -163,7 +165,7 @@ def _fetch_keys(  # type: ignore[no-untyped-def]
     count, tiles, work, blocks, table_b, share, GROUP: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
     SLOTS: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
-    """The work of the first copying warp: it chooses tiles, tells the others, and asks for queries and keys."""
+    """Run the first copying warp: choose tiles, announce them to the warpgroups, and request queries and keys."""
     QUERIES: gl.constexpr = _PARTS * (_ROWS // GROUP)
     queue = 0
     told = 0
@@ -222,7 +224,7 @@ def _fetch_values(  # type: ignore[no-untyped-def]
     cache, many, plan, pieces, runs, q_full, q_empty, full, empty, tables, blocks, table_b, GROUP: gl.constexpr,
     COLUMNS: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """The work of the second copying warp: it asks for values, each block of them two places behind its keys."""
+    """Run the second copying warp: request values, each block of them two places after its keys."""
     queue = 0
     done = 0
     cleared = 0

@@ -63,7 +63,7 @@ HEAD_DIMS = (64, 96, 128, 256)
 
 @gluon_kernel
 def _here(x):  # type: ignore[no-untyped-def]
-    """x, which the compiler knows no earlier than here: what is worked out from it takes no registers before."""
+    """Return x, hidden from the compiler until this point, so that values computed from x take no registers earlier."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -72,7 +72,7 @@ def _attend(  # type: ignore[no-untyped-def]
     part: gl.constexpr, q, q_t, q_h, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
-    """The work of a warpgroup: 64 rows of every tile.
+    """Run a warpgroup: attend with 64 rows of every tile.
 
     Where rows are found is worked out before the loop over keys and once more behind it (``_here``). Kept, it would
     leave the loop so few registers that the compiler computes the softmax of a thread's two rows one after the other.
@@ -149,8 +149,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     q_t, q_h, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
     COLUMNS: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
-    """q describes ``[T, H, d]`` in boxes of 64 rows (without COPIED it points there), k and v the caches in boxes of a
-    block and 64 columns, k_runs and v_runs in boxes of as many blocks as hold COLUMNS keys.
+    """Attend to a paged cache. q describes ``[T, H, d]`` in boxes of 64 rows (without COPIED it is a pointer), k and v
+    the caches in boxes of a block and 64 columns, k_runs and v_runs in boxes of as many blocks as hold COLUMNS keys.
 
     Program n begins with piece n of ``work`` = tiles * K, and if SHARED_OUT takes its next ones from ``counter``, which
     starts at 0.
@@ -206,13 +206,13 @@ def _layout(rank: int) -> Any:
 
 
 def padded(d: int) -> int:
-    """Columns of a tile that holds heads of ``d``."""
+    """Return the columns of a tile that holds heads of ``d``."""
     return max(64, next_power_of_2(d))
 
 
 def _sizes(d: int, group: int) -> dict[str, Any]:
-    """Keys of a block, blocks that the ring holds, and whether a copy brings the queries, for ``group`` heads of ``d``
-    to a key head."""
+    """Choose the keys of a block, the number of blocks in the ring, and if a copy loads the queries, for ``group``
+    heads of ``d`` to a key head."""
     if d > 128:
         return {"COLUMNS": COLUMNS // 2, "SLOTS": 4, "COPIED": False}
     return {"COLUMNS": COLUMNS, "SLOTS": 512 // padded(d), "COPIED": group & (group - 1) == 0}
@@ -221,7 +221,7 @@ def _sizes(d: int, group: int) -> dict[str, Any]:
 def refusal(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
 ) -> str | None:
-    """Why this kernel does not take these inputs, or None."""
+    """Return the reason why this kernel does not take these inputs; None if it does."""
     group = q.shape[1] // k_cache.shape[1]
     block = k_cache.shape[2]
     reason = device_refusal()
@@ -248,7 +248,7 @@ def prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor, longest: int,
     scale: float, out: Tensor,
 ) -> None:  # fmt: skip
-    """Attention of the rows with several queries, written to their places in ``out`` ``[T, H, d]``.
+    """Compute attention of the rows with several queries, and write it to their places in ``out`` ``[T, H, d]``.
 
     Arguments are those of ``PagedBatch``; ``longest``: a bound of the lengths.
     """

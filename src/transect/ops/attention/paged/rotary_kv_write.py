@@ -81,8 +81,8 @@ def _kernel(
     PAGE: tl.constexpr, SEARCH: tl.constexpr, NORM: tl.constexpr, OWN: tl.constexpr,
     HEADS: tl.constexpr, PLANES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token a program: of q for the first ``q_groups``, then of k for ``k_groups``, then of v. OWN:
-    each head has weights of its own."""
+    """Rotate or write HEADS heads of one token a program: of q for the first ``q_groups``, then of k for ``k_groups``,
+    then of v. OWN: each head has weights of its own."""
     let_next_begin(DEPENDENT_LAUNCH)
     token = (tl.program_id(0) // groups).to(tl.int64)
     group = tl.program_id(0) % groups
@@ -125,7 +125,8 @@ def _kernel(
 
 
 def rule(size: tuple[int, int, int]) -> Config:
-    """By (tokens, head size, 1 with norm else 0): as for rotary, but many tokens with norm take fewer threads.
+    """Choose the knobs for (tokens, head size, 1 with norm else 0): as for rotary, but many tokens with norm take fewer
+    threads.
 
     A thread has 8 neighbours of each half in every case, so a head's sum of squares adds up in one order, and a token
     gets the same bits in any batch.
@@ -155,15 +156,16 @@ def triton_rotary_kv_write(
     out: Tensor | None = None,
     k_out: Tensor | None = None,
     dependent_launch: bool = False,
+    own_tuning: bool = True,
     config: Config | None = None,
 ) -> Tensor:
-    """``reference`` in one launch, rounded once; returns the turned q ``[T, H, d]``.
+    """Compute ``reference`` in one launch, rounded once; returns the rotated q ``[T, H, d]``.
 
     Slots come from the batch's tensors on the device, as ``kv_cache_write.triton_kv_cache_write`` describes, so the
     launch can be captured in a CUDA graph. ``out``: where the turned q goes (``q`` itself will do), else a new tensor;
     ``k_out``: where the turned k goes beside the cache (``k`` itself will do; padding stays as it is);
     ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper), and read the batch, cos
-    and sin before it has ended: it must not write those.
+    and sin before it has ended: it must not write those. ``own_tuning``: see ``tuning.choices``.
 
     Raises:
         ValueError: shapes, caches or batch that do not fit each other; one weight without the other, or of one for all
@@ -199,7 +201,7 @@ def triton_rotary_kv_write(
         return out
     q, k, v, cos, sin = (side_by_side(x) for x in (q, k, v, cos, sin))
     norm = q_weight is not None and k_weight is not None
-    knobs = config or choose("rotary_kv_write", (tokens, size, int(norm)), q.device, rule)
+    knobs = config or choose("rotary_kv_write", (tokens, size, int(norm)), q.device, rule, own_tuning)
     held = knobs["heads"]
     q_groups, k_groups = -(-heads // held), -(-kv_heads // held)
     groups = q_groups + 2 * k_groups
@@ -276,7 +278,7 @@ def cost(
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Cost:
-    """3 FLOPs an element of q and k, 4 more with the norm; block tables are not counted."""
+    """Count 3 FLOPs an element of q and k, 4 more with the norm, without block tables."""
     weights = sum(w.nbytes for w in (q_weight, k_weight) if w is not None)
     kept = k.shape[0] * k.shape[1] * k_cache.shape[3]
     written = q.nbytes + kept * (k_cache.element_size() + v_cache.element_size())

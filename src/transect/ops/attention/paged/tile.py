@@ -23,7 +23,7 @@ def walk(  # type: ignore[no-untyped-def]
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr,
     CAPPED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """(acc, m, l) with the tiles that begin at ``first``, ``first + BN``, ... before ``end``.
+    """Return (acc, m, l) after the tiles that begin at ``first``, ``first + BN``, ... before ``end``.
 
     ``block``: where the first tile's positions lie; those of the next are loaded a tile ahead.
     """
@@ -46,7 +46,8 @@ def attend(  # type: ignore[no-untyped-def]
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr,
     CAPPED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys and values, at the positions ``j``, in the cache's blocks ``block``: (acc, m, l) with it.
+    """Process one tile of keys and values, at the positions ``j``, in the cache's blocks ``block``, and return the
+    updated (acc, m, l).
 
     Without MASK every query sees all of them, and they all exist. A cache in int8 has a scale behind each head's codes
     (``cache_codes.py``): those of keys multiply scores, those of values the weights of the sum.
@@ -88,7 +89,7 @@ def attend(  # type: ignore[no-untyped-def]
 
 @kernel
 def with_sink(acc, m, l, sinks, head, real):  # type: ignore[no-untyped-def]
-    """(acc, l) where one more score for each head, ``sinks[head]``, takes part in the softmax and has no value."""
+    """Return (acc, l) with one more score for each head, ``sinks[head]``, in the softmax, which has no value."""
     sink = tl.load(sinks + head, real, 0.0).to(tl.float32) * LOG2E
     highest = tl.maximum(m, sink)
     fade = tl.exp2(m - highest)
@@ -97,7 +98,7 @@ def with_sink(acc, m, l, sinks, head, real):  # type: ignore[no-untyped-def]
 
 @kernel
 def _tanh(x):  # type: ignore[no-untyped-def]
-    """By its series where the difference of exponentials would lose digits."""
+    """Compute tanh, by its series where the difference of exponentials would lose digits."""
     square = x * x
     near = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0 - square * (62.0 / 2835.0)))))
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))

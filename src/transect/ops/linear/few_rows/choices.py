@@ -51,7 +51,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         if self.tiling is not None and type(self.tiling) is not TILINGS.get(self.by):
-            raise TypeError(f"{self.tiling} is no tiling of {self.by}")
+            raise TypeError(f"{self.tiling} is not a tiling of {self.by}")
 
 
 def key(m: int, n: int, k: int, gated: bool = False, stream: bool = False, alone: bool = False) -> str:

@@ -33,7 +33,7 @@ class CudaTiling:
     """Blocks of a cluster that share K."""
 
     def refusal(self, m: int, gated: bool = False) -> str | None:
-        """Why the kernels do not take this tiling for m rows of X, or None."""
+        """Return the reason why the kernels do not take this tiling for m rows of X; None if they do."""
         if (self.columns, self.stages) not in KERNELS:
             return f"no kernel of {self.columns} columns and {self.stages} stages is compiled"
         if self.warps not in (4, 8) or not 1 <= self.ranks <= 8 or self.per < 1:
@@ -58,8 +58,8 @@ class Beside:
     """The eps of X's norm."""
 
     def refusal(self, x: Tensor, n: int, sixteens: bool = True) -> str | None:
-        """Why the kernels do not do this beside a product of x ``[M, K]`` with N = n, or None. ``sixteens``: each
-        square must cover 16 neighbours."""
+        """Return the reason why the kernels do not do this beside a product of x ``[M, K]`` with N = n; None if they
+        do. ``sixteens``: each square must cover 16 adjacent elements."""
         m, k = x.shape
         if self.residual is not None:
             if self.scale is None or n % 16:
@@ -111,7 +111,7 @@ def choose_tiling(m: int, n: int, multiprocessors: int, shared: int = SHARED) ->
 
 
 def shared_bytes(tiling: CudaTiling, m: int) -> int:
-    """Shared memory of a block for ``m`` rows of X."""
+    """Return the shared memory of a block for ``m`` rows of X."""
     tile = 8 if m <= 8 else 16 if m <= 16 else CUDA_ROWS
     ring = tiling.warps * tiling.stages * (tiling.columns * 16 + min(m, tile)) * 128
     turn = 32 * tiling.warps * tiling.ranks
@@ -129,7 +129,7 @@ def quicker(m: int, n: int, k: int) -> bool:
 
 
 def cuda_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
-    """Why the CUDA kernels do not take these arguments, or None."""
+    """Return the reason why the CUDA kernels do not take these arguments; None if they do."""
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or (bias is not None and bias.dtype != x.dtype):
         return "they compute in bfloat16"
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
@@ -171,7 +171,8 @@ class CudaRows:
         gated: bool = False,
         push: Push | None = None,
     ) -> Tensor:
-        """x ``[M, K]``, weight ``[N, K]``, bias ``[N]`` -> ``[M, N]``; ``gated``: ``[M, N / 2]``, see ``gate_up.py``.
+        """Multiply x ``[M, K]``, weight ``[N, K]``, bias ``[N]`` -> ``[M, N]``; ``gated``: ``[M, N / 2]``, see
+        ``gate_up.py``.
 
         ``dependent_launch``: W may be read before the kernel before this one on the stream has ended, so that one must
         not write W. (On Hopper a launch always begins before the last one ends; only with ``dependent_launch`` does it

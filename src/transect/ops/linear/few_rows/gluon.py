@@ -70,12 +70,12 @@ class GluonTiling:
     gated: bool = False
 
     def shared_bytes(self, k: int) -> int:
-        """Shared memory of a program, without its barriers."""
+        """Return the shared memory of a program, without its barriers."""
         columns = self.bn * (2 if self.gated else 1)
         return 2 * (columns * k // self.split + min(self.stages, k // self.bk // self.split) * self.bm * self.bk)
 
     def refusal(self, n: int, k: int) -> str | None:
-        """Why this tiling does not take n columns of Y and a sum over k, or None."""
+        """Return the reason why this tiling does not take n columns of Y and a sum over k; None if it does."""
         if n % self.bn or k % (self.bk * self.split):
             return f"{n} columns and {k} k must be whole tiles of {self.bn}, and whole copies of {self.bk} in each part"
         if self.gated and self.split > 1:
@@ -95,7 +95,7 @@ def _tell(instruction: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def _fours(count: int, first: int, threads: int) -> list[tuple[str, str]]:
-    """(four neighbours of a thread's numbers, place for them): neighbouring threads have neighbouring places."""
+    """List (four adjacent numbers of a thread, their address): adjacent threads have adjacent addresses."""
     return [
         (f"{{{', '.join(f'${first + i + j}' for j in range(4))}}}", f"[mine + {i // 4 * threads * 16}]")
         for i in range(0, count, 4)
@@ -103,18 +103,19 @@ def _fours(count: int, first: int, threads: int) -> list[tuple[str, str]]:
 
 
 def _own(count: int) -> str:
-    """PTX: the first place of this thread, from the address after ``count`` results."""
+    """Generate PTX for the first address of this thread, from the address after ``count`` results."""
     return f".reg .u32 t; .reg .b64 mine; mov.u32 t, %tid.x; mad.wide.u32 mine, t, 16, ${count};"
 
 
 def _leaving(count: int, threads: int) -> str:
-    """PTX: store ``count`` numbers of each thread at a given address."""
+    """Generate PTX that stores ``count`` numbers of each thread at a given address."""
     lines = [f"st.relaxed.gpu.global.v4.b32 {place}, {four};" for four, place in _fours(count, 2 * count, threads)]
     return " ".join(["{", _own(count), *lines, "}"])
 
 
 def _taking(count: int, threads: int) -> str:
-    """PTX: wait until all numbers at a given address are there, take them, and put the empty pattern back."""
+    """Generate PTX that waits until all numbers at a given address have arrived, loads them, and restores the empty
+    pattern."""
     fours = _fours(count, 0, threads)
     lines = ["{", _own(count), ".reg .pred again; .reg .b32 most, nothing; mov.b32 nothing, -1;", "look:"]
     lines += [f"ld.relaxed.gpu.global.v4.b32 {four}, {place};" for four, place in fours]
@@ -145,9 +146,8 @@ def early_weights(  # type: ignore[no-untyped-def]
     STAGES: gl.constexpr, GATED: gl.constexpr, SQUARES: gl.constexpr, WARPS: gl.constexpr,
     COUNT: gl.constexpr, LEAVING: gl.constexpr, LEFT: gl.constexpr, TAKING: gl.constexpr, TAKEN: gl.constexpr,
 ):  # fmt: skip
-    """One tile of Y, or one of SPLIT parts of it, of CHUNKS copies of BK k. Axis 0: column tiles; axis 1: row tiles;
-    axis 2: parts of K. x and weight are tensor descriptors; the others as of ``few_rows/triton._rows``.
-    """
+    """Compute one tile of Y, or one of SPLIT parts of it, of CHUNKS copies of BK k. Axis 0: column tiles; axis 1: row
+    tiles; axis 2: parts of K. x and weight are tensor descriptors; the others as of ``few_rows/triton._rows``."""
     WIDTH: gl.constexpr = 2 * BN if GATED else BN
     BYTES: gl.constexpr = (WIDTH + BM) * BK * 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
@@ -258,7 +258,7 @@ class GluonRows:
         self._parts: dict[torch.device, Tensor] = {}
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tiling: GluonTiling) -> Tensor:
-        """``small_matmul.reference``, or with ``tiling.gated`` ``gate_up.reference``.
+        """Compute ``small_matmul.reference``, or with ``tiling.gated`` ``gate_up.reference``.
 
         The weight may be read while the kernel before still runs, so that kernel must not write it.
 
@@ -297,7 +297,7 @@ class GluonRows:
         return out, scaled, left
 
     def _nothing(self, device: torch.device, count: int) -> Tensor:
-        """Room for at least ``count`` numbers, all empty; every launch leaves it empty.
+        """Return a buffer of at least ``count`` numbers, all holding the empty pattern; every launch leaves it so.
 
         Raises:
             RuntimeError: first use on this device is inside a CUDA graph capture.
@@ -312,7 +312,7 @@ class GluonRows:
 
 
 def refusal(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, tiling: GluonTiling) -> str | None:
-    """Why the kernel does not take these arguments, or None."""
+    """Return the reason why the kernel does not take these arguments; None if it does."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or not x.numel():
         return f"x {list(x.shape)} and weight {list(weight.shape)} must be [M, K] and [N, K], not empty"
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
@@ -328,7 +328,7 @@ def refusal(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, tiling
 
 
 def device_refusal(device: torch.device) -> str | None:
-    """Why nothing runs here on ``device``, or None."""
+    """Return the reason why nothing runs here on ``device``; None if it does."""
     if gluon is None:
         return f"it needs Triton's Gluon: {GLUON_MISSING}"
     if INTERPRETED:

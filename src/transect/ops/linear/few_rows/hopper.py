@@ -135,23 +135,23 @@ class HopperTiling:
         return self.stages * (self.left + self.right) * 2 * CHUNK
 
     def tiles(self, n: int) -> int:
-        """Number of tiles for n columns of Y."""
+        """Count the tiles for n columns of Y."""
         return -(-n // self.columns)
 
     def grid(self, n: int) -> int:
-        """Blocks launched for n columns of Y."""
+        """Count the blocks launched for n columns of Y."""
         return self.pair * (self.clusters if self.ranks == 0 else self.tiles(n) * abs(self.ranks))
 
     def parts(self, n: int) -> int:
-        """Floats that blocks leave in memory for each other."""
+        """Count the floats that blocks exchange through memory."""
         alone = self.ranks > 0 or (self.ranks == 0 and self.tiles(n) % self.clusters == 0)
         return 0 if alone else self.grid(n) * self.left * self.right
 
     def refusal(
         self, m: int, n: int, k: int, bias: bool = False, kernels: Collection[Compiled] = COMPILED
     ) -> str | None:
-        """Why this tiling does not take m rows, n columns of Y, K = k and perhaps a bias, or None. ``kernels``: those
-        that are compiled."""
+        """Return the reason why this tiling does not take m rows, n columns of Y, K = k and perhaps a bias; None if it
+        does. ``kernels``: the compiled ones."""
         chunks = -(-k // CHUNK)
         if self.compiled not in kernels:
             return f"no kernel {self.compiled} is compiled"
@@ -176,7 +176,7 @@ def _stages(compiled: Compiled, k: int, shared: int) -> int:
 
 
 def _fitting(m: int, gated: bool, kernels: Collection[Compiled] = COMPILED) -> list[Compiled]:
-    """Kernels whose tiles are as high as m rows need."""
+    """List the kernels whose tiles are as high as m rows need."""
     heights = {kernel: HopperTiling(*kernel, 1, 0, 2).most_rows for kernel in kernels if kernel[1] == gated}
     right = sorted({height for kernel, height in heights.items() if kernel[0] and height >= m})
     # From 129 rows on the narrowest is not always quickest: a pair of blocks reads X half as often.
@@ -188,7 +188,7 @@ def _fitting(m: int, gated: bool, kernels: Collection[Compiled] = COMPILED) -> l
 def candidates(
     m: int, n: int, k: int, *, gated: bool = False, units: int = 132, kernels: Collection[Compiled] = COMPILED
 ) -> list[HopperTiling]:
-    """Tilings worth measuring for m rows (17 to 256), n columns of Y and K = k on a GPU of ``units``
+    """List the tilings worth measuring for m rows (17 to 256), n columns of Y and K = k on a GPU of ``units``
     multiprocessors."""
     found = []
     for compiled in _fitting(m, gated, kernels):
@@ -221,7 +221,7 @@ def choose_tiling(m: int, n: int, k: int) -> HopperTiling:
 
 
 def refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
-    """Why this kernel does not take these arguments, or None."""
+    """Return the reason why this kernel does not take these arguments; None if it does."""
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or (bias is not None and bias.dtype != x.dtype):
         return "it computes in bfloat16"
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:

@@ -35,8 +35,8 @@ def tiling_for(x: Tensor, weight: Tensor) -> CudaTiling | str | None:
 
 
 def pushed_rows(weight: Tensor, push: Push) -> Callable[[Tensor], Tensor | None] | None:
-    """``x -> x weight^T``, given to the other ranks too; None for an x that ``tiling_for`` refuses. None in place of it
-    all where the kernels cannot be built."""
+    """Return ``x -> x weight^T`` whose result is also pushed to the other ranks; it returns None for an x that
+    ``tiling_for`` refuses. None if the kernels cannot be built."""
     try:
         rows = CudaRows()
     except Unavailable as error:

@@ -76,7 +76,7 @@ MOST_PARTS = 4
 
 
 def seconds(tiling: HopperTiling, m: int, n: int, k: int, units: int = 132, costs: Costs = BF16) -> float:
-    """Predicted time of a launch for m rows, n columns of Y and K = k, on a GPU of ``units`` multiprocessors."""
+    """Predict the time of a launch for m rows, n columns of Y and K = k, on a GPU of ``units`` multiprocessors."""
     chunks, tiles, blocks = -(-k // CHUNK), tiling.tiles(n), tiling.grid(n)
     resident = min(tiling.blocks, max(1, SHARED // (tiling.ring + 2048)))
     sums = tiling.left * tiling.right
@@ -110,14 +110,14 @@ def seconds(tiling: HopperTiling, m: int, n: int, k: int, units: int = 132, cost
 
 
 def cublas_seconds(m: int, n: int, k: int) -> float:
-    """Predicted time of cuBLAS for m rows, n columns of Y and K = k."""
+    """Predict the time of cuBLAS for m rows, n columns of Y and K = k."""
     high = -(-m // 64) * 64
     long = CUBLAS_STEP * -(-k // CHUNK)
     return CUBLAS_START + long + max(2 * n * k / CUBLAS_MEMORY, 2 * high * n * k / CUBLAS_TENSOR)
 
 
 def gate_seconds(m: int, columns: int) -> float:
-    """Predicted time of the kernel that applies a gate to both halves of a product."""
+    """Predict the time of the kernel that applies a gate to both halves of a product."""
     return GATE_START + 6 * m * columns / GATE_BYTES
 
 

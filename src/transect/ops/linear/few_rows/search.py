@@ -90,7 +90,7 @@ class Measured:
 
 
 def cuda_tilings(m: int, n: int, k: int, gated: bool, units: int = 132) -> list[Choice]:
-    """Tilings of ``small_matmul.cu`` that give every multiprocessor, or every half of one, a share."""
+    """List the tilings of ``small_matmul.cu`` that give every multiprocessor, or every half of one, a share."""
     found = []
     for columns, stages in cuda.KERNELS:
         for warps in (4, 8):
@@ -105,7 +105,8 @@ def cuda_tilings(m: int, n: int, k: int, gated: bool, units: int = 132) -> list[
 
 
 def hopper_tilings(m: int, n: int, k: int, gated: bool, units: int = 132) -> list[Choice]:
-    """Those of ``hopper.candidates``, and the same with rings that leave room for another kernel's."""
+    """List those of ``hopper.candidates``, and the same with smaller rings that leave shared memory for another
+    kernel's."""
     found = []
     columns = n // 2 if gated else n
     for tiling in hopper.candidates(m, columns, k, gated=gated, units=units):
@@ -119,7 +120,7 @@ def hopper_tilings(m: int, n: int, k: int, gated: bool, units: int = 132) -> lis
 
 
 def triton_tilings(m: int, n: int, k: int, gated: bool, units: int = 132) -> list[Choice]:
-    """Tilings of ``triton.py`` into about as many tiles as there are multiprocessors, or twice as many; of wide weights
+    """List the tilings of ``triton.py`` with about as many tiles as multiprocessors, or twice as many; for wide weights
     up to six times."""
     found = []
     outputs = n // 2 if gated else n
@@ -181,7 +182,7 @@ def gates(choice: Choice) -> bool:
 
 
 def multiplier() -> Multiply:
-    """Runs a choice on the GPU, as a decode step does.
+    """Return a function that runs a choice on the GPU, as a decode step does.
 
     Raises:
         Unavailable: no GPU with these kernels, or no nvcc.
@@ -275,7 +276,8 @@ def _calls(multiply: Multiply, choice: Choice, x: Tensor, weights: Iterable[Tens
 
 
 def entries(found: Iterable[Measured]) -> dict[str, dict[str, Any]]:
-    """Lines of a file of choices. A gate that is a launch of its own follows the product that was measured with it."""
+    """Build the lines of a file of choices. A gate with a launch of its own follows the product that was measured with
+    it."""
     lines: dict[str, dict[str, Any]] = {}
     for each in found:
         _, n, k, gated = each.product

@@ -66,7 +66,7 @@ MOST_ROWS = 256
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x ``[M, K]``, weight ``[N, K]``, bias ``[N]`` -> ``[M, N]`` in x's dtype."""
+    """Multiply x ``[M, K]``, weight ``[N, K]``, bias ``[N]`` -> ``[M, N]`` in x's dtype."""
     dtype = compute_dtype(x.dtype)
     y = x.to(dtype) @ weight.to(dtype).T
     return (y if bias is None else y + bias.to(dtype)).to(x.dtype)
@@ -112,7 +112,7 @@ def best_launcher() -> Callable[..., Tensor]:
             return None
 
     def call(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False) -> Tensor:
-        """``reference`` on the GPU; ``dependent_launch`` means the same as in ``CudaRows``."""
+        """Compute ``reference`` on the GPU; ``dependent_launch`` means the same as in ``CudaRows``."""
         device = x.device
         if device not in built:
             built[device] = build(device)
@@ -194,7 +194,7 @@ ROWS = (1, 8, 16, 32, 64, 128, 256)
 
 
 def _cases() -> Sequence[Case]:
-    """Every projection of the models, and their output heads, at each number of rows."""
+    """List every projection of the models, and their output heads, at each number of rows."""
 
     def make(device: torch.device, seed: int, m: int, n: int, k: int) -> Mapping[str, Any]:
         generator = torch.Generator(device).manual_seed(seed)

@@ -55,7 +55,7 @@ def _rows(  # type: ignore[no-untyped-def]
     SWAP: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, GATED: tl.constexpr,
     SQUARES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of Y, or one of SPLIT parts of it. Axis 0: column tiles; axis 1: row tiles; axis 2: parts of K.
+    """Compute one tile of Y, or one of SPLIT parts of it. Axis 0: column tiles; axis 1: row tiles; axis 2: parts of K.
 
     BULK: x and weight are tensor descriptors, which pad with zeros.
     GATED: weight is one of ``[2, N, K]``, gate first, and Y is silu(one product) times the other; not with parts.
@@ -135,7 +135,8 @@ def _vector(  # type: ignore[no-untyped-def]
     x, weight, bias, out, M, N, K, x_m, w_n, out_m, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """BN elements of one row of Y, without tensor cores: sums run lane by lane and are added up once at the end."""
+    """Compute BN elements of one row of Y, without tensor cores: sums are kept lane by lane and added up once at the
+    end."""
     after_previous(DEPENDENT_LAUNCH)
     m = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -226,7 +227,7 @@ class Counters:
         self._by_device: dict[torch.device, Tensor] = {}
 
     def get(self, device: torch.device, tiles: int) -> Tensor:
-        """At least ``tiles`` zeros, int32.
+        """Return at least ``tiles`` zeros, int32.
 
         Raises:
             RuntimeError: first use on this device is inside a CUDA graph capture.
@@ -248,7 +249,7 @@ class TritonRows:
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tiling: TritonTiling | None = None
     ) -> Tensor:
-        """``small_matmul.reference`` on the GPU; with ``tiling.gated`` ``gate_up.reference``.
+        """Compute ``small_matmul.reference`` on the GPU; with ``tiling.gated`` ``gate_up.reference``.
 
         Raises:
             ValueError: shapes that do not fit; or a gate with a bias, with parts, or with a weight that bulk copies do
@@ -269,7 +270,7 @@ class TritonRows:
         ``stream_products.Stream``, or None where the result is not added to a stream.
 
         Errors are those of ``__call__``, and ``ValueError`` where ``norm.refusal``, or for a residual with a gate or
-        with columns that are no whole number of tiles.
+        with columns that are not whole number of tiles.
         """
         require("small_matmul", *(t for t in (x, weight, bias) if t is not None))
         if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:

@@ -41,7 +41,7 @@ from ...lang.jit import INTERPRETED, TRITON_TARGETS, available, multiprocessors,
 from ...lang.tiles import describe, fits_descriptor
 from ...numerics import compute_dtype, sample
 from ...peers import compiled
-from ...registry import Case, Implementation, OnHost, Op, Trace, register
+from ...registry import Case, Implementation, KernelTrace, OnHost, Op, register
 from .tiling import ManyRowsTiling, choose, knobs
 from .triton import gradient_kernel, kernels, persistent_kernel, tile_kernel
 
@@ -56,7 +56,7 @@ def reference(
     residual: Tensor | None = None,
     activation: str = "",
 ) -> Tensor:
-    """x ``[M, K]``, weight ``[N, K]``, ... -> ``[M, N]`` in x's dtype.
+    """Multiply x ``[M, K]``, weight ``[N, K]``, ... -> ``[M, N]`` in x's dtype.
 
     Raises:
         ValueError: an unknown activation, or one beside a gate.
@@ -106,7 +106,8 @@ def matmul(
     tiling: ManyRowsTiling | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``reference`` on the GPU: the persistent kernel where the device has bulk copies and the strides allow it.
+    """Compute ``reference`` on the GPU: by the persistent kernel where the device has bulk copies and the strides allow
+    it.
 
     ``out``: where the result goes, with neighbouring elements of a row side by side; it may be the residual.
     """
@@ -176,7 +177,7 @@ def _is_pair(gate: Tensor, weight: Tensor) -> bool:
 
 
 def describe_pair(gate: Tensor, weight: Tensor, rows: int, columns: int) -> Any:
-    """Both as ``[2, N, K]``."""
+    """Describe both as ``[2, N, K]``."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     apart = (weight.data_ptr() - gate.data_ptr()) // gate.element_size()
@@ -186,7 +187,7 @@ def describe_pair(gate: Tensor, weight: Tensor, rows: int, columns: int) -> Any:
 def matmul_gradient(
     g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, weight, bias and gate, from the upstream gradient ``[M, N]``."""
+    """Compute the gradients of x, weight, bias and gate from the upstream gradient ``[M, N]``."""
     dz, da = g.contiguous(), None
     if activation or gate is not None:
         z = matmul(x, weight, bias)
@@ -208,7 +209,7 @@ def matmul_gradient(
 def reference_gradient(
     g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """``matmul_gradient`` in plain torch."""
+    """Compute ``matmul_gradient`` in plain torch."""
     wide = compute_dtype(x.dtype)
     dz, a, w = g.to(wide), x.to(wide), weight.to(wide)
     v, dv, da = None if gate is None else gate.to(wide), None, None
@@ -306,12 +307,12 @@ runs."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``matmul`` with the arguments of the operator ``linear``."""
+    """Compute ``matmul`` with the arguments of the operator ``linear``."""
     return matmul(x, weight, bias)
 
 
 def linear_autograd(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``linear`` with gradients."""
+    """Compute ``linear`` with gradients."""
     return _matmul_op(x, weight, bias, None, None, "")
 
 
@@ -359,7 +360,7 @@ def cost(
     residual: Tensor | None = None,
     activation: str = "",
 ) -> Cost:
-    """2 M N K FLOPs for each weight; what the epilogue computes is not counted, what it reads is."""
+    """Count 2 M N K FLOPs for each weight; the epilogue's arithmetic is not counted, its reads are."""
     m, k = x.shape
     n = weight.shape[0]
     read = sum(t.nbytes for t in (x, weight, bias, gate, residual) if t is not None)
@@ -374,7 +375,7 @@ def gradient_cost(
     residual: Tensor | None = None,
     activation: str = "",
 ) -> Cost:
-    """Two products for each weight; computing Z again is not counted."""
+    """Count two products for each weight; recomputing Z is not counted."""
     m, k = x.shape
     n = weight.shape[0]
     inputs = [t for t in (x, weight, bias, gate, residual) if t is not None]
@@ -391,7 +392,7 @@ def _peer(
     residual: Tensor | None = None,
     activation: str = "",
 ) -> Tensor:
-    """cuBLAS (on a GPU) through torch, and torch's operators after it."""
+    """Call cuBLAS (on a GPU) through torch, and torch's operators after it."""
     z = F.linear(x, weight, bias)
     if gate is not None:
         z = F.silu(F.linear(x, gate)) * z
@@ -426,11 +427,11 @@ def _examples() -> Sequence[dict[str, Any]]:
     ]
 
 
-def _trace() -> Trace:
+def _trace() -> KernelTrace:
     def arguments() -> Mapping[str, Any]:
         return {"x": sample(12, 8), "weight": sample(16, 8, seed=1)}
 
-    return Trace(
+    return KernelTrace(
         arguments,
         functools.partial(matmul, tiling=ManyRowsTiling(bm=4, bn=4, bk=4, group=2, warps=1)),
         note="Programs go down a group of 2 row tiles before they go on to the next column: those in flight share rows "

@@ -44,7 +44,8 @@ Size = tuple[int, int, int]
 
 
 def _rule(size: Size, gated: bool) -> dict[str, int]:
-    """Knobs for M, N, K on the current GPU. Measured on an H200; elsewhere a guess from the same numbers."""
+    """Choose the knobs for M, N, K on the current GPU. Measured on an H200; elsewhere an estimate from the same
+    numbers."""
     m, n, _ = size
     hopper = torch.cuda.get_device_capability()[0] >= 9
     # Bands of tiles about as high as the tiles in flight are wide: operands are then read from memory least often.

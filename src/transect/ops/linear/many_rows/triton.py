@@ -21,7 +21,8 @@ from ...registry import Kernel
 
 @kernel
 def tile_of(tile, rows, columns, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Row and column of a tile: numbers run down GROUP rows, then to the next column, then to the next GROUP rows."""
+    """Return row and column of a tile: numbers go down GROUP rows, then to the next column, then to the next GROUP
+    rows."""
     per_group = GROUP * columns
     first = (tile // per_group) * GROUP
     height = min(rows - first, GROUP)
@@ -30,15 +31,16 @@ def tile_of(tile, rows, columns, GROUP: tl.constexpr):  # type: ignore[no-untype
 
 @kernel
 def _sigmoid_of_log2(z):  # type: ignore[no-untyped-def]
-    """1 / (1 + 2^-z) in two instructions of the special-function unit; a square of 1 / sqrt instead of a division,
-    which would take five more of the others."""
+    """Compute 1 / (1 + 2^-z) in two instructions of the special-function unit: a square of 1 / sqrt instead of a
+    division, which would take five more instructions of the other units."""
     r = tl.rsqrt(1.0 + tl.exp2(-z))
     return r * r
 
 
 @kernel
 def _activate(z, ACT: tl.constexpr, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """SHORT: the result is rounded to bfloat16, and the normal probability may be off by 0.13% (of its smaller tail).
+    """Apply the activation. SHORT: the result is rounded to bfloat16, and the normal probability may be off by 0.13%
+    (of its smaller tail).
 
     It is then 1 / (1 + 2^-q) with q = log2(p / (1 - p)), an odd function that a polynomial of degree 7 follows: fitted
     to the least largest error on |z| <= 5, and rising beyond. An epilogue has no more time than that.
@@ -64,7 +66,7 @@ def _activate(z, ACT: tl.constexpr, SHORT: tl.constexpr):  # type: ignore[no-unt
 @kernel
 def _finish(acc, acc_gate, rows, columns, M, N, bias, residual, res_m, res_n, ACT: tl.constexpr, GATED: tl.constexpr,
             SHORT: tl.constexpr):  # fmt: skip
-    """Bias, activation or gate, and residual on a float32 tile."""
+    """Apply bias, activation or gate, and residual to a float32 tile."""
     if bias is not None:
         acc += tl.load(bias + columns, columns < N, 0.0).to(tl.float32)[None, :]
     if GATED:
@@ -87,7 +89,7 @@ def tile_kernel(  # type: ignore[no-untyped-def]
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ACT: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the result per program; any strides, any size."""
+    """Compute one tile of the result per program; any strides, any size."""
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
     rows = tile_m * BM + tl.arange(0, BM)
     columns = tile_n * BN + tl.arange(0, BN)
@@ -125,7 +127,7 @@ def persistent_kernel(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr, X_T: tl.constexpr, W_T: tl.constexpr, PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr, HALVES: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """PROGRAMS programs share all tiles (fewer have one each); x, weight, gate and out are tensor descriptors.
+    """Share all tiles among PROGRAMS programs (fewer have one each); x, weight, gate and out are tensor descriptors.
 
     X_T, W_T: the operand lies in memory as [K, M] or [K, N]. The descriptors pad with zeros past the edges.
     PAIRED: gate and weight lie in one tensor, ``weight`` describes both as [2, N, K], and one product of twice the
@@ -182,7 +184,7 @@ def persistent_kernel(  # type: ignore[no-untyped-def]
 
 @kernel
 def gradient_kernel(g, z, a, dz, da, N, ACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """dZ (and dA) from G, Z (and A), element by element; in and out are contiguous."""
+    """Compute dZ (and dA) from G, Z (and A), element by element; inputs and outputs are contiguous."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N
     upstream = tl.load(g + at, inside, 0.0).to(tl.float32)

@@ -60,7 +60,7 @@ class BlockTiling:
         return self.blocks * self.rows * self.groups * 64 * (1 + self.together)
 
     def shared(self, unit: int) -> int:
-        """Bytes of shared memory of a block."""
+        """Return the bytes of shared memory of a block."""
         return self.x_stages * self.rows * 128 + self.w_stages * self.groups * 4 * unit + 1024
 
 
@@ -113,7 +113,7 @@ def choose_tiling(unit: int, m: int, n: int, k: int, units: int) -> BlockTiling:
 
 
 def refusal(outputs: int, bias: Tensor | None, gated: bool) -> str | None:
-    """Why the kernel has no such result, or None."""
+    """Return the reason why the kernel cannot produce this result; None if it can."""
     if outputs % 8:
         return "N must be a multiple of 8"
     if gated and (outputs % 32 or bias is not None):
@@ -147,7 +147,7 @@ class Tiles:
         dependent_launch: bool,
         tiling: BlockTiling | None,
     ) -> Tensor:
-        """x ``[M, K]`` -> ``[M, N]``, or ``[M, N / 2]`` with ``gated``. ``index``: the source's number for the
+        """Multiply x ``[M, K]`` -> ``[M, N]``, or ``[M, N / 2]`` with ``gated``. ``index``: the source's number for the
         weight's layout; ``unit``: bytes of 16 rows by 256 columns.
 
         Raises:

@@ -65,8 +65,8 @@ def reference(
     dense: Callable[[Any, torch.dtype], Tensor],
     halves: Callable[[Tensor], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """(y, u) in the dtype of the inputs, by torch in their dtype or float32, whichever is wider. ``dense``: a matrix in
-    a dtype; ``halves``: the gate's part of a product's result and the other."""
+    """Compute (y, u) in the dtype of the inputs, by torch in their dtype or float32, whichever is wider. ``dense``:
+    returns a matrix in a dtype; ``halves``: splits a product's result into the gate's part and the other."""
     wide = torch.promote_types(attended.dtype, torch.float32)
     o, gate_up, down, qkv = (dense(m, wide) for m in weights.matrices)
     first, second = (norm.to(wide) for norm in weights.norms)
@@ -80,7 +80,7 @@ def reference(
 
 
 def sizes_refusal(shapes: Sequence[tuple[int, int]]) -> str | None:
-    """Why four matrices of these outputs and inputs are no chain, or None."""
+    """Return the reason why four matrices of these outputs and inputs are not a chain; None if they are."""
     o, gate_up, down, qkv = shapes
     if o[0] != gate_up[1] or gate_up[0] != 2 * down[1] or down[0] != o[0] or qkv[1] != o[0]:
         return "the sizes of the products do not follow each other"
@@ -91,7 +91,7 @@ def sizes_refusal(shapes: Sequence[tuple[int, int]]) -> str | None:
 
 
 def vectors_refusal(weights: ChainWeights) -> str | None:
-    """Why norms and bias are not taken, or None."""
+    """Return the reason why norms and bias are not taken; None if they are."""
     vectors = [*weights.norms, *([] if weights.bias is None else [weights.bias])]
     if any(v.dtype != torch.bfloat16 or not v.is_contiguous() for v in vectors):
         return "norms and bias must be bfloat16 and contiguous"
@@ -140,7 +140,7 @@ class Chain:
         self, own: Sequence[int], attended: Tensor, residual: Tensor, weights: ChainWeights,
         shapes: Sequence[tuple[int, int]], stages: int, dependent_launch: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """y ``[1, N]`` and u ``[1, D]``. ``own``: the launcher's own arguments, which come first.
+        """Return y ``[1, N]`` and u ``[1, D]``. ``own``: the launcher's own arguments, which come first.
 
         Raises:
             ValueError: there is more than one row, or another dtype.

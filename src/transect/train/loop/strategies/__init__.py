@@ -1,4 +1,4 @@
-"""The ways that ranks share the work of a training step, one a file; ``strategy_for`` takes one for a run.
+"""Strategies for sharing the work of a training step between ranks, one a file; ``strategy_for`` chooses one for a run.
 
 * ``alone.py``: one rank has everything; what a strategy is asked is there.
 * ``together.py``: what the others have in common.
@@ -16,7 +16,7 @@ from .sharded import ShardedRanks
 
 
 def strategy_for(parallel: ParallelConfig) -> type[Alone]:
-    """The strategy of a run."""
+    """Choose the strategy of a run."""
     if parallel.layout.size == 1 and parallel.offload != "all":
         return Alone
     if parallel.layout.pipeline > 1:

@@ -1,4 +1,4 @@
-"""One rank, which has the whole model and runs every micro-batch."""
+"""The strategy of a single rank, which has the whole model and runs every micro-batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LossOf = Callable[[int, Batch], Tensor]
 
 
 class Alone:
-    """A strategy, as ``Crew`` asks it; this one is for a world of one rank.
+    """Interface of strategies for ``Crew``; this one is for a world of one rank.
 
     Args:
         config: the run.
@@ -31,27 +31,28 @@ class Alone:
     """
 
     together = False
-    """Ranks sum their gradients, so a gradient that is not finite is looked for in the sum."""
+    """True if ranks sum their gradients, so that a nonfinite gradient is searched for in the sum."""
     writers = 1
-    """Ranks that keep a part of the state in a checkpoint."""
+    """Number of ranks that write a part of the state to a checkpoint."""
     wide = False
-    """Gradients come in the dtype of their sums, not in that of the weights."""
+    """True if gradients have the dtype of their sums, not that of the weights."""
     units: Sharded | None = None
-    """The layers of a model whose weights are sharded, after ``take``."""
+    """Layers of a model whose weights are sharded, after ``take``."""
     upload: FileUpload | None = None
-    """The file that offloaded weights go to after an update; None if they go into the parameters."""
+    """File that receives offloaded weights after an update; None if they go into the parameters."""
 
     def __init__(self, config: TrainConfig, world: World, at: Callable[[str], None]) -> None:
         self.config, self.world, self.at = config, world, at
 
     @property
     def folder(self) -> str:
-        """Folder of what this rank offloads to a disk; empty if nothing is."""
+        """Folder of this rank's data that is offloaded to a disk; empty if there is none."""
         path = self.config.parallel.offload_path
         return str(Path(path) / f"rank-{self.world.rank}") if path else ""
 
     def cut(self, trainable: Trainable) -> Trainable:
-        """This rank's part of a model that all ranks have with the same weights. ValueError if it cannot be cut so."""
+        """Return this rank's part of a model that all ranks have with the same weights. Raises ValueError if the model
+        cannot be divided so."""
         return trainable
 
     def parts(self, model: Decoder) -> Sequence[Decoder]:
@@ -59,13 +60,13 @@ class Alone:
         return [model]
 
     def fill(self, model: Decoder, weights: Callable[[], StoredWeights]) -> None:
-        """Take the weights of a whole model."""
+        """Load the weights of a whole model."""
         fill(model, weights())
 
     def take(
         self, trainable: Trainable, recompute: bool
     ) -> tuple[Mapping[str, nn.Parameter], Mapping[str, Sequence[int]]]:
-        """Share the work on what ``cut`` gave, when all weights are there.
+        """Divide the work on the result of ``cut``, when all weights are loaded.
 
         Args:
             recompute: layers are computed again in the backward pass; looked at where weights are sharded.
@@ -76,7 +77,7 @@ class Alone:
         return trainable.parameters, {name: p.shape for name, p in trainable.parameters.items()}
 
     def connect(self, optimizer: Optimizer, trainable: Trainable) -> None:
-        """Tell an optimizer that exchanges things itself with whom."""
+        """Give the ranks to an optimizer that communicates itself."""
 
     def gradients(self, batches: Sequence[Batch], loss_of: LossOf, optimizer: Optimizer, losses: Tensor) -> Tensor:
         """Run all micro-batches of a step forward and backward, and give ``optimizer`` their gradient.
@@ -93,21 +94,21 @@ class Alone:
         return optimizer.gradient_norm()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """After the optimizer's step: have everybody's updates, and forget the gradients."""
+        """Complete the optimizer's step: collect all ranks' updates, and drop the gradients."""
         optimizer.zero_grad()
 
     def snapshot(self, trainable: Trainable) -> Callable[[Path], None]:
-        """A function that writes the weights of now into a directory, of use on the first rank alone; every
-        rank must call it."""
+        """Return a function that writes the present weights into a directory, to be called on the first rank only;
+        every rank must call this method."""
         return trainable.snapshot()
 
     def state(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
-        """This rank's part of the optimizer's state, on the CPU, by the names that ``StoredTensors`` reads; every rank
-        must call it. Where the model is cut the first rank has all of it."""
+        """Return this rank's part of the optimizer's state, on the CPU, by the names that ``StoredTensors`` reads;
+        every rank must call it. If the model is divided, the first rank has all of it."""
         return optimizer.lent()
 
     def own_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """This rank's part of a whole state, of a run on however many ranks."""
+        """Return this rank's part of a whole state, of a run on any number of ranks."""
         return tensors
 
 
@@ -122,7 +123,7 @@ def gather_all(batches: Sequence[Batch], loss_of: LossOf, optimizer: Optimizer, 
 
 
 def backward(loss: Tensor, share: float, found: Tensor) -> None:
-    """Run the backward pass of a micro-batch's share of the loss, and note the share."""
+    """Run the backward pass of a micro-batch's share of the loss, and record the share."""
     loss = loss * share
     loss.backward()  # type: ignore[no-untyped-call]
     found.copy_(loss.detach())

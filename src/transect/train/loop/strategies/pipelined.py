@@ -23,14 +23,14 @@ class Pipelined(Together):
     def take(
         self, trainable: Trainable, recompute: bool
     ) -> tuple[Mapping[str, nn.Parameter], Mapping[str, Sequence[int]]]:
-        """See ``Alone.take``."""
+        """Divide the work of the stages; see ``Alone.take``."""
         self._token_loss = token_loss(trainable.device, trainable.source.config.logit_softcap)
         return super().take(trainable, recompute)
 
     def _sums(
         self, batches: Sequence[Batch], loss_of: LossOf, optimizer: Optimizer, losses: Tensor, own: bool
     ) -> dict[str, Tensor]:
-        """The own micro-batches of a step through the stages, and the sum of the gradients of this stage."""
+        """Run this rank's micro-batches of a step through the stages, and sum the gradients of this stage."""
         parallel, spread = self.parallel, self.spread
         assert parallel.pipeline is not None and not isinstance(spread, Sharded)
         labels = sum(batch.num_labels for batch in batches)

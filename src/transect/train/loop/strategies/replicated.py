@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ....parallel.replicas import Replicas
+from ....parallel.replicas import GradientReplicas
 from ....parallel.sharded import Sharded
 from ....spec.layouts.ranks import check_shares
 from ...data.batches import Batch
@@ -29,24 +29,25 @@ class Replicated(Together):
         return self._shared(self.spread, batches, loss_of, losses, own)
 
     def _own(self, batches: Sequence[Batch]) -> list[tuple[int, Batch]]:
-        """The micro-batches that this rank runs, with their numbers."""
+        """Return the micro-batches that this rank runs, with their numbers."""
         check_shares(len(batches), self.mesh.layout.data)
         return list(enumerate(batches))[self.mesh.place.data :: self.mesh.layout.data]
 
     def _todo(self, batches: Sequence[Batch]) -> list[tuple[int, Batch]]:
-        """Those of them that are run."""
+        """Return those of this rank's micro-batches that have labels."""
         if self.parallel.shares_experts:
             return self._all_alike(batches)
         return [(index, batch) for index, batch in self._own(batches) if batch.num_labels]
 
     def _all_alike(self, batches: Sequence[Batch]) -> list[tuple[int, Batch]]:
-        """The same number of micro-batches on every rank: one that counts nothing stands in for one without labels."""
+        """Return the same number of micro-batches on every rank: those without labels are replaced by one of weight
+        0."""
         some = replace(next(batch for batch in batches if batch.num_labels), num_labels=0)
         return [(index, batch if batch.num_labels else some) for index, batch in self._own(batches)]
 
     def _shared(
         self,
-        spread: Replicas | Sharded,
+        spread: GradientReplicas | Sharded,
         batches: Sequence[Batch],
         loss_of: LossOf,
         losses: Tensor,
@@ -62,6 +63,6 @@ class Replicated(Together):
             if not last:
                 spread.collect()
         self.at("the sums of gradients")
-        gradients = spread.local() if own and isinstance(spread, Replicas) else spread.reduce()
+        gradients = spread.local() if own and isinstance(spread, GradientReplicas) else spread.reduce()
         self.mesh.replicas.all_reduce(losses)
         return gradients

@@ -15,7 +15,7 @@ from .replicated import Replicated
 
 
 class ShardedRanks(Replicated):
-    """``Replicated``, where every rank runs as many micro-batches, also one whose share has no labels."""
+    """``Replicated``, with the same number of micro-batches on every rank, including those without labels."""
 
     @property
     def units(self) -> Sharded | None:  # type: ignore[override]
@@ -28,7 +28,8 @@ class ShardedRanks(Replicated):
         return None if self.units is None else self.units.upload
 
     def gradients(self, batches: Sequence[Batch], loss_of: LossOf, optimizer: Optimizer, losses: Tensor) -> Tensor:
-        """See ``Alone.gradients``; an optimizer in host memory takes each gradient as soon as its sum is there."""
+        """Run a step's micro-batches, see ``Alone.gradients``; an optimizer in host memory takes each gradient as soon
+        as it is summed."""
         if self.units is None:
             return super().gradients(batches, loss_of, optimizer, losses)
         self.units.send_to(optimizer.sink)

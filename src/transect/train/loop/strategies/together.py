@@ -1,4 +1,4 @@
-"""Share parts of all strategies of several ranks: a ``Parallel``, and sums of gradients over ranks."""
+"""Common parts of all strategies of several ranks: a ``Parallel``, and sums of gradients over ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ....models.decoder import Decoder
 from ....models.stored import StoredWeights
 from ....parallel.mesh import Mesh
-from ....parallel.parallelize import Parallel, ParallelPlan, parallelize
-from ....parallel.replicas import Replicas
+from ....parallel.parallelize import Parallel, parallelize
+from ....parallel.plan import ParallelPlan
+from ....parallel.replicas import GradientReplicas
 from ....parallel.sharded import Sharded
 from ....parallel.world import World
 from ...config import TrainConfig
@@ -31,34 +32,34 @@ class Together(Alone):
 
     together = True
     parallel: Parallel
-    """The model on the ranks, from ``cut`` on."""
+    """Model on the ranks, from ``cut`` on."""
 
     def __init__(self, config: TrainConfig, world: World, at: Callable[[str], None]) -> None:
         super().__init__(config, world, at)
         self.mesh = Mesh(world, config.parallel.layout)
 
     @property
-    def spread(self) -> Replicas | Sharded | None:
-        """The sums over ranks with the same weights, after ``take``; None if no other rank has them."""
+    def spread(self) -> GradientReplicas | Sharded | None:
+        """Sums over ranks with the same weights, after ``take``; None if no other rank has them."""
         return self.parallel.spread
 
     @property
-    def _writer(self) -> Replicas | Sharded | None:
-        """The ranks that keep their part of the state in a checkpoint; None if the first one keeps all of it."""
+    def _writer(self) -> GradientReplicas | Sharded | None:
+        """Ranks that write their part of the state to a checkpoint; None if the first one writes all of it."""
         return None if self.parallel.cut else self.spread
 
     @property
     def writers(self) -> int:  # type: ignore[override]
-        """Ranks that keep a part of the state in a checkpoint."""
+        """Number of ranks that write a part of the state to a checkpoint."""
         return 1 if self._writer is None else self._writer.group.size
 
     @property
     def wide(self) -> bool:  # type: ignore[override]
-        """Gradients come in the dtype of their sums."""
+        """True if gradients have the dtype of their sums."""
         return self.spread is not None and self.spread.group.size > 1
 
     def cut(self, trainable: Trainable) -> Trainable:
-        """See ``Alone.cut``."""
+        """Return this rank's part of the model; see ``Alone.cut``."""
         parallel = self.config.parallel
         plan = ParallelPlan(
             zero=3 if parallel.sharded else parallel.zero,
@@ -79,17 +80,17 @@ class Together(Alone):
         return replace(trainable, model=found.model, parameters=found.parameters, parallel=found, weights=None)
 
     def parts(self, model: Decoder) -> Sequence[Decoder]:
-        """See ``Alone.parts``."""
+        """Return the parts that this rank computes; see ``Alone.parts``."""
         return self.parallel.parts
 
     def fill(self, model: Decoder, weights: Callable[[], StoredWeights]) -> None:
-        """See ``Alone.fill``."""
+        """Load the weights; see ``Alone.fill``."""
         self.parallel.fill(weights)
 
     def take(
         self, trainable: Trainable, recompute: bool
     ) -> tuple[Mapping[str, nn.Parameter], Mapping[str, Sequence[int]]]:
-        """See ``Alone.take``."""
+        """Divide the work; see ``Alone.take``."""
         shapes: Mapping[str, Sequence[int]] = {name: p.shape for name, p in trainable.parameters.items()}
         if self.parallel.cut:  # also where several ranks have one parameter
             shapes = self.parallel.shapes
@@ -99,12 +100,12 @@ class Together(Alone):
         return own, shapes
 
     def connect(self, optimizer: Optimizer, trainable: Trainable) -> None:
-        """See ``Alone.connect``."""
+        """Connect a 1-bit optimizer to the ranks; see ``Alone.connect``."""
         if isinstance(optimizer, OneBitAdam):
             optimizer.connect(self.mesh.replicas, trainable.parameters)
 
     def gradients(self, batches: Sequence[Batch], loss_of: LossOf, optimizer: Optimizer, losses: Tensor) -> Tensor:
-        """See ``Alone.gradients``."""
+        """Run a step's micro-batches; see ``Alone.gradients``."""
         own = optimizer if isinstance(optimizer, OneBitAdam) and optimizer.compresses else None
         gradients = self._sums(batches, loss_of, optimizer, losses, own is not None)
         if own is not None:  # their sum is the optimizer's business
@@ -117,27 +118,27 @@ class Together(Alone):
     def _sums(
         self, batches: Sequence[Batch], loss_of: LossOf, optimizer: Optimizer, losses: Tensor, own: bool
     ) -> dict[str, Tensor]:
-        """The own micro-batches of a step, and the sum of all ranks' gradients; ``own``: this rank's gradients."""
+        """Run this rank's micro-batches of a step, and sum all ranks' gradients; ``own``: this rank's gradients."""
         raise NotImplementedError
 
     def _norm(self, optimizer: Optimizer, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The norm of gradients that ``optimizer`` was given. Where every rank has the whole sum of each, and sums are
-        fused, it came with them, or is taken as one rank does."""
+        """Return the norm of the gradients given to ``optimizer``. If every rank has the whole sum of each, and sums
+        are fused, the norm was computed with them, or is computed as on one rank."""
         parallel = self.parallel
         if not parallel.plan.fused or parallel.plan.zero or parallel.mesh.parts.size > 1 or parallel.shares_experts:
             return parallel.norm(gradients)
-        square = self.spread.square if isinstance(self.spread, Replicas) else None
+        square = self.spread.square if isinstance(self.spread, GradientReplicas) else None
         return optimizer.gradient_norm() if square is None else square.sqrt()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """See ``Alone.stepped``."""
+        """Complete the optimizer's step; see ``Alone.stepped``."""
         optimizer.zero_grad()
         if self.spread is not None:
             self.spread.share()
             self.spread.clear()
 
     def snapshot(self, trainable: Trainable) -> Callable[[Path], None]:
-        """See ``Alone.snapshot``."""
+        """Return a function that writes the weights; see ``Alone.snapshot``."""
         if self.spread is None and not self.parallel.cut:
             return trainable.snapshot()
         weights = self.parallel.weights()
@@ -146,12 +147,12 @@ class Together(Alone):
         return trainable.snapshot() if self.world.rank == 0 else lambda directory: None
 
     def state(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
-        """See ``Alone.state``."""
+        """Return this rank's part of the state; see ``Alone.state``."""
         writer = self._writer
         if writer is None:
             return self.parallel.whole_state(optimizer.state_tensors())
         return {writer.stored_name(name): part for name, part in optimizer.lent(writer.writes).items()}
 
     def own_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See ``Alone.own_state``."""
+        """Return this rank's part of a whole state; see ``Alone.own_state``."""
         return self.parallel.own_state(tensors)

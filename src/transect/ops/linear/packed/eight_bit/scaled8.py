@@ -34,7 +34,7 @@ from . import scaled8_rows
 
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = False) -> Tensor:
-    """Shapes as above."""
+    """Compute the product; shapes as above."""
     wide = compute_dtype(x.dtype)
     values = (codes.view(torch.float8_e4m3fn) if fp8 else codes).to(wide)
     y = (x.to(wide) @ values.T) * scale.to(wide)
@@ -46,7 +46,7 @@ def _product(  # type: ignore[no-untyped-def]
     x, codes, scale, bias, y, T, O, I, x_row,
     FP8: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs."""
+    """Compute one tile of outputs."""
     t = tl.program_id(1) * BM + tl.arange(0, BM)
     o = tl.program_id(0) * BN + tl.arange(0, BN)
     acc = tl.zeros([BM, BN], tl.float32)
@@ -73,7 +73,7 @@ def _product(  # type: ignore[no-untyped-def]
 
 
 def triton_scaled8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = False) -> Tensor:
-    """``reference`` in Triton; can be captured in a CUDA graph."""
+    """Compute ``reference`` in Triton; can be captured in a CUDA graph."""
     require("scaled8_linear", x)
     x = rows_of(x)
     tokens, inputs = x.shape

@@ -30,7 +30,7 @@ class Matrix8(NamedTuple):
 
 
 def reference(attended: Tensor, residual: Tensor, weights: ChainWeights) -> tuple[Tensor, Tensor]:
-    """(y, u) in the dtype of the inputs, by torch in their dtype or float32, whichever is wider."""
+    """Compute (y, u) in the dtype of the inputs, by torch in their dtype or float32, whichever is wider."""
 
     def halves(both: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = both.chunk(2, 1)
@@ -43,7 +43,7 @@ def reference(attended: Tensor, residual: Tensor, weights: ChainWeights) -> tupl
 
 
 def refusal(weights: ChainWeights) -> str | None:
-    """Why the kernel does not take these weights, or None."""
+    """Return the reason why the kernel does not take these weights; None if it does."""
     matrices: tuple[Matrix8, ...] = weights.matrices
     shapes = [(m.codes.shape[0], m.codes.shape[1]) for m in matrices]
     reason = chain.sizes_refusal(shapes)
@@ -74,7 +74,7 @@ class CudaChain(chain.Chain):
         dependent_launch: bool = False,
         stages: int = STAGES,
     ) -> tuple[Tensor, Tensor]:
-        """y ``[1, N]`` and u ``[1, D]``.
+        """Compute y ``[1, N]`` and u ``[1, D]``.
 
         ``dependent_launch``: the weights may be read before the kernel before this one on the stream has ended.
 

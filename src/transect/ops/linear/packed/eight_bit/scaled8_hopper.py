@@ -64,8 +64,8 @@ def choose_tiling(m: int, n: int, k: int, gated: bool, units: int) -> HopperTili
 
 
 def refusal(a: Tensor, codes: Tensor, scale: Tensor) -> str | None:
-    """Why the kernels do not take these arguments, or None. All are as of ``scaled8_tiles.Tiles8.product``, which has
-    checked them."""
+    """Return the reason why the kernels do not take these arguments; None if they do. All are as of
+    ``scaled8_tiles.Tiles8.product``, which has checked them."""
     if scale.ndim != 1:
         return "the scales are of blocks"
     if codes.shape[0] % 16 or a.shape[1] % 16:

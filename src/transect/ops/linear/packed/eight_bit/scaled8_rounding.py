@@ -44,7 +44,7 @@ class Rounded(NamedTuple):
 
 
 def rounded(x: Tensor, fp8: bool, blocks: bool = False) -> Rounded:
-    """x ``[T, I]`` in 8 bits, by torch."""
+    """Round x ``[T, I]`` to 8 bits, by torch."""
     wide = x.float()
     grouped = wide[:, None]
     if blocks:
@@ -57,7 +57,7 @@ def rounded(x: Tensor, fp8: bool, blocks: bool = False) -> Rounded:
 
 @kernel
 def _store_codes(v, codes, scale, row, width, i, FP8: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes and scales of one row ``v [GROUPS, SIZE]`` of float32."""
+    """Store codes and scales of one row ``v [GROUPS, SIZE]`` of float32."""
     most: tl.constexpr = 448.0 if FP8 else 127.0
     s = tl.maximum(tl.max(tl.abs(v), 1) / most, 1e-12)
     share = v / s[:, None]
@@ -76,7 +76,7 @@ def _round(  # type: ignore[no-untyped-def]
     x, codes, scale, I, x_row, FP8: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """One row of x, up to GROUPS groups of SIZE numbers, each with a scale."""
+    """Round one row of x, up to GROUPS groups of SIZE numbers, each with a scale."""
     after_previous(DEPENDENT_LAUNCH)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, GROUPS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -89,7 +89,7 @@ def _norm_round(  # type: ignore[no-untyped-def]
     x, residual, weight, total, codes, scale, D, x_row, residual_row, eps,
     FP8: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """One row of x + residual, which is written, and its norm, which is rounded."""
+    """Write one row of x + residual, and round its norm."""
     after_previous(DEPENDENT_LAUNCH)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, GROUPS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -108,7 +108,7 @@ def _gate_round(  # type: ignore[no-untyped-def]
     both, codes, scale, F, FP8: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """One row ``[2 F]`` -> ``[F]``."""
+    """Gate and round one row ``[2 F]`` -> ``[F]``."""
     after_previous(DEPENDENT_LAUNCH)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, GROUPS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -124,7 +124,7 @@ def _new(x: Tensor, width: int, fp8: bool, blocks: bool) -> Rounded:
 
 
 def _cut(width: int, blocks: bool, dependent_launch: bool, most_warps: int = 8) -> dict[str, Any]:
-    """Constants of a program that holds a row."""
+    """Return the constants of a program that holds a row."""
     warps = min(most_warps, 16 if width > 8192 else 8 if width > 4096 else 4)
     groups = next_power_of_2(-(-width // BLOCK)) if blocks else 1
     held = {"GROUPS": groups, "SIZE": BLOCK if blocks else next_power_of_2(width), "num_warps": warps}
@@ -132,7 +132,7 @@ def _cut(width: int, blocks: bool, dependent_launch: bool, most_warps: int = 8) 
 
 
 def triton_rounded(x: Tensor, fp8: bool, blocks: bool = False, *, dependent_launch: bool = False) -> Rounded:
-    """``rounded`` in Triton. ``dependent_launch``: begin while the kernel before still runs (Hopper)."""
+    """Compute ``rounded`` in Triton. ``dependent_launch``: begin while the previous kernel still runs (Hopper)."""
     require("rounded", x)
     x = rows_of(x)
     codes, scale = _new(x, x.shape[1], fp8, blocks)
@@ -152,7 +152,7 @@ def norm_rounded(
     *,
     dependent_launch: bool = False,
 ) -> tuple[Tensor, Rounded]:
-    """(x + residual, its RMSNorm in 8 bits).
+    """Return (x + residual, its RMSNorm in 8 bits).
 
     Raises:
         ValueError: x and residual differ in shape or dtype, or a dtype has no kernel.
@@ -174,7 +174,7 @@ def norm_rounded(
 
 
 def gate_rounded(both: Tensor, fp8: bool, blocks: bool = False, *, dependent_launch: bool = False) -> Rounded:
-    """``silu(first half) * second half`` of rows ``[T, 2 F]`` in 8 bits."""
+    """Compute ``silu(first half) * second half`` of rows ``[T, 2 F]`` in 8 bits."""
     require("gate_rounded", both)
     both, width = both.contiguous(), both.shape[1] // 2
     codes, scale = _new(both, width, fp8, blocks)
@@ -184,7 +184,7 @@ def gate_rounded(both: Tensor, fp8: bool, blocks: bool = False, *, dependent_lau
 
 
 def kernels() -> list[Kernel]:
-    """Kernels that are compiled ahead of time."""
+    """List the kernels that are compiled ahead of time."""
     codes = {"codes": "*fp8e4nv", "scale": "*fp32"}
     rows = {"x": "*bf16", **codes, "I": "i32", "x_row": "i32"}
     norm = {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "total": "*bf16", **codes,

@@ -26,7 +26,8 @@ FP8, WHOLE, FP8_BLOCKS = 1, 2, 3
 
 
 def shared_bytes(tiling: CudaTiling, m: int) -> int:
-    """Shared memory of a block for ``m`` rows of X: a chunk has 128 bytes of a row of W and 256 of one of X."""
+    """Return the shared memory of a block for ``m`` rows of X: a chunk has 128 bytes of a row of W and 256 of one of
+    X."""
     tile = 8 if m <= 8 else 16
     rows = min(m, tile)
     ring = tiling.warps * tiling.stages * (tiling.columns * 16 * 128 + rows * 256)
@@ -54,7 +55,7 @@ def choose_tiling(m: int, n: int, k: int, units: int, gated: bool = False) -> Cu
 
 
 def refusal(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> str | None:
-    """Why the kernels do not take these arguments, or None."""
+    """Return the reason why the kernels do not take these arguments; None if they do."""
     if x.dtype != torch.bfloat16 or (bias is not None and bias.dtype != x.dtype):
         return "they compute in bfloat16"
     if x.dim() != 2 or codes.dim() != 2 or x.shape[1] != codes.shape[1]:
@@ -90,7 +91,7 @@ class CudaRows8:
         dependent_launch: bool = False,
         tiling: CudaTiling | None = None,
     ) -> Tensor:
-        """x ``[M, K]`` -> ``[M, N]``; ``gated``: ``silu(first half) * second half``, ``[M, N / 2]``."""
+        """Multiply x ``[M, K]`` -> ``[M, N]``; ``gated``: ``silu(first half) * second half``, ``[M, N / 2]``."""
         return self.beside(
             x, codes, scale, Beside(), bias, fp8, gated=gated, dependent_launch=dependent_launch, tiling=tiling
         )[0]

@@ -46,7 +46,7 @@ def dense(codes: Tensor, scale: Tensor, fp8: bool, dtype: torch.dtype = torch.fl
 
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = True) -> Tensor:
-    """Shapes as above; by torch. Codes are those of x in float32."""
+    """Compute the product by torch; shapes as above. Codes are those of x in float32."""
     wide = compute_dtype(x.dtype)
     a, s = rounded(x, fp8, scale.ndim == 2)
     shares = (a.view(torch.float8_e4m3fn) if fp8 else a).to(wide)
@@ -62,7 +62,8 @@ def _tiles(  # type: ignore[no-untyped-def]
     SWAP: tl.constexpr, BLOCKED: tl.constexpr, WHOLE: tl.constexpr, PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """PROGRAMS programs share all tiles (axis 0), or each of SPLIT parts of K (axis 1). x and weight are descriptors.
+    """Share all tiles among PROGRAMS programs (axis 0), or those of each of SPLIT parts of K (axis 1). x and weight are
+    descriptors.
 
     SWAP: the weight is the left operand of the tensor cores. BLOCKED: scales of blocks, BK is then their length. WHOLE:
     codes are whole numbers.
@@ -163,7 +164,7 @@ class Tiles8:
         *,
         tiling: Tiling8 | None = None,
     ) -> Tensor:
-        """``reference``. Can be captured in a CUDA graph once it has run.
+        """Compute ``reference``. Can be captured in a CUDA graph once it has run.
 
         Raises:
             ValueError: see ``refusal``.
@@ -248,16 +249,16 @@ class Tiles8:
 
 
 def refusal(x: Tensor, codes: Tensor, scale: Tensor) -> str | None:
-    """Why these kernels do not take such arguments, or None."""
+    """Return the reason why these kernels do not take such arguments; None if they do."""
     if x.shape[1] % 16 or x.shape[1] != codes.shape[1]:
-        return f"rows of {x.shape[1]} numbers are no multiple of 16, as bulk copies need, or not the weight's"
+        return f"rows of {x.shape[1]} numbers must be as long as the weight's, and a multiple of 16 for bulk copies"
     if not codes.is_contiguous() or codes.data_ptr() % 16:
         return "the codes must be contiguous, at an address that is a multiple of 16 bytes"
     return scales_refusal(codes, scale)
 
 
 def scales_refusal(codes: Tensor, scale: Tensor) -> str | None:
-    """Why these are no scales of ``codes`` that a kernel reads, or None."""
+    """Return the reason why a kernel cannot read these as scales of ``codes``; None if it can."""
     wanted = (len(codes),) if scale.ndim == 1 else (-(-len(codes) // BLOCK), -(-codes.shape[1] // BLOCK))
     fits = scale.shape == wanted and scale.is_contiguous() and scale.dtype == torch.float32
     return None if fits else f"the scales must be {list(wanted)}, float32 and contiguous"

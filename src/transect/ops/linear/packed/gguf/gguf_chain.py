@@ -58,7 +58,7 @@ Matrix = tuple[BlockPart, ...]
 
 
 def size_of(matrix: Matrix) -> tuple[int, int]:
-    """Rows, and columns filled up to whole units."""
+    """Return rows, and columns filled up to whole units."""
     return sum(part.outputs for part in matrix), matrix[0].arranged.shape[1] * COLUMNS
 
 
@@ -69,26 +69,26 @@ def values(matrix: Matrix, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def gate_turns(h: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``[..., N]`` where sixteens of both are in turns."""
+    """Compute ``silu(gate) * up`` of ``[..., N]`` where groups of 16 of gate and up alternate."""
     gate, up = chain.in_turns(h)
     return F.silu(gate) * up
 
 
 def reference(attended: Tensor, residual: Tensor, weights: ChainWeights) -> tuple[Tensor, Tensor]:
-    """(y, u) in the dtype of the inputs, by torch in their dtype or float32, whichever is wider. Each of ``weights`` is
-    a ``Matrix``."""
+    """Compute (y, u) in the dtype of the inputs, by torch in their dtype or float32, whichever is wider. Each of
+    ``weights`` is a ``Matrix``."""
     return chain.reference(attended, residual, weights, values, chain.in_turns)
 
 
 def takes(x: Tensor, sizes: Sequence[tuple[int, int, bool]]) -> bool:
-    """True if it takes products of rows x with matrices of these sizes: rows, columns, True with a gate."""
+    """Check if it takes products of rows x with matrices of these sizes: rows, columns, True with a gate."""
     if len(x) != 1 or x.dtype != torch.bfloat16 or not x.is_contiguous() or x.data_ptr() % 16:
         return False
     return all(n % (2 * ROWS if gate else ROWS) == 0 and k % COLUMNS == 0 for n, k, gate in sizes)
 
 
 def refusal(matrix: Matrix) -> str | None:
-    """Why the kernel does not take this matrix, or None."""
+    """Return the reason why the kernel does not take this matrix; None if it does."""
     if not 1 <= len(matrix) <= MOST_PARTS:
         return f"it takes one to {MOST_PARTS} parts"
     if sum(part.outputs for part in matrix) >= MOST_ROWS:
@@ -99,14 +99,14 @@ def refusal(matrix: Matrix) -> str | None:
         if arranged.dtype != torch.uint8 or arranged.shape[1] != matrix[0].arranged.shape[1]:
             return "the units of all parts must be uint8, and go as far across"
         if tuple(arranged.shape) != arranged_shape(UNITS[name], outputs, arranged.shape[1] * COLUMNS):
-            return f"these are no units of {name} for {outputs} rows"
+            return f"these are not units of {name} for {outputs} rows"
         if not arranged.is_contiguous() or arranged.data_ptr() % 16:
             return "the units must be contiguous, at an address that is a multiple of 16 bytes"
     return None
 
 
 def sizes_refusal(matrices: tuple[Matrix, ...]) -> str | None:
-    """Why four matrices in the order of ``ChainWeights`` are no chain, or None."""
+    """Return the reason why four matrices in the order of ``ChainWeights`` are not a chain; None if they are."""
     o, gate_up, down, qkv = (size_of(matrix) for matrix in matrices)
     if o[0] != gate_up[1] or gate_up[0] != 2 * down[1] or down[0] != o[0] or qkv[1] != o[0]:
         return "the sizes of the products do not follow each other"
@@ -114,7 +114,7 @@ def sizes_refusal(matrices: tuple[Matrix, ...]) -> str | None:
 
 
 def chain_refusal(weights: ChainWeights) -> str | None:
-    """Why the kernel does not do these products in one launch, or None."""
+    """Return the reason why the kernel does not do these products in one launch; None if it does."""
     reason = next((said for matrix in weights.matrices if (said := refusal(matrix))), None)
     vectors = [*weights.norms, *([] if weights.bias is None else [weights.bias])]
     if any(v.dtype != torch.bfloat16 or not v.is_contiguous() for v in vectors):
@@ -150,7 +150,7 @@ class _ChainProduct(NamedTuple):
         return [*parts, *[0] * (2 * MOST_PARTS - len(parts)), size_of(self.matrix)[1], int(self.gated)]
 
     def most_sixteens(self, blocks: int) -> int:
-        """Sixteens of rows in the largest share of a block, or more."""
+        """Return an upper bound of the groups of 16 rows in the largest share of a block."""
         units = [UNITS[part.name].unit for part in self.matrix]
         total = sum(unit * (part.outputs // ROWS) for unit, part in zip(units, self.matrix, strict=True))
         return -(-total // (blocks * min(units))) + 2 * len(units)
@@ -196,8 +196,8 @@ class GGUFChain:
         dependent_launch: bool = False,
         stages: int = MOST_STAGES,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """x ``[1, K]`` -> (result ``[1, N]``, scaled, squares) as of ``CudaRows.beside``; ``gated``: sixteens of rows
-        are gate and up in turns, the result is ``silu(gate) * up [1, N / 2]``.
+        """Multiply x ``[1, K]`` -> (result ``[1, N]``, scaled, squares) as of ``CudaRows.beside``; ``gated``: groups of
+        16 rows are gate and up alternately, the result is ``silu(gate) * up [1, N / 2]``.
 
         Raises:
             ValueError: see ``refusal``; there is more than one row, or what is beside the product does not fit.
@@ -229,7 +229,7 @@ class GGUFChain:
         dependent_launch: bool = False,
         stages: int = MOST_STAGES,
     ) -> tuple[Tensor, Tensor]:
-        """y ``[1, N]`` and u ``[1, D]``.
+        """Compute y ``[1, N]`` and u ``[1, D]``.
 
         ``dependent_launch``: the weights may be read before the kernel before this one on the stream has ended.
 

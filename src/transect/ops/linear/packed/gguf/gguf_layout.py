@@ -38,17 +38,17 @@ PIECE = 1 << 24
 
 
 def units_of(outputs: int, inputs: int) -> tuple[int, int]:
-    """Units down and across."""
+    """Return the number of units down and across."""
     return -(-outputs // ROWS), -(-inputs // COLUMNS)
 
 
 def arranged_shape(kind: BlockUnits, outputs: int, inputs: int) -> tuple[int, int, int]:
-    """Shape of the bytes of a matrix: units down, units across, bytes of one."""
+    """Return the shape of the bytes of a matrix: units down, units across, bytes of one."""
     return *units_of(outputs, inputs), kind.unit
 
 
 def arrange(name: str, blocks: Tensor, inputs: int) -> Tensor:
-    """Rows of blocks as a file has them, uint8 ``[O, bytes of a row]``, on any device -> uint8 ``arranged_shape``.
+    """Arrange rows of blocks as in a file, uint8 ``[O, bytes of a row]``, on any device -> uint8 ``arranged_shape``.
 
     Raises:
         ValueError: a type that is not among ``UNITS``.
@@ -73,8 +73,8 @@ def arrange(name: str, blocks: Tensor, inputs: int) -> Tensor:
 
 
 def _unpacked(kind: BlockUnits, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Blocks ``[M, b, bytes]`` -> codes uint8 ``[M, K]``, scales ``[M, groups, 1 or 2]`` (bytes, or float16), and what
-    bytes are multiplied by, float16 ``[M, b, 1 or 2]``. The layouts are those of ``formats/ggml_blocks.py``."""
+    """Unpack blocks ``[M, b, bytes]`` -> codes uint8 ``[M, K]``, scales ``[M, groups, 1 or 2]`` (bytes, or float16),
+    and the factors of those bytes, float16 ``[M, b, 1 or 2]``. The layouts are those of ``formats/ggml_blocks.py``."""
 
     def halves(first: int, count: int = 1) -> Tensor:
         return x[..., first : first + 2 * count].contiguous().view(torch.float16)
@@ -83,7 +83,7 @@ def _unpacked(kind: BlockUnits, x: Tensor) -> tuple[Tensor, Tensor, Tensor | Non
         return torch.cat((part & 15, part >> 4), -1)
 
     def bits(part: Tensor, width: int) -> Tensor:
-        """[..., n] bytes -> [..., 8 / width, n]: the lowest bits first."""
+        """Split [..., n] bytes -> [..., 8 / width, n]: the lowest bits first."""
         shift = torch.arange(0, 8, width, dtype=torch.uint8, device=x.device)[:, None]
         return part[..., None, :] >> shift & (1 << width) - 1
 
@@ -126,7 +126,7 @@ def _unpacked(kind: BlockUnits, x: Tensor) -> tuple[Tensor, Tensor, Tensor | Non
 
 
 def _arranged(kind: BlockUnits, codes: Tensor, scales: Tensor, behind: Tensor | None) -> Tensor:
-    """Units of codes ``[M, K]``, scales ``[M, groups, 1 or 2]`` and what they are multiplied by, of whole units."""
+    """Arrange codes ``[M, K]``, scales ``[M, groups, 1 or 2]`` and their factors, of whole units, into units."""
     down, across = units_of(*codes.shape)
     # [down, h, g, across, j, q, t, c, o] -> [down, across, j, g, c, h, s, o]
     places = codes.view(down, 2, 8, across, 8, 2, 2, 4, 2).permute(0, 3, 4, 2, 7, 1, 5, 6, 8)
@@ -149,7 +149,7 @@ def _as_bytes(numbers: Tensor, down: int, across: int) -> Tensor:
 
 
 def _plane(part: Tensor, width: int) -> Tensor:
-    """``[down, across, j, lane, h, s, o]`` of ``width`` bits each -> bytes ``[down, across, ...]``."""
+    """Pack ``[down, across, j, lane, h, s, o]`` of ``width`` bits each -> bytes ``[down, across, ...]``."""
     down, across = part.shape[:2]
     if width == 8:  # [.., j, lane, h, q, t, o] -> o before t: bytes 0, 2, 1, 3
         return part.unflatten(-2, (2, 2)).transpose(-1, -2).reshape(down, across, -1)

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def reference(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None) -> Tensor:
-    """Shapes as above."""
+    """Compute the product; shapes as above."""
     wide = compute_dtype(x.dtype)
     y = x.to(wide) @ dense(arranged, UNITS[name], outputs, x.shape[1], wide).T
     return (y if bias is None else y + bias.to(wide)).to(x.dtype)
@@ -48,7 +48,7 @@ def reference(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor
 
 @kernel
 def _bits(words, j, lane, h, q, s, odd, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The numbers of WIDTH bits at some places of a plane of a unit, see ``gguf_layout.py``."""
+    """Extract the numbers of WIDTH bits at some places of a plane of a unit, see ``gguf_layout.py``."""
     if WIDTH == 4:
         word = (j // 2 * 32 + lane) * 4 + j % 2 * 2 + h
         at = 4 * s + 16 * odd
@@ -70,7 +70,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     UNIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr,
     BIAS: tl.constexpr, MINIMUM: tl.constexpr, OFFSET: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """One unit, of the same bytes as words, bytes and halves: 16 rows by 256 columns of ``out [O, I]``."""
+    """Dequantize one unit, of the same bytes as words, bytes and halves: 16 rows by 256 columns of ``out [O, I]``."""
     unit = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, 16)[:, None]
     k = tl.arange(0, 256)[None, :]
@@ -140,7 +140,7 @@ def dequantize(arranged: Tensor, name: str, outputs: int, inputs: int, dtype: to
 
 
 def rebuilt(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None) -> Tensor:
-    """``reference`` on a matrix that is rebuilt for the time of the call."""
+    """Compute ``reference`` on a matrix that is dequantized for this call only."""
     return F.linear(x, dequantize(arranged, name, outputs, x.shape[1], x.dtype), bias)
 
 
@@ -188,7 +188,7 @@ class Products:
         return self.chain(x, (part,), bias, gated=gated, dependent_launch=self.dependent)[0]
 
     def __call__(self, x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None) -> Tensor:
-        """``reference``. Can be captured in a CUDA graph."""
+        """Compute ``reference``. Can be captured in a CUDA graph."""
         alone = self._alone(x, arranged, name, outputs, bias)
         if alone is not None:
             return alone
@@ -200,8 +200,8 @@ class Products:
         return reference(x, arranged, name, outputs, bias)
 
     def gated(self, x: Tensor, arranged: Tensor, name: str, outputs: int) -> Tensor | None:
-        """``silu(gate) * up [T, O / 2]`` in one kernel, of a weight whose sixteens are gate and up in turn; None where
-        none does that."""
+        """Compute ``silu(gate) * up [T, O / 2]`` in one kernel, of a weight whose groups of 16 rows are gate and up
+        alternately; None if no kernel does that."""
         alone = self._alone(x, arranged, name, outputs, gated=True)
         if alone is not None:
             return alone
@@ -212,7 +212,7 @@ class Products:
 
 
 def triton_gguf_matmul(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None) -> Tensor:
-    """``rebuilt``, for any layout of x."""
+    """Compute ``rebuilt``, for any layout of x."""
     require("gguf_matmul", x)
     return rebuilt(rows_of(x), arranged, name, outputs, bias)
 
@@ -225,8 +225,8 @@ def cost(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | No
 
 
 def random_blocks(name: str, outputs: int, inputs: int, device: torch.device | str = "cpu", seed: int = 1) -> Tensor:
-    """Rows of whole blocks, uint8 ``[O, bytes]`` as in a file, of random codes whose values are small;
-    for tests and measurements."""
+    """Generate rows of whole blocks, uint8 ``[O, bytes]`` as in a file, of random codes whose values are small; for
+    tests and measurements."""
     block = BLOCK_TYPES[name]
     generator = torch.Generator(device).manual_seed(seed)
     random: dict[str, Any] = {"dtype": torch.uint8, "device": device, "generator": generator}
@@ -240,7 +240,7 @@ def random_blocks(name: str, outputs: int, inputs: int, device: torch.device | s
 
 
 def drawn(name: str, outputs: int, inputs: int, device: torch.device | str = "cpu", seed: int = 1) -> Tensor:
-    """``random_blocks``, arranged, filled up to whole units."""
+    """Generate ``random_blocks``, arranged, filled up to whole units."""
     whole = -(-inputs // COLUMNS) * COLUMNS
     return arrange(name, random_blocks(name, outputs, whole, device, seed), whole)
 

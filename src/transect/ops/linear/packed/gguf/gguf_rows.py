@@ -45,7 +45,7 @@ class GGUFTiling:
 
 
 def shared_bytes(tiling: GGUFTiling, unit: int, m: int) -> int:
-    """Shared memory of a block, in bytes, for ``m`` rows of x and units of ``unit`` bytes."""
+    """Return the shared memory of a block, in bytes, for ``m`` rows of x and units of ``unit`` bytes."""
     sums = 4 * MOST_ROWS * (16 * tiling.columns + 4)
     return tiling.warps * (tiling.stages * (tiling.columns * unit + min(m, MOST_ROWS) * X_BYTES) + sums)
 
@@ -87,7 +87,7 @@ def choose_tiling(m: int, n: int, k: int, unit: int, units: int, gated: bool = F
 
 
 def refusal(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None) -> str | None:
-    """Why the kernels do not take these arguments, or None."""
+    """Return the reason why the kernels do not take these arguments; None if they do."""
     if x.dtype != torch.bfloat16 or (bias is not None and bias.dtype != x.dtype):
         return "they compute in bfloat16"
     if x.dim() != 2 or x.stride(1) != 1 or x.shape[1] % 8 or x.stride(0) % 8 or x.data_ptr() % 16:
@@ -119,7 +119,7 @@ class GGUFRows:
         dependent_launch: bool = False,
         tiling: GGUFTiling | None = None,
     ) -> Tensor:
-        """x ``[M, K]`` -> ``[M, N]``; ``gated``: sixteens of rows are gate and up in turn, the result is
+        """Multiply x ``[M, K]`` -> ``[M, N]``; ``gated``: groups of 16 rows are gate and up alternately, the result is
         ``silu(gate) * up [M, N / 2]``.
 
         Raises:

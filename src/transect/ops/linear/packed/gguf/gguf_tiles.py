@@ -17,7 +17,7 @@ from . import gguf_rows
 def refusal(
     x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None, gated: bool = False
 ) -> str | None:
-    """Why the kernels do not take these arguments, or None."""
+    """Return the reason why the kernels do not take these arguments; None if they do."""
     if (reason := block_tiles.refusal(outputs, bias, gated)) is not None:
         return reason
     return gguf_rows.refusal(x, arranged, name, outputs, bias)
@@ -41,8 +41,8 @@ class GGUFTiles(Tiles):
         dependent_launch: bool = False,
         tiling: BlockTiling | None = None,
     ) -> Tensor:
-        """x ``[M, K]`` -> ``[M, N]``; ``gated``: sixteens of rows of the weight are gate and up in turn, and the result
-        is ``silu(gate) * up [M, N / 2]``.
+        """Multiply x ``[M, K]`` -> ``[M, N]``; ``gated``: groups of 16 rows of the weight are gate and up alternately,
+        and the result is ``silu(gate) * up [M, N / 2]``.
 
         Raises:
             ValueError: see ``refusal``.

@@ -38,7 +38,7 @@ class Matrix4(NamedTuple):
 
 
 def reference(attended: Tensor, residual: Tensor, weights: ChainWeights) -> tuple[Tensor, Tensor]:
-    """(y, u) in the dtype of the inputs, by torch in their dtype or float32, whichever is wider."""
+    """Compute (y, u) in the dtype of the inputs, by torch in their dtype or float32, whichever is wider."""
 
     def values(matrix: Matrix4, dtype: torch.dtype) -> Tensor:
         return dense(matrix.arranged, matrix.outputs, dtype)
@@ -47,7 +47,7 @@ def reference(attended: Tensor, residual: Tensor, weights: ChainWeights) -> tupl
 
 
 def refusal(weights: ChainWeights) -> str | None:
-    """Why the kernel does not take these weights, or None."""
+    """Return the reason why the kernel does not take these weights; None if it does."""
     matrices: tuple[Matrix4, ...] = weights.matrices
     reason = chain.sizes_refusal([matrix.shape for matrix in matrices])
     if reason is None and weights.gate_up.outputs % (2 * TURNS):
@@ -79,7 +79,7 @@ class Int4Chain(chain.Chain):
         dependent_launch: bool = False,
         stages: int = STAGES,
     ) -> tuple[Tensor, Tensor]:
-        """y ``[1, N]`` and u ``[1, D]``.
+        """Compute y ``[1, N]`` and u ``[1, D]``.
 
         ``dependent_launch``: the weights may be read before the kernel before this one on the stream has ended.
 

@@ -33,7 +33,7 @@ ROWS, WARPS = 8, 4
 
 
 def reference(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """``-> [N, K]`` in the dtype of ``scale``."""
+    """Dequantize ``-> [N, K]`` in the dtype of ``scale``."""
     group = 2 * codes.shape[1] // scale.shape[1]
     dtype = compute_dtype(scale.dtype)
     wide, base = (t.to(dtype).repeat_interleave(group, dim=1) for t in (scale, zero))
@@ -44,7 +44,7 @@ def reference(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 def _dequantize_kernel(
     codes_ptr, scale_ptr, zero_ptr, out_ptr, n, pairs, out_row, G: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """One pair of groups of ROWS rows a program: each byte gives two weights that lie G apart."""
+    """Dequantize one pair of groups of ROWS rows a program: each byte yields two weights that lie G apart."""
     pair = tl.program_id(0) % pairs
     row = (tl.program_id(0) // pairs * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.arange(0, G)
@@ -61,8 +61,8 @@ def _dequantize_kernel(
 
 
 def triton_dequantize(codes: Tensor, scale: Tensor, zero: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """``reference`` in Triton; copies strided inputs. ``out``: where the result goes; its rows may be apart. ValueError
-    if the shapes do not fit each other."""
+    """Compute ``reference`` in Triton; strided inputs are copied. ``out``: the tensor to write the result to; its rows
+    may have any stride. ValueError if the shapes do not fit each other."""
     require("int4_dequantize", scale, zero)
     n, half = codes.shape
     if scale.shape != zero.shape or scale.shape[0] != n or scale.dtype != zero.dtype or (2 * half) % scale.shape[1]:
@@ -83,7 +83,7 @@ def triton_dequantize(codes: Tensor, scale: Tensor, zero: Tensor, *, out: Tensor
 
 
 def cost(codes: Tensor, scale: Tensor, zero: Tensor) -> Cost:
-    """One multiply-add a weight."""
+    """Count one multiply-add a weight."""
     return Cost(4 * codes.numel(), codes.nbytes + scale.nbytes + zero.nbytes, 2 * codes.numel() * scale.element_size())
 
 

@@ -66,19 +66,20 @@ def kernels(group: int) -> Mapping[int, tuple[int, ...]]:
 
 
 def rows_at_once(m: int, group: int) -> int:
-    """Rows of X that a block takes at a time."""
+    """Return the rows of X that a block takes at a time."""
     known = kernels(group)
     return next(rows for rows in known if m <= rows or rows == max(known))
 
 
 def tiles_at_once(tiling: Int4HopperTiling) -> int:
-    """Sixteens of rows of W that a block works on at a time: its share in equal passes."""
+    """Return the groups of 16 rows of W that a block works on at a time: its share in equal passes."""
     passes = -(-tiling.per // (tiling.warps * tiling.columns))
     return -(-tiling.per // passes)
 
 
 def shared_bytes(tiling: Int4HopperTiling, m: int, group: int) -> int:
-    """Shared memory of a block: the ring and its barriers; at the end the parts of Y take the ring's place."""
+    """Return the shared memory of a block: the ring and its barriers; at the end the parts of Y reuse the ring's
+    memory."""
     wide, sources = tiles_at_once(tiling), tiling.ranks * tiling.teams
     held = min(m, 8) if tiling.rows == 8 else tiling.rows
     stage = wide * (1024 + CHUNK // group * 64) + held * 272 + CHUNK // group * tiling.rows * 4

@@ -69,14 +69,14 @@ DENSE_ROWS = 65
 
 
 def reference(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
-    """x ``[M, K]``, weight from ``arrange`` for ``n`` rows, bias ``[n]`` -> ``[M, n]`` in x's dtype."""
+    """Multiply x ``[M, K]``, weight from ``arrange`` for ``n`` rows, bias ``[n]`` -> ``[M, n]`` in x's dtype."""
     dtype = compute_dtype(x.dtype)
     y = x.to(dtype) @ dense(weight, n, dtype).T
     return (y if bias is None else y + bias.to(dtype)).to(x.dtype)
 
 
 def dense(weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """W ``[n, K]`` by torch: exact in float64, rounded at every step in a narrower type."""
+    """Compute W ``[n, K]`` by torch: exact in float64, rounded at every step in a narrower type."""
     codes, scale, zero = taken_apart(weight, n)
     grouped = codes.view(*scale.shape, -1).to(dtype)
     return torch.addcmul(zero[..., None].to(dtype), scale[..., None].to(dtype), grouped).view(n, -1)
@@ -97,7 +97,8 @@ Kernel = int4_rows.CudaCodes | int4_hopper.HopperCodes | int4_tiles.Int4Tiles
 
 
 def _cuda_kernels(device: torch.device) -> dict[str, Kernel]:
-    """Those of Hopper by their names in ``way``; none elsewhere, or where they cannot be built, which is logged."""
+    """Build the kernels of Hopper, by their names in ``way``; none on other devices, or where they cannot be built,
+    which is logged."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
         return {}
     try:
@@ -109,7 +110,7 @@ def _cuda_kernels(device: torch.device) -> dict[str, Kernel]:
 
 
 def rows_kernel(device: torch.device) -> int4_rows.CudaCodes | None:
-    """``int4_matmul.cu`` on a Hopper GPU; None elsewhere, or where it cannot be built, which is logged."""
+    """Return ``int4_matmul.cu`` on a Hopper GPU; None elsewhere, or where it cannot be built, which is logged."""
     found = _cuda_kernels(device).get("rows")
     return found if isinstance(found, int4_rows.CudaCodes) else None
 
@@ -146,7 +147,7 @@ def best_launcher() -> Callable[..., Tensor]:
     def call(
         x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, dependent_launch: bool = False
     ) -> Tensor:
-        """``reference`` on the GPU; ``dependent_launch`` means the same as in ``CudaRows``."""
+        """Compute ``reference`` on the GPU; ``dependent_launch`` means the same as in ``CudaRows``."""
         if x.device not in built:  # at the first call, which no graph captures, whatever its number of rows
             built[x.device] = _cuda_kernels(x.device)
         m, kernels = x.shape[0], built[x.device]
@@ -222,7 +223,7 @@ def _examples() -> Sequence[dict[str, Any]]:
 
 
 def _cases() -> Sequence[Case]:
-    """Projections of an 8B model and its head, in groups of 128."""
+    """List the projections of an 8B model and its head, in groups of 128."""
 
     def make(device: torch.device, seed: int, m: int, n: int, k: int) -> Mapping[str, Any]:
         generator = torch.Generator(device).manual_seed(seed)

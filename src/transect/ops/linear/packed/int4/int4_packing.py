@@ -27,7 +27,7 @@ CHUNK = 128
 
 
 def pack(codes: Tensor, group: int) -> Tensor:
-    """uint8 codes ``[N, K]`` in 0..15 -> ``[N, K / 2]``.
+    """Pack uint8 codes ``[N, K]`` in 0..15 -> ``[N, K / 2]``.
 
     Raises:
         ValueError: the group is not 32, 64 or 128, or K is not a multiple of two groups.
@@ -70,7 +70,7 @@ def arrange(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def arrange_codes(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """``arrange`` for codes uint8 ``[N, K]``, one to a byte; a row may have an odd number of groups."""
+    """Call ``arrange`` for codes uint8 ``[N, K]``, one to a byte; a row may have an odd number of groups."""
     n, k = codes.shape
     groups = scale.shape[1]
     if k % CHUNK:
@@ -89,12 +89,12 @@ def arrange_codes(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def group_of(weight: Tensor) -> int:
-    """G of a weight from ``arrange``."""
+    """Return G of a weight from ``arrange``."""
     return 16 * CHUNK // max(1, weight.shape[2] - 256)
 
 
 def is_arranged(weight: Tensor, n: int, k: int) -> bool:
-    """True if a tensor has the dtype and shape of what ``arrange`` gives for a weight ``[n, k]``."""
+    """Return True if a tensor has the dtype and shape that ``arrange`` produces for a weight ``[n, k]``."""
     if weight.dtype != torch.int32 or weight.dim() != 3:
         return False
     chunks, blocks, words = weight.shape

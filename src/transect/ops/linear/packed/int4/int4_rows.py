@@ -88,14 +88,14 @@ def most_warps(group: int, columns: int = COLUMNS) -> int:
 
 
 def tiles_at_once(tiling: RowsTiling) -> int:
-    """Sixteens of rows of W that a block works on at a time: its share in equal passes."""
+    """Return the groups of 16 rows of W that a block works on at a time: its share in equal passes."""
     passes = -(-tiling.per // (tiling.warps * tiling.columns))
     return -(-tiling.per // passes)
 
 
 def shared_bytes(tiling: RowsTiling, m: int, group: int) -> int:
-    """Shared memory of a block: barriers, what the cluster's blocks send to be added, and the ring. In the place of the
-    ring the teams leave their sums at the end."""
+    """Return the shared memory of a block: barriers, the parts that the cluster's blocks send to be added, and the
+    ring. At the end the teams reuse the ring's memory for their sums."""
     wide = tiles_at_once(tiling)
     held = tiling.rows if tiling.whole or tiling.rows == 16 else min(m, tiling.rows)
     known = 8 if tiling.whole else 4
@@ -191,8 +191,8 @@ class Codes(ABC):
     """
 
     def __init__(self, source: str, symbol: str, numbers: int, norms: str = "") -> None:
-        """``numbers``: the count of numbers in a tiling; ``norms``: the types of the launcher's arguments for norms, as
-        letters of ``bind``."""
+        """Bind the launcher. ``numbers``: the count of numbers in a tiling; ``norms``: the types of the launcher's
+        arguments for norms, as letters of ``bind``."""
         self._source = f"{source}.cu"
         self._launch = bind(source, symbol, "ppppiiiil" + "i" * numbers + norms + "ip")
         self._no_norms = (0,) * len(norms)
@@ -206,7 +206,7 @@ class Codes(ABC):
         self, x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, dependent_launch: bool = False,
         config: Mapping[str, Any] | None = None,
     ) -> Tensor:  # fmt: skip
-        """``int4_matmul.reference``.
+        """Compute ``int4_matmul.reference``.
 
         ``dependent_launch``: see ``small_matmul.CudaRows``. ``config``: a value for each of the kernel's ``CHOICES``,
         instead of the tuned ones.
@@ -250,8 +250,8 @@ class CudaCodes(Codes):
         self._gated: dict[tuple[int, int, int, int], RowsTiling | None] = {}
 
     def clusters(self, device: torch.device) -> Mapping[int, int]:
-        """Clusters of 1, 2, 4 and 8 blocks that run at once. They are fewer than the multiprocessors divided by the
-        size, because a cluster stays within one of the chip's parts: an H200 takes 15 clusters of 8."""
+        """Return how many clusters of 1, 2, 4 and 8 blocks run at once. They are fewer than the multiprocessors divided
+        by the size, because a cluster stays within one of the chip's parts: an H200 takes 15 clusters of 8."""
         if not self._clusters:
             found = {1: multiprocessors(device)} | {size: self._at_once(size) for size in (2, 4, 8)}
             if not found[2]:  # launches are skipped: see ``cuda.skipped``
@@ -275,8 +275,8 @@ class CudaCodes(Codes):
         return self._tilings[key]
 
     def gated(self, x: Tensor, weight: Tensor, n: int, *, dependent_launch: bool = False) -> Tensor | None:
-        """``silu(gate) * up [M, N / 2]`` of a weight whose sixteens of rows are gate and up in turn; None where the
-        epilogue cannot do that: for more than 8 rows, and where it is quicker for blocks to share K."""
+        """Compute ``silu(gate) * up [M, N / 2]`` of a weight whose groups of 16 rows are gate and up alternately; None
+        where the epilogue cannot do that: for more than 8 rows, and where it is faster for blocks to share K."""
         (m, k), group = x.shape, group_of(weight)
         if cuda_refusal(x, weight, n) is not None or self.gates(m, n, k, group, x.device) is None:
             return None
@@ -324,7 +324,8 @@ class CudaCodes(Codes):
 
 
 def cuda_refusal(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> str | None:
-    """Why ``int4_matmul.cu`` and ``int4_matmul_hopper.cu`` do not take these arguments, or None."""
+    """Return the reason why ``int4_matmul.cu`` and ``int4_matmul_hopper.cu`` do not take these arguments; None if they
+    do."""
     if any(t is not None and t.dtype != torch.bfloat16 for t in (x, bias)):
         return "it computes in bfloat16"
     if not (weight.is_contiguous() and is_arranged(weight, n, x.shape[1])):

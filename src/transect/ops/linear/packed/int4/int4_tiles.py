@@ -14,12 +14,12 @@ from .int4_packing import CHUNK, GROUPS, group_of
 
 
 def refusal(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, gated: bool = False) -> str | None:
-    """Why the kernels do not take these arguments, or None."""
+    """Return the reason why the kernels do not take these arguments; None if they do."""
     return block_tiles.refusal(n, bias, gated) or int4_rows.cuda_refusal(x, weight, n, bias)
 
 
 def unit_of(group: int) -> int:
-    """Bytes of 16 rows by 256 columns of a weight as ``int4_packing.arrange`` gives it."""
+    """Return the bytes of 16 rows by 256 columns of a weight from ``int4_packing.arrange``."""
     return 8 * (256 + 16 * CHUNK // group)
 
 
@@ -40,8 +40,8 @@ class Int4Tiles(Tiles):
         dependent_launch: bool = False,
         tiling: BlockTiling | None = None,
     ) -> Tensor:
-        """``int4_matmul.reference``; ``gated``: sixteens of rows of the weight are gate and up in turn, and the
-        result is ``silu(gate) * up [M, N / 2]``.
+        """Compute ``int4_matmul.reference``; ``gated``: groups of 16 rows of the weight are gate and up alternately,
+        and the result is ``silu(gate) * up [M, N / 2]``.
 
         Raises:
             ValueError: see ``refusal``.

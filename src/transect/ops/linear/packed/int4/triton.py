@@ -34,7 +34,7 @@ TRITON_CHOICES = {"bn": (32, 64, 128), "split": (1, 2, 4, 8), "warps": (2, 4, 8)
 
 @kernel
 def _as_float(nibbles, OFFSET: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """0..15 as OFFSET + nibble: the bits of OFFSET with the nibble in their lowest places."""
+    """Convert 0..15 to OFFSET + nibble: the bits of OFFSET with the nibble in their lowest places."""
     if INTERPRETS or OFFSET < 0:
         number = nibbles.to(tl.float32) + OFFSET
     else:
@@ -49,7 +49,7 @@ def _codes(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, OFFSET: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of Y, or a part of it; 128 k a step. Axes as in ``small_matmul``; W is the left operand.
+    """Compute one tile of Y, or a part of it; 128 k a step. Axes as in ``small_matmul``; W is the left operand.
 
     A word holds four k of each of two rows of W, so there are two products; X is read in the order of those k.
     """
@@ -117,7 +117,7 @@ def _codes(  # type: ignore[no-untyped-def]
 
 @kernel
 def _rebuild(weight, out, N, K, GROUP: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """BN rows of W and 128 k, two neighbours in a word of ``out``.
+    """Dequantize BN rows of W and 128 k, two adjacent numbers in a word of ``out``.
 
     k comes first in every tile, so that the threads of a warp go along k: 32 of them share one line of memory.
     """
@@ -147,7 +147,8 @@ def _rebuild(weight, out, N, K, GROUP: tl.constexpr, BN: tl.constexpr):  # type:
 
 
 def triton_rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
-    """Knobs of the Triton kernel for m, n, k. Measured on an H200; elsewhere a guess from the same numbers."""
+    """Choose the knobs of the Triton kernel for m, n, k. Measured on an H200; elsewhere an estimate from the same
+    numbers."""
     m, n, _ = size
     count = multiprocessors(torch.device("cuda")) if torch.cuda.is_available() else 132
     tiles = -(-n // 64) * -(-m // rows_of_a_tile(m))
@@ -156,7 +157,7 @@ def triton_rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
 
 
 def rows_of_a_tile(m: int) -> int:
-    """Rows of X in a tile of the Triton kernel."""
+    """Return the rows of X in a tile of the Triton kernel."""
     return max(16, min(64, next_power_of_2(m)))
 
 
@@ -173,7 +174,7 @@ def tiling_of(m: int, n: int, k: int, device: torch.device, config: Mapping[str,
 
 
 def _fitting(x: Tensor, weight: Tensor, n: int) -> None:
-    """Raises ValueError where the shapes are not those of a product."""
+    """Raise ValueError where the shapes are not those of a product."""
     if x.dim() != 2 or not is_arranged(weight, n, x.shape[1]):
         raise ValueError(
             f"int4_matmul: x {list(x.shape)} and weight {weight.dtype} {list(weight.shape)} of {n} rows do not fit; x "
@@ -188,7 +189,7 @@ def launcher() -> Callable[..., Tensor]:
     def call(
         x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, config: Mapping[str, Any] | None = None
     ) -> Tensor:
-        """``reference`` on the GPU. ``config``: one of ``TRITON_CHOICES`` instead of the tuned one."""
+        """Compute ``reference`` on the GPU. ``config``: one of ``TRITON_CHOICES`` instead of the tuned one."""
         require("int4_matmul", *(t for t in (x, bias) if t is not None))
         _fitting(x, weight, n)
         m, k = x.shape
@@ -220,8 +221,8 @@ by_triton = launcher()
 
 
 def rebuilt(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
-    """``reference`` for many rows of bfloat16 or float16, on the GPU. It rebuilds W in that type, which rounds it, and
-    takes 2 N K bytes for the time of the call."""
+    """Compute ``reference`` for many rows of bfloat16 or float16, on the GPU. W is dequantized to that type, which
+    rounds it, and takes 2 N K bytes during the call."""
     require("int4_matmul", x)
     if x.element_size() != 2:
         raise ValueError(f"int4_matmul: a weight is rebuilt in bfloat16 or float16, not in {x.dtype}; use by_triton")
@@ -234,7 +235,7 @@ def rebuilt(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Te
 
 
 def kernels() -> Sequence[Kernel]:
-    """For ahead-of-time compilation."""
+    """List the kernels for ahead-of-time compilation."""
     ints = dict.fromkeys(("M", "N", "K", "x_m", "out_m", "part_chunks"), "i32")
     pointers = {"x": "*bf16", "weight": "*i32", "out": "*bf16", "parts": "*fp32", "counters": "*i32"}
     constants = {"bias": None, "GROUP": 128, "BM": 16, "BN": 64, "SPLIT": 4, "OFFSET": 128, "DEPENDENT_LAUNCH": False}

@@ -1,4 +1,4 @@
-"""A tokenizer with further tokens, as files."""
+"""New tokens of a vocabulary: the tokenizer's files with them, and their rows in embedding and head."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tokenizers
+import torch
 from tokenizers import AddedToken
+from torch import Tensor
 
-from .export import export_tokenizer
+from ...models.staging import dense_values
+from ...models.stored import Stored, StoredWeights
+from ...text.export import export_tokenizer
 
 if TYPE_CHECKING:
-    from ..checkpoints.resolve import ModelSource
+    from ...checkpoints.resolve import ModelSource
 
 
 def write_with_tokens(source: ModelSource, tokens: Sequence[str], folder: Path) -> int:
-    """Write the tokenizer of a model with further tokens into ``folder``, which has nothing else then. Those that it
-    has already are left as they are. What is written ``<|like this|>`` becomes special: the text of a chat
-    cannot spell it.
+    """Write the tokenizer of a model with further tokens into ``folder``, which must contain nothing else. Existing
+    tokens are unchanged. Tokens written ``<|like this|>`` become special: the text of a chat cannot spell them.
 
     Several processes may write the same into one folder: each file is always a whole one.
 
@@ -56,3 +60,21 @@ def _write(source: ModelSource, tokens: Sequence[str], folder: Path) -> int:
     backend.add_tokens([AddedToken(token, normalized=False) for token in tokens if token not in special])
     backend.save(str(path))
     return max(backend.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def grown_tables(weights: StoredWeights, rows: int) -> StoredWeights:
+    """Yield the weights with an embedding and a head of ``rows`` rows.
+
+    A new row is the mean of those that are there.
+    """
+    for name, stored in weights:
+        if name in ("embed.weight", "head.weight") and stored.shape[0] < rows:
+            yield name, Stored((rows, *stored.shape[1:]), partial(_read, stored, rows))
+        else:
+            yield name, stored
+
+
+def _read(stored: Stored, wanted: int, rows: slice, columns: slice) -> Tensor:
+    table = dense_values(stored.read())
+    mean = table.float().mean(0, keepdim=True).to(table.dtype)
+    return torch.cat([table, mean.expand(wanted - table.shape[0], -1)])[rows, columns]

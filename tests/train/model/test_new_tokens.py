@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import tokenizers
 from tokenizers.models import WordLevel
 
-from transect.text import new_tokens
+from transect.train.model import new_tokens
 
 
 def test_a_file_is_never_missing_while_it_is_written_again(tmp_path, monkeypatch):

@@ -1,0 +1,205 @@
+"""The kernels of ``add_low_rank.py``: ``low = s A x`` in parts along the inputs, then ``y += B low``.
+
+Shapes: T rows, P parts of R ranks, K inputs; ``low`` ``[splits, T, P, R]`` float32. What the second kernel reads of
+``low``, the first has written: both skip the same rows and parts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...lang.jit import INTERPRETED, kernel, kernel_of_numbers, multiprocessors, require, tl
+from ...lang.tiles import dot, let_next_begin, wait_for_previous
+from .add_low_rank import FEW
+
+MOST_SPLITS = 8
+SPAN = 512
+"""Inputs of a part of the sum, at the least."""
+
+
+@kernel
+def _outputs_of_tile(tile, N0, N1, N2, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return (part, outputs, a mask of those that belong to the part) of a tile of outputs; no tile has outputs of two
+    parts."""
+    tiles0 = (N0 + BN - 1) // BN
+    tiles1 = tiles0 + (N1 + BN - 1) // BN
+    part = (tile >= tiles0).to(tl.int32) + (tile >= tiles1).to(tl.int32)
+    first = tl.where(part == 0, 0, tl.where(part == 1, N0, N0 + N1))
+    end = tl.where(part == 0, N0, tl.where(part == 1, N0 + N1, N0 + N1 + N2))
+    before = tl.where(part == 0, 0, tl.where(part == 1, tiles0, tiles1))
+    n = first + (tile - before) * BN + tl.arange(0, BN)
+    return part, n, n < end
+
+
+@kernel_of_numbers("n_rows")
+def shrink_rows(  # type: ignore[no-untyped-def]
+    x_ptr, a_ptr, scale_ptr, slots_ptr, low_ptr, n_rows, K, x_row, span,
+    P: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """Compute one row, one part and ``span`` of its inputs a program."""
+    wait_for_previous(DEPENDENT_LAUNCH)
+    let_next_begin(DEPENDENT_LAUNCH)
+    t, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(slots_ptr + t)
+    if slot >= 0:
+        scale = tl.load(scale_ptr + slot * P + part)
+        if scale != 0.0:
+            r = tl.arange(0, R)
+            row = a_ptr + ((slot * P + part).to(tl.int64) * R + r)[:, None] * K
+            acc = tl.zeros([R, BK], tl.float32)
+            for start in range(split * span, tl.minimum(K, (split + 1) * span), BK):
+                k = start + tl.arange(0, BK)
+                inside = k < tl.minimum(K, (split + 1) * span)
+                x = tl.load(x_ptr + t.to(tl.int64) * x_row + k, inside, 0.0).to(tl.float32)
+                acc += tl.load(row + k[None, :], inside[None, :], 0.0).to(tl.float32) * x[None, :]
+            low = low_ptr + ((split * n_rows + t).to(tl.int64) * P + part) * R
+            tl.store(low + r, tl.sum(acc, 1) * scale)
+
+
+@kernel_of_numbers("n_rows")
+def expand_rows(  # type: ignore[no-untyped-def]
+    y_ptr, b_ptr, scale_ptr, slots_ptr, low_ptr, n_rows, N0, N1, N2, y_row,
+    P: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """Compute one row and BN of its outputs a program."""
+    wait_for_previous(DEPENDENT_LAUNCH)
+    let_next_begin(DEPENDENT_LAUNCH)
+    t = tl.program_id(0)
+    slot = tl.load(slots_ptr + t)
+    if slot >= 0:
+        part, n, inside = _outputs_of_tile(tl.program_id(1), N0, N1, N2, BN)
+        if tl.load(scale_ptr + slot * P + part) != 0.0:
+            r = tl.arange(0, R)
+            low = tl.zeros([R], tl.float32)
+            for split in tl.static_range(SPLITS):
+                low += tl.load(low_ptr + ((split * n_rows + t).to(tl.int64) * P + part) * R + r)
+            row = b_ptr + (slot.to(tl.int64) * (N0 + N1 + N2) + n)[:, None] * R
+            b = tl.load(row + r[None, :], inside[:, None], 0.0).to(tl.float32)
+            place = y_ptr + t.to(tl.int64) * y_row + n
+            y = tl.load(place, inside, 0.0).to(tl.float32) + tl.sum(b * low[None, :], 1)
+            tl.store(place, y.to(y_ptr.dtype.element_ty), inside)
+
+
+@kernel_of_numbers("n_rows")
+def shrink_tiles(  # type: ignore[no-untyped-def]
+    x_ptr, a_ptr, scale_ptr, slots_ptr, low_ptr, n_rows, K, x_row, span,
+    P: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """Compute BT rows, one part and ``span`` of the inputs a program: one product for each adapter that the rows
+    have."""
+    wait_for_previous(DEPENDENT_LAUNCH)
+    let_next_begin(DEPENDENT_LAUNCH)
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    part, split = tl.program_id(1), tl.program_id(2)
+    left = tl.load(slots_ptr + t, t < n_rows, -1)
+    slot = tl.max(left, 0)
+    while slot >= 0:
+        own = left == slot
+        scale = tl.load(scale_ptr + slot * P + part)
+        if scale != 0.0:
+            r = tl.arange(0, R)
+            row = a_ptr + ((slot * P + part).to(tl.int64) * R + r)[None, :] * K
+            acc = tl.zeros([BT, R], tl.float32)
+            for start in range(split * span, tl.minimum(K, (split + 1) * span), BK):
+                k = start + tl.arange(0, BK)
+                inside = k < tl.minimum(K, (split + 1) * span)
+                x = tl.load(x_ptr + t.to(tl.int64)[:, None] * x_row + k[None, :], own[:, None] & inside[None, :], 0.0)
+                acc = dot(x, tl.load(row + k[:, None], inside[:, None], 0.0), acc)
+            low = low_ptr + ((split * n_rows + t).to(tl.int64) * P + part)[:, None] * R
+            tl.store(low + r[None, :], acc * scale, own[:, None])
+        left = tl.where(own, -1, left)
+        slot = tl.max(left, 0)
+
+
+@kernel_of_numbers("n_rows")
+def expand_tiles(  # type: ignore[no-untyped-def]
+    y_ptr, b_ptr, scale_ptr, slots_ptr, low_ptr, n_rows, N0, N1, N2, y_row,
+    P: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """Compute BT rows and BN of their outputs a program: one product for each adapter that the rows have."""
+    wait_for_previous(DEPENDENT_LAUNCH)
+    let_next_begin(DEPENDENT_LAUNCH)
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    part, n, inside = _outputs_of_tile(tl.program_id(1), N0, N1, N2, BN)
+    left = tl.load(slots_ptr + t, t < n_rows, -1)
+    slot = tl.max(left, 0)
+    while slot >= 0:
+        own = left == slot
+        if tl.load(scale_ptr + slot * P + part) != 0.0:
+            r = tl.arange(0, R)
+            low = tl.zeros([BT, R], tl.float32)
+            for split in tl.static_range(SPLITS):
+                place = low_ptr + ((split * n_rows + t).to(tl.int64) * P + part)[:, None] * R
+                low += tl.load(place + r[None, :], own[:, None], 0.0)
+            b = tl.load(
+                b_ptr + (slot.to(tl.int64) * (N0 + N1 + N2) + n)[None, :] * R + r[:, None], inside[None, :], 0.0
+            )
+            place = y_ptr + t.to(tl.int64)[:, None] * y_row + n[None, :]
+            there = own[:, None] & inside[None, :]
+            y = dot(low.to(b.dtype), b, tl.load(place, there, 0.0).to(tl.float32))
+            tl.store(place, y.to(y_ptr.dtype.element_ty), there)
+        left = tl.where(own, -1, left)
+        slot = tl.max(left, 0)
+
+
+def triton_add_low_rank(
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: Tensor,
+    slots: Tensor,
+    sizes: tuple[int, ...],
+    *,
+    dependent_launch: bool = False,
+    few: int = FEW,
+) -> Tensor:
+    """Compute ``reference`` in two launches.
+
+    Args:
+        few: rows up to which each is a program of its own.
+
+    Raises:
+        ValueError: more than three parts, or a rank that is not a power of two of at least 16.
+    """
+    require("add_low_rank", y, x, a, b)
+    rows, inputs, rank, parts = len(x), x.shape[1], b.shape[2], len(sizes)
+    if parts > 3 or rank < 16 or rank & (rank - 1):
+        raise ValueError(f"add_low_rank: up to 3 parts of a rank 16, 32, 64 ...; got {parts} parts of rank {rank}")
+    if not rows or not len(a):
+        return y
+    alone = rows <= few
+    height = 1 if alone else 16
+    tiles = -(-rows // height)
+    most = max(1, min(MOST_SPLITS, inputs // SPAN))
+    if not alone:  # the order of a row's sums depends on the number of rows then
+        most = max(1, min(most, 4 * multiprocessors(x.device) // (tiles * parts)))
+    wide = max(16, min(256, 4096 // rank)) if alone else 128 if rank <= 32 else 64
+    deep = 16 if INTERPRETED else wide
+    span = deep * -(-inputs // (most * deep))
+    splits = -(-inputs // span)
+    low = torch.empty(splits, rows, parts, rank, dtype=torch.float32, device=x.device)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    a, b, scale, slots = a.contiguous(), b.contiguous(), scale.contiguous(), slots.contiguous()
+    out = y if y.stride(1) == 1 else y.contiguous()
+    n = (*sizes, 0, 0)[:3]
+    across = 16 if INTERPRETED else wide
+    shared = {"P": parts, "R": rank, "DEPENDENT_LAUNCH": dependent_launch}
+    shared |= {"launch_pdl": True} if dependent_launch else {}
+    held = {} if alone else {"BT": height}
+    shrink, expand = (shrink_rows, expand_rows) if alone else (shrink_tiles, expand_tiles)
+    shrink[(tiles, parts, splits)](
+        x, a, scale, slots, low, rows, inputs, x.stride(0), span, BK=deep, num_warps=4, **held, **shared
+    )
+    expand[(tiles, sum(-(-size // across) for size in sizes))](
+        out, b, scale, slots, low, rows, *n, out.stride(0), SPLITS=splits, BN=across, num_warps=4, **held, **shared
+    )
+    return y if out is y else y.copy_(out)
+
+
+triton_each_row = partial(triton_add_low_rank, few=2**31)
+"""``triton_add_low_rank`` where a row's result does not depend on the others."""

@@ -1,0 +1,63 @@
+"""``ParallelPlan``: how a training run is to use the ranks of a mesh, whose sizes are its ``RankLayout``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..spec.layouts.ranks import RankLayout
+from ..spec.layouts.spread import Spread
+from .experts import Way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelPlan:
+    """Plan for training a model on the ranks of a mesh.
+
+    Attributes:
+        zero: level of sharding over the ranks that share micro-batches, see ``replicas.py``.
+        reduce_dtype: data type in which gradients are summed over these ranks.
+        sequence: ranks of a tensor group share the tokens between matrices.
+        schedule: pipeline schedule, see ``schedule.py``.
+        chunks: runs of layers of each rank, with ``interleaved``.
+        copies: between GPUs of one host, gradients are summed by copy engines where that works (``peer_copies.py``).
+        fused: a sum, its copy and the norm are one launch there, and a shared table travels in two parts.
+        expert_way: collective that brings tokens to shared experts, see ``experts.py``.
+        host: with ``zero`` 3, weights are in host memory and on the device a layer at a time; ``zero`` 3 may then be on
+            one rank.
+        folder: with ``host``, on a disk: they are in a file there.
+        tiles: with ``zero`` 3, number of parts in which each matrix of a layer comes to the device.
+        device: device that computes; None for the model's own.
+    """
+
+    zero: int = 0
+    reduce_dtype: torch.dtype = torch.float32
+    sequence: bool = False
+    schedule: str = "1f1b"
+    chunks: int = 1
+    expert_way: Way = "auto"
+    host: bool = False
+    copies: bool = True
+    fused: bool = False
+    folder: str = ""
+    tiles: int = 1
+    device: torch.device | None = None
+
+
+def spread_of(layout: RankLayout, plan: ParallelPlan) -> Spread:
+    """Return a layout and a plan as one."""
+    return Spread(
+        data=layout.data,
+        zero=plan.zero,
+        tensor=layout.tensor,
+        sequence=plan.sequence,
+        pipeline=layout.pipeline,
+        schedule=plan.schedule,
+        chunks=plan.chunks,
+        context=layout.context,
+        expert=layout.expert,
+        host_state=plan.host,
+        host_weights=plan.host,
+        tiles=plan.tiles,
+    )
