@@ -1,11 +1,11 @@
-"""Random workloads with drafts: the tokens are those that each request alone would get. Continues where it stopped.
+"""Run random workloads with drafts, and compare the tokens with those of each request alone. Resumes where it stopped.
 
     python benchmarks/checks/drafted_workloads.py [--workloads 100000] [--minutes 4] [--out FILE]
 
 The workloads are those of ``tests/helpers/engine_workloads.py``: the shipping scheduler on a device that checks every
 KV slot, with prompt lookup, suffixes and a draft model, preemption, grammars, failing steps and pipelines. What each
 choice must yield is computed from its request alone. Each kind has its own seeds; the record says how many of each
-have been run, so another call goes on from there. A workload that fails ends the run, and is printed.
+have been run, so another call resumes there. A workload that fails ends the run, and is printed.
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ def test_the_students_scheduler_serves_the_same_tokens(model: str, tmp_path: Pat
     assert (mine._core.stats().preemptions > 0) == (blocks == 9)
     with pytest.raises(ValueError, match="n = 1"):
         mine.generate(PROMPTS[:1], SamplingParams(n=2, max_tokens=2, temperature=1.0))
+    with pytest.raises(ValueError, match="plans no rows with drafts"):
+        LLM(model, scheduler_cls=f"{live}:Scheduler", speculative_config={"method": "ngram"}, **settings)
 
 
 def test_a_scheduler_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
