@@ -153,6 +153,6 @@ def test_a_simulated_engine_decides_about_drafts_as_the_real_one(tiny, tmp_path)
     log = recorded(tiny, tmp_path / "run.log", 0.0, speculative_config=drafts, max_num_seqs=16, async_scheduling=False)
     expected, found = decisions(log), decisions(simulated(log))
     assert expected == found and len(expected) > 40
-    assert sum(step.drafted(row) for step in log.steps for row in step.rows) > 20
+    assert sum(step.drafted(row) for step in log.steps for row in step.rows) > 10
     share = acceptance_of(log)
     assert share is not None and 0.0 < share < 1.0

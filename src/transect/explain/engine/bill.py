@@ -125,7 +125,8 @@ class _Stay:
 
     def tokens(self, until: float) -> list[float]:
         """List the times of its tokens after ``known``, up to the answer's token ``until``."""
-        first, found = self.life.added.prompt_tokens, []
+        first = self.life.added.prompt_tokens
+        found: list[float] = []
         for index, row in self.own:
             step = self.log.steps[index]
             if step.at is not None and self.known <= step.end(row) - first < until:
