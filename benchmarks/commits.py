@@ -16,7 +16,7 @@ from benchmarks import record
 
 
 def named() -> list[str]:
-    """Commits that the results name, without ``+changes``."""
+    """List the commits that the results name, without ``+changes``."""
     texts = (path.read_text() for path in sorted(record.RESULTS.rglob("*.json")) if path != record.COMMITS)
     lists = (match for text in texts for match in re.findall(r'"\w*commits?": ("[^"]*"|\[[^\]]*\])', text))
     return sorted({commit for match in lists for commit in re.findall(r"\b[0-9a-f]{7,12}\b", match)})

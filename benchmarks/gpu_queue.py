@@ -1,11 +1,11 @@
-"""What no GPU has run yet, most wanted first: run as far as the time goes that a GPU is there.
+"""Queue of work that no GPU has run yet, by descending priority: runs as much as fits into the time on a GPU.
 
     python benchmarks/gpu_queue.py OUT [--seconds 560] [--only NAME,...]
     python benchmarks/gpu_queue.py --list
 
 ``gpu_queue.toml`` has the work: what it is, how it is asked for, what a processor has shown, and the commands that run
 or measure it, with the seconds that they are given and the GPUs that they need. Each entry gets GPUs of its own
-(``CUDA_VISIBLE_DEVICES``). It begins as soon as so many are free, if that much time is left, and is ended with all its
+(``CUDA_VISIBLE_DEVICES``). It begins as soon as enough GPUs are free, if enough time is left, and is ended with all its
 processes when its time is over. ``OUT/NAME`` has its results and what it printed (``log.txt``), ``OUT/queue.json`` how
 each ended. Exit 1 where one was not done.
 
@@ -43,11 +43,11 @@ class Work:
     name: str
     what: str
     asked: str
-    """How a user gets it, or why it is the default."""
+    """The option that a user gives, or the reason why it is the default."""
     wrong: str
-    """What would happen if it were wrong."""
+    """The consequence if it were wrong."""
     shown: str
-    """What a processor has shown."""
+    """The evidence from a processor."""
     commands: tuple[str, ...]
     """From the root of the repository, one after another, each whether the one before succeeded or not; ``$OUT`` is a
     folder for results."""
@@ -56,7 +56,7 @@ class Work:
 
 
 def queue(path: Path = QUEUE) -> list[Work]:
-    """The entries, most wanted first.
+    """Read the entries, by descending priority.
 
     Raises:
         ValueError: two have one name, or one has unknown or missing keys.
@@ -74,8 +74,8 @@ def queue(path: Path = QUEUE) -> list[Work]:
 
 
 def table(works: Iterable[Work]) -> str:
-    """For the page."""
-    lines = ["| name | what | asked for by | if it were wrong | what a processor has shown | GPUs |", "|---" * 6 + "|"]
+    """Format the table of the page."""
+    lines = ["| name | work | option | failure, if wrong | CPU evidence | GPUs |", "|---" * 6 + "|"]
     for work in works:
         lines.append(f"| `{work.name}` | {work.what} | {work.asked} | {work.wrong} | {work.shown} | {work.gpus} |")
     return "\n".join(lines) + "\n"
@@ -85,7 +85,7 @@ class Queue:
     """Runs work on GPUs until the time is over."""
 
     def __init__(self, out: Path, gpus: Sequence[str], seconds: float) -> None:
-        """``gpus``: their names for ``CUDA_VISIBLE_DEVICES``; ``seconds``: from now."""
+        """Set up. ``gpus``: their names for ``CUDA_VISIBLE_DEVICES``; ``seconds``: from now."""
         self._out, self._free, self._count = out, sorted(gpus), len(gpus)
         self._until = time.monotonic() + seconds
         self._changed = threading.Condition()
@@ -94,8 +94,8 @@ class Queue:
         self.ended: dict[str, dict[str, Any]] = {}
 
     def run(self, works: Sequence[Work]) -> None:
-        """All of it, in this order where GPUs are free for it; returns when the last has ended. An interrupt ends what
-        runs."""
+        """Run all work, in this order where GPUs are free for it; returns when the last has ended. An interrupt ends
+        the running work."""
         left = list(works)
         try:
             with self._changed:
@@ -118,7 +118,7 @@ class Queue:
             raise
 
     def _verdict(self, work: Work) -> str | None:
-        """Why it can't run any more."""
+        """Return the reason why it cannot run any more; None if it can."""
         if work.gpus > self._count:
             return f"needs {work.gpus} GPUs"
         return "no time was left" if time.monotonic() + work.seconds > self._until else None
@@ -138,7 +138,7 @@ class Queue:
                 self._changed.notify()
 
     def _command(self, command: str, folder: Path, gpus: list[str], until: float) -> int | None:
-        """Its exit code; None where it was ended for its time."""
+        """Run a command and return its exit code; None if it was ended for its time."""
         source = str(record.ROOT / "src")
         known = os.environ.get("PYTHONPATH")
         settings = {
@@ -176,14 +176,14 @@ class Queue:
 
 
 def outcome(codes: Sequence[int | None]) -> str:
-    """How commands ended, by their exit codes."""
+    """Describe the end of commands by their exit codes."""
     if None in codes:
         return "cut off"
     return "failed" if any(codes) else "done"
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """The process and those that it started, which are one group: asked first, killed after ``END_S``."""
+    """End the process and those that it started, which are one group: asked first, killed after ``END_S``."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, kind)
@@ -201,7 +201,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def visible() -> list[str]:
-    """Names of the GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` has them."""
+    """List the GPUs that this process may use, by their names in ``CUDA_VISIBLE_DEVICES``."""
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -34,7 +34,7 @@ COMMITS = RESULTS / "commits.json"
 
 @cache
 def release() -> str:
-    """The newest version that CHANGELOG.md has as a heading ``## 1.2.3``.
+    """Return the newest version that CHANGELOG.md has as a heading ``## 1.2.3``.
 
     Raises:
         ValueError: there is no such heading.
@@ -55,7 +55,7 @@ def _absent() -> frozenset[str]:
 
 
 def cited(commit: str) -> str:
-    """Name of a commit for a page, marked if this repository does not have that commit."""
+    """Return the name of a commit for a page, marked if this repository does not have that commit."""
     return f"{commit} (not in this repository)" if commit.partition("+")[0] in _absent() else commit
 
 
@@ -81,7 +81,7 @@ def made_at(runs: Iterable[Mapping[str, Any]]) -> str:
 
 
 def summary(values: Sequence[float]) -> dict[str, float | int]:
-    """Median, extremes and number of runs."""
+    """Return the median, extremes and number of runs."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)}
 
 
@@ -92,7 +92,7 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 
 def peak_memory_bytes() -> int:
-    """The largest resident memory of this process so far (Linux)."""
+    """Return the largest resident memory of this process so far (Linux)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Write the recorded results into the pages that quote them, so that nobody types a number.
+"""Write the recorded results into the pages that quote them, so that no number is typed by hand.
 
 A page has blocks ``<!-- results: NAME -->`` ... ``<!-- end -->``. Their text is made from the JSON files under
 ``benchmarks/results/``. The address of publication goes from ``pyproject.toml`` into ``mkdocs.yml`` in the same way.
@@ -18,7 +18,7 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import gpu_queue, record
-from benchmarks.checks import numerics
+from benchmarks.checks import numerics, speed_of_trees, structure
 from benchmarks.engine import (
     batching,
     cpu_vs_llamacpp,
@@ -82,86 +82,86 @@ def _origin(result: dict[str, Any], runs: int) -> str:
 
 
 def llamacpp() -> str:
-    """The race against llama.cpp."""
+    """Render the race against llama.cpp."""
     result = _load("cpu/llamacpp.json")
     runs = next(iter(result["work"].values()))["ratio"]["runs"]
     return cpu_vs_llamacpp.table(result) + "\n" + _origin(result, runs)
 
 
 def llamacpp_formats() -> str:
-    """The same race on files of several formats."""
+    """Render the same race on files of several formats."""
     return cpu_vs_llamacpp.format_table(_load("cpu/llamacpp_formats.json"))
 
 
 def issue_rates_table() -> str:
-    """What a product on the tensor cores takes of its scheduler."""
+    """Render the scheduler time of a product on the tensor cores."""
     return issue_rates.table(_load("h200/issue_rates.json"))
 
 
 def batching_table() -> str:
-    """Continuous against static batching."""
+    """Render continuous against static batching."""
     result = _load("cpu/batching.json")
     runs = next(iter(result["work"].values()))["continuous"]["output_tokens_per_second"]["runs"]
     return batching.table(result) + "\n" + _origin(result, runs)
 
 
 def precision_table() -> str:
-    """Pretraining in bfloat16 beside float32."""
+    """Render pretraining in bfloat16 beside float32."""
     return precisions.table(_load("cpu/precisions.json"))
 
 
 def formats_by_quality() -> str:
-    """Perplexity and bits of number formats on a processor."""
+    """Render perplexity and bits of number formats on a processor."""
     return formats_quality.table(_load("cpu/formats_quality.json"))
 
 
 def step_policies() -> str:
-    """How steps are sized while requests come one by one, simulated."""
+    """Render the simulated sizes of steps while requests arrive one by one."""
     return step_policy.table(_load("cpu/step_policy.json"))
 
 
 def step_policies_long() -> str:
-    """The same where long prompts come among short ones."""
+    """Render the same with long prompts among short ones."""
     return step_policy.long_table(_load("cpu/step_policy.json"))
 
 
 def lora() -> str:
-    """LoRA fine-tuning against transformers + PEFT."""
+    """Render LoRA fine-tuning against transformers + PEFT."""
     result = _load("cpu/lora.json")
     return cpu_lora.table(result) + "\n" + _origin(result, result["work"]["rows"]["ratio"]["runs"])
 
 
 def lora_parts() -> str:
-    """The products and the attention of that, on one thread."""
+    """Render the products and the attention of that, on one thread."""
     result = _load("cpu/lora_parts.json")
     return cpu_lora.parts_table(result) + "\n" + _origin(result, 7).replace("median of 7 rounds", "best of 7")
 
 
 def walk() -> str:
-    """One request through the code, stage by stage."""
+    """Render one request through the code, stage by stage."""
     result = _load("cpu/request_walk.json")
-    origin = _origin(result, result["rounds"]).replace("median of", f"medians of {result['steps']} steps, quickest of")
+    origin = _origin(result, result["rounds"]).replace("median of", f"medians of {result['steps']} steps, fastest of")
     return request_walk.table(result) + "\n" + origin
 
 
 def http() -> str:
-    """HTTP against the engine alone."""
+    """Render HTTP against the engine alone."""
     result = _load("cpu/http.json")
     return http_vs_offline.table(result) + "\n" + _origin(result, result["ratio"]["runs"])
 
 
 def gpu_engine(table: Callable[[dict[str, dict[str, Any]]], str]) -> Callable[[], str]:
-    """One of the tables of the engine on one GPU."""
+    """Return a function that renders one of the tables of the engine on one GPU."""
     return lambda: table(engine_tables.load())
 
 
 def gpu_training(table: Callable[[dict[str, Any]], str], name: str = "train") -> Callable[[], str]:
-    """One of the tables of training on one GPU."""
+    """Return a function that renders one of the tables of training on one GPU."""
     return lambda: table(_load(f"h200/{name}.json"))
 
 
 def clients_table() -> str:
-    """Other people's clients, by feature."""
+    """Render other projects' clients, by feature."""
     result = _load("cpu/clients.json")
     machine = result["environment"]
     origin = f"`{result['command']}`, Python {machine['python']}, {record.made_at(result['clients'].values())}."
@@ -187,19 +187,19 @@ def sinks() -> str:
 
 
 def number_formats() -> str:
-    """Number formats on one GPU."""
+    """Render number formats on one GPU."""
     return format_tables.table(_load("h200/formats.json"), _load("h200/engine_llama-3.1-8b.json"))
 
 
 def decoder_layer() -> str:
-    """One layer in a CUDA graph, with each fusion off in turn."""
+    """Render one layer in a CUDA graph, with each fusion off separately."""
     from benchmarks.engine import decoder_layer  # loads torch
 
     return decoder_layer.table(_load("h200/decoder_layer.json"))
 
 
 def int4_variants() -> str:
-    """A decode step with 4-bit weights, as its kernels came to do more at once."""
+    """Render a decode step with 4-bit weights, over the versions of its kernels."""
     result = _load("h200/int4_variants.json")
     first = result["step_s"]["bf16"]
     lines = ["| weights | " + " | ".join(f"ms, batch {rows}" for rows in first) + " |", "|---" * (1 + len(first)) + "|"]
@@ -211,7 +211,7 @@ def int4_variants() -> str:
 
 
 def operators_reference() -> str:
-    """Every operator of the registry: math, shapes, implementations, accuracy."""
+    """Render every operator of the registry: math, shapes, implementations, accuracy."""
     from transect.ops.registry import all_ops
     from transect.ops.tools.reference import page
 
@@ -219,14 +219,14 @@ def operators_reference() -> str:
 
 
 def all_number_formats() -> str:
-    """Every record of a number format."""
+    """Render every record of a number format."""
     from transect.spec.numbers.page import page
 
     return page()
 
 
 def model_families() -> str:
-    """Every record of a model family, and the stacks that its tiny model could run on with heads of 64."""
+    """Render every record of a model family, and the stacks that its tiny model could run on with heads of 64."""
     from dataclasses import replace
 
     from transect.models import fused_stack, native
@@ -234,7 +234,7 @@ def model_families() -> str:
     from transect.spec.families.registry import families
     from transect.spec.hf import from_hf
 
-    rows = ["| `model_type` | models | on a CPU | on a GPU | of its own | GGUF |", "|---|---|---|---|---|---|"]
+    rows = ["| `model_type` | models | on a CPU | on a GPU | special features | GGUF |", "|---|---|---|---|---|---|"]
     for name, family in families().items():
         config = replace(from_hf(TINY | {"model_type": name, **family.tiny}), head_dim=64)
         refusals = native.refusal(config, 16), fused_stack.refusal(config)
@@ -244,7 +244,7 @@ def model_families() -> str:
 
 
 def training_settings() -> str:
-    """Every setting of a training run."""
+    """Render every setting of a training run."""
     from transect.spec.settings import table
     from transect.train.config import TrainConfig
     from transect.train.config.defaults import BY_TASK
@@ -253,7 +253,7 @@ def training_settings() -> str:
 
 
 def serving_settings() -> str:
-    """Every setting of an engine and of a server, by group."""
+    """Render every setting of an engine and of a server, by group."""
     from transect.cli.serve import NO_OPTIONS
     from transect.engine.config import EngineConfig
     from transect.engine.executors.gpu.options import GPUOptions
@@ -265,69 +265,79 @@ def serving_settings() -> str:
 
 
 def environment_variables() -> str:
-    """Variables of the environment that belong to no single option."""
+    """Render the environment variables that belong to no single option."""
     from transect.cli.environment import VARIABLES
 
     return "\n".join(["| variable | |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in VARIABLES.items())])
 
 
 def kills() -> str:
-    """Checkpoints after kills in the middle of their writing."""
+    """Render checkpoints after kills in the middle of their writing."""
     result, run = _load("cpu/kill_checkpoints.json"), _load("cpu/kill_training.json")
     ranks = _load("cpu/kill_ranks.json")
     first, second = ranks["kills_of_the_first_rank"], ranks["kills_of_the_second_rank"]
     return (
         f"`{result['command']}`: {result['kills']} kills, {result['kills_within_a_write']} of them within a write; the "
-        f"{result['checkpoints_found_and_whole']} checkpoints found afterwards were all whole.\n\n"
+        f"{result['checkpoints_found_and_whole']} checkpoints found afterwards were all complete.\n\n"
         f"`{run['command']}`: {run['kills']} kills of a GRPO run with adapters, {run['kills_within_a_write']} of them "
         f"within a write and {run['kills_between_steps_of_a_rollout']} between two optimizer steps of one rollout; the "
-        f"run was resumed each time, came to its end {run['runs_that_reached_their_end_with_the_same_bits']} times, "
-        "and every loss, adapter and optimizer state had the bits of a run that nobody disturbed.\n\n"
+        f"run was resumed each time, ended {run['runs_that_reached_their_end_with_the_same_bits']} times, "
+        "and every loss, adapter and optimizer state was bit-identical to an undisturbed run.\n\n"
         f"`{ranks['command']}`: {first + second} kills of one of two ranks with sharded weights, {first} of the first "
         f"and {second} of the second, {ranks['kills_within_a_write']} of them within a write; the other rank ended by "
-        f"itself, the {ranks['checkpoints_read_after_a_kill_all_whole']} checkpoints looked at afterwards were whole "
-        "on both, and the run that reached its end had the losses, weights and states of an undisturbed one, to the "
-        "bit.\n"
+        f"itself, the {ranks['checkpoints_read_after_a_kill_all_whole']} checkpoints found afterwards were complete "
+        "on both, and the run that reached its end had losses, weights and states bit-identical to an undisturbed "
+        "run.\n"
     )
 
 
 def serving_kills() -> str:
-    """Kills of a rank of a server under load, on processors and on GPUs."""
+    """Render kills of a rank of a server under load, on processors and on GPUs."""
     paths = ("cpu/kill_serving_ranks.json", "h200/kill_serving_ranks.json")
     return "\n".join(_kills(_load(path)) for path in paths if (record.RESULTS / path).exists())
 
 
 def fail_over() -> str:
-    """Kills and stops of replicas, and what replicas cost while nothing fails."""
+    """Render kills and stops of replicas, and the cost of replicas while nothing fails."""
     found, cost = _load("cpu/fail_over.json"), _load("cpu/replica_cost.json")
     pauses = []
-    for name, what in (("SIGKILL", "a kill"), ("SIGSTOP", "a stop")):
+    for name, what in (("SIGKILL", "kills"), ("SIGSTOP", "a stop")):
         gap = found.get(f"gap_{name}_s")
         if gap is None:
             continue
-        most = f"median {gap['median']:.1f} s, at most {gap['max']:.1f} s, predicted {gap['predicted']:.1f} s"
+        most = f"median {gap['median']:.2f} s, at most {gap['max']:.2f} s, predicted {gap['predicted']:.2f} s"
+        most = f"{most} ({gap['runs']} rounds)"
         pauses.append(f"after {what} {most}")
     alone, behind = cost["alone"], cost["replicas"]
     more, ratio = cost["first_token_ms_more"], cost["tokens_per_s_ratio"]
     pairs = {
         "first token at one stream, ms": "first_token_ms",
         f"tokens/s of {cost['streams']} streams": "tokens_per_s",
-        "processor time of the HTTP process a token, µs": "processor_us_per_token",
+        "CPU time of the HTTP process per token, µs": "processor_us_per_token",
     }
-    costs = [f"{what} {_spread(behind[key])} beside {_spread(alone[key])}" for what, key in pairs.items()]
+    cut = _load("cpu/continuations.json")
+    costs = [f"{what} {_spread(behind[key])} against {_spread(alone[key])}" for what, key in pairs.items()]
+    quiet = (
+        f" The longest pause in a round's streams, with no other work on the machine: {'; '.join(pauses)}. The "
+        "prediction is the detection time plus a prefill of the longest prompt and answer at the measured rate."
+        if pauses
+        else ""
+    )
     return (
         f"`{found['command']}`: {found['signals']} signals at random tokens to three replicas of {found['model']}, "
         f"{found['kills']} of them `kill -9` and {found['stops']} SIGSTOP. Of {found['answers']} answers "
-        f"{found['broken']} were dropped and {found['differing']} differed from an undisturbed one. The longest pause "
-        f"in a round's streams, with one signal and without other work on the machine: {'; '.join(pauses)}. The "
-        "prediction is the time until a death is noticed and a prefill of the longest prompt and answer. The longest "
-        f"pause of all rounds, on a machine with much other work, was {found['longest_gap_s']:.0f} s. "
+        f"{found['broken']} were dropped and {found['differing']} differed from the undisturbed answer.{quiet} The "
+        f"longest pause of all rounds, on a busy machine, was {found['longest_gap_s']:.0f} s. "
         f"On {found['runs'][-1]['processor']}, {record.made_at(found['runs'])}.\n\n"
-        f"`{cost['command']}`: an engine behind replicas beside the same engine alone, without a model and without a "
-        f"failure, median and extremes of {alone['tokens_per_s']['runs']} rounds: {'; '.join(costs)}. Within a round "
-        f"replicas add {more['median']:.2f} ms ({more['min']:.2f} to {more['max']:.2f}) to the first token, and have "
-        f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}) of the tokens/s. On a 2-core machine "
-        f"({cost['processor']}), {record.made_at([cost])}.\n"
+        f"`{cut['command']}`: {cut['workloads']:,} workloads with {cut['continued']:,} answers cut after every token "
+        f"and continued on a checking device, and {cut['runs']:,} workloads with {cut['continued_in_runs']:,} on the "
+        f"CPU's engine with a small model: {cut['differing']} differed. "
+        f"On {cut['sessions'][-1]['processor']}, {record.made_at(cut['sessions'])}.\n\n"
+        f"`{cost['command']}`: an engine behind replicas compared with the same engine alone, without a model "
+        f"and without failures, median and extremes of {alone['tokens_per_s']['runs']} rounds: {'; '.join(costs)}. "
+        f"Within a round replicas add {more['median']:.2f} ms ({more['min']:.2f} to {more['max']:.2f}) to the first "
+        f"token, and reach {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}) of the tokens/s. On a "
+        f"2-core machine ({cost['processor']}), {record.made_at([cost])}.\n"
     )
 
 
@@ -336,9 +346,9 @@ def _spread(values: dict[str, float]) -> str:
 
 
 def _kills(found: dict[str, Any]) -> str:
-    others = " and the others their answer" if found["clients_with_one_error"] < found["clients"] else ""
+    others = " and the others their answers" if found["clients_with_one_error"] < found["clients"] else ""
     gpus = len(found["each"][0]["gpu_mib_more"])
-    held = " and no memory of a GPU was held" if gpus else ""
+    held = " and no GPU memory was held" if gpus else ""
     where = f"{gpus} NVIDIA H200" if gpus else found["runs"][-1]["processor"]
     first = sum(not each.get("rank", 1) for each in found["each"])
     which = (
@@ -350,18 +360,18 @@ def _kills(found: dict[str, Any]) -> str:
         f"`{found['command']}`: {found['kills']} servers on two ranks, {which}, "
         f"{found['clean']} of them without a fault: {found['clients_with_one_error']} of {found['clients']} clients "
         f"got one error within {math.ceil(10 * found['slowest_told_s']) / 10} s{others}, `/health` was red, the "
-        f"server said one error and exited with 1, no process was left{held}, and the next one started. On "
+        f"server reported one error and exited with 1, no process remained{held}, and the next server started. On "
         f"{where}, {record.made_at(found['runs'])}.\n"
     )
 
 
 def pretrain(table: Callable[[dict[str, Any]], str], run: str) -> Callable[[], str]:
-    """One of the tables of a pretraining run on one GPU."""
+    """Return a function that renders one of the tables of a pretraining run on one GPU."""
     return lambda: table(_load("h200/pretrain.json")[run])
 
 
 def pretrain_published() -> str:
-    """Pretraining on Tiny Shakespeare beside nanoGPT's published losses."""
+    """Render pretraining on Tiny Shakespeare beside nanoGPT's published losses."""
     runs = (_load(f"{machine}/pretrain.json")["shakespeare"] for machine in ("h200", "cpu"))
     return pretrain_tables.beside_published(*runs)
 
@@ -467,6 +477,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "serving-kills": serving_kills,
     "fail-over": fail_over,
     "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
+    "structure": lambda: structure.table(_load("cpu/structure.json")),
+    "speed-of-trees": lambda: speed_of_trees.table(_load("cpu/speed_of_trees.json")),
     "training-settings": training_settings,
     "serving-settings": serving_settings,
     "environment-variables": environment_variables,

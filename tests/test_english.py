@@ -1,4 +1,4 @@
-"""Check the rules of plain English that a program can check, and the lengths of pages.
+"""Check the rules of plain English that a program can check: in code, pages and help texts, with their lengths.
 
 ``ALLOWED`` is a ratchet: texts of a folder that break a rule, as counted when the rule came in. Counts may only fall,
 and a folder without an entry has none. ``python tests/test_english.py [PATH ...]`` prints all such texts.
@@ -12,9 +12,18 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from transect.cli import _application
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "transect"
+BENCHMARKS = ROOT / "benchmarks"
+DESCRIPTIONS = BENCHMARKS / "server" / "client_programs"
+"""Programs whose docstrings describe tools to a model."""
 
 OPENER = re.compile(r"(What|Whether|How|Who|Whoever)\b")
 NONE = re.compile(r"\bNone: ")
@@ -116,9 +125,8 @@ def nouns(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_docstrings_of_functions_open_with_a_verb() -> None:
-    found = {
-        f"{path.relative_to(SOURCE)}:{line}": text[:60] for path in SOURCE.rglob("*.py") for line, text in nouns(path)
-    }
+    paths = [*SOURCE.rglob("*.py"), *(path for path in BENCHMARKS.rglob("*.py") if path.parent != DESCRIPTIONS)]
+    found = {f"{path.relative_to(ROOT)}:{line}": text[:60] for path in paths for line, text in nouns(path)}
     assert not found, "begin with a verb: Return the ..., Build a ..., Check that ..."
 
 
@@ -175,6 +183,72 @@ def test_long_pages_say_that_they_are_for_looking_things_up() -> None:
     assert not unmarked, "split the page, or begin it with a line that starts with *Reference"
 
 
+HEADING = re.compile(r"#+ (What|Whether|How|Who|Whose|Whoever|Where|When|Which|Why)\b")
+ITEM = re.compile(r"\s*([*-]|\d+\.) (\*\*)?(What|Whether|How|Who|Whose|Whoever)\b")
+HEADER_CELL = re.compile(r"\|\s*(what|whether|how|who|whose)\b", re.IGNORECASE)
+GENERATED = re.compile(r"<!-- results: .*?<!-- end -->|^```.*?^```", re.DOTALL | re.MULTILINE)
+"""Blocks of a page that come from results, and code."""
+PAGES = sorted([*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def page_faults(page: str) -> Iterator[tuple[int, str, str]]:
+    """Yield line, rule and text of prose that breaks a rule: openers of headings, items and tables, and pictures."""
+    prose = GENERATED.sub(lambda block: "\n" * block[0].count("\n"), page)
+    lines = prose.splitlines()
+    for number, line in enumerate(lines, 1):
+        is_header = line.startswith("|") and number < len(lines) and lines[number].startswith("|--")
+        if HEADING.match(line):
+            yield number, "heading", line
+        if ITEM.match(line) or (is_header and HEADER_CELL.search(line)):
+            yield number, "opener", line
+        if PICTURE.search(line):
+            yield number, "picture", line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_keep_the_rules(page: Path) -> None:
+    assert not list(page_faults(page.read_text()))
+
+
+def test_the_checker_of_pages_sees_each_fault() -> None:
+    page = (
+        "# How it runs\n\n* What it does\n\n| what | size |\n|---|---|\n| how | 1 |\n\nIt goes on.\n"
+        "```\n# What a comment may say\n```\n<!-- results: x -->\nnobody\n<!-- end -->\n"
+    )
+    assert [(line, rule) for line, rule, _ in page_faults(page)] == [
+        (1, "heading"),
+        (3, "opener"),
+        (5, "opener"),
+        (9, "picture"),
+    ]
+
+
+HELP_CHARACTERS, SUMMARY_CHARACTERS = 140, 160
+"""Longest help text of an option, and longest first paragraph of a command's."""
+
+
+def help_texts(command: Any, name: str) -> Iterator[tuple[str, str, int]]:
+    """Yield name, text and longest permitted length of the help of a command, of its options and of its children."""
+    yield name, " ".join((command.help or "").split("\n\n")[0].split()), SUMMARY_CHARACTERS
+    for option in command.params:
+        yield f"{name} {option.opts[0]}", getattr(option, "help", None) or "", HELP_CHARACTERS
+    for child, each in getattr(command, "commands", {}).items():
+        yield from help_texts(each, f"{name} {child}")
+
+
+def test_help_texts_are_short_and_plain() -> None:
+    program = typer.main.get_command(_application())
+    context = program.make_context("transect", [], resilient_parsing=True)
+    every = (program.get_command(context, name) for name in program.list_commands(context))
+    found = [text for command in every for text in help_texts(command, command.name)]
+    assert len(found) > 400
+    faults = [
+        (name, text) for name, text, most in found if len(text) > most or OPENER.match(text) or PICTURE.search(text)
+    ]
+    assert not faults
+    assert not [name for name, text, most in found if not text and most == SUMMARY_CHARACTERS]
+
+
 def main() -> None:
     paths = [Path(name) for name in sys.argv[1:]] or [SOURCE]
     files = (file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py"))))
@@ -183,6 +257,9 @@ def main() -> None:
             print(f"{file}:{line}: {rule}: {' '.join(text.split())[:110]}")
         for line, text in nouns(file):
             print(f"{file}:{line}: noun: {' '.join(text.split())[:110]}")
+    for page in PAGES:
+        for line, rule, text in page_faults(page.read_text()):
+            print(f"{page}:{line}: {rule}: {text[:110]}")
 
 
 if __name__ == "__main__":

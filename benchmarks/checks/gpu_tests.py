@@ -3,7 +3,7 @@
     python benchmarks/checks/gpu_tests.py [FILE ...] [--out OUT] [--workers N] [--limit SECONDS] [--parts N]
 
 Without FILE: every file of tests that has such a mark. Results of files that are not run again stay in OUT, each with
-its commit. ``--parts``: a file's tests are dealt out to so many processes, for files whose kernels compile for minutes.
+its commit. ``--parts``: a file's tests are split over this many processes, for files whose kernels compile for minutes.
 Exit 1 where a test failed or a file was cut off by the limit.
 """
 
@@ -29,13 +29,13 @@ OPTIONS = ("-q", "-m", "gpu", "-p", "no:cacheprovider")
 
 
 def marked() -> list[str]:
-    """The files of tests with the mark, from the repository's root."""
+    """List the files of tests with the mark, relative to the repository's root."""
     files = sorted((record.ROOT / "tests").rglob("test_*.py"))
     return [str(file.relative_to(record.ROOT)) for file in files if "mark.gpu" in file.read_text()]
 
 
 def outcome(report: Path) -> dict[str, Any]:
-    """Counts of a JUnit report, and the names of the tests that failed."""
+    """Count the results of a JUnit report, and list the tests that failed."""
     cases = list(ET.parse(report).getroot().iter("testcase"))
     failed = [case.get("name") for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)
@@ -49,14 +49,14 @@ def pytest(*arguments: str, limit: float) -> subprocess.CompletedProcess[str]:
 
 
 def names(file: str, limit: float) -> list[str]:
-    """What pytest calls the tests of a file that have the mark; raises as ``pytest`` does."""
+    """List pytest's names of the marked tests in a file; raises as ``pytest`` does."""
     done = pytest("-o", "addopts=--import-mode=importlib", "--collect-only", file, limit=limit)
     # Of a file outside of the repository it shortens the path.
     return [f"{file}::{line.split('::', 1)[1]}" for line in done.stdout.splitlines() if "::" in line]
 
 
 def run(file: str, limit: float, parts: int = 1) -> dict[str, Any]:
-    """The tests of one file, in ``parts`` processes. One that is cut off has no counts, and says so."""
+    """Run the tests of one file, in ``parts`` processes. A process that is cut off has a note in place of counts."""
     began = time.perf_counter()
 
     def process(tests: list[str]) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 Two ranks train by ``transect train`` and save after every step, each its part of the optimizer's state. After a kill
 the other rank must end by itself, and every checkpoint that has its name must be whole: all files there, each with its
-sum, and no part of a tensor missing. Then the run goes on with ``--resume``. At its end the losses of all steps, the
+sum, and no part of a tensor missing. Then the run continues with ``--resume``. At its end the losses of all steps, the
 weights and the optimizer's state must be those of a run that nobody disturbed, and the next run begins. Writes
 benchmarks/results/cpu/kill_ranks.json.
 """
@@ -42,7 +42,7 @@ ENDS_S = 30.0
 
 
 def write_run(folder: Path, zero: int) -> Path:
-    """A small model of bytes and the file of its run."""
+    """Write a small model of bytes and the file of its run."""
     write_model(folder / "shape", Shape(dim=64, layers=3, heads=2, ffn=192, context=64), chat=True)
     (folder / "text.txt").write_text("".join(f"{i} times {j} is {i * j}.\n" for i in range(40) for j in range(12)))
     file = folder / "run.toml"
@@ -55,7 +55,7 @@ def write_run(folder: Path, zero: int) -> Path:
 
 
 def start(file: Path, run_dir: Path) -> subprocess.Popen[bytes]:
-    """The command, from the start or from the last checkpoint."""
+    """Start the command, from the beginning or from the last checkpoint."""
     command = [sys.executable, "-m", "transect", "train"]
     if list_steps(run_dir):
         command += ["--resume", "--run", str(run_dir)]
@@ -67,7 +67,7 @@ def start(file: Path, run_dir: Path) -> subprocess.Popen[bytes]:
 
 
 def second_rank(process: subprocess.Popen[bytes]) -> int | None:
-    """The process of the rank that the first one has started, once it is there."""
+    """Find the process of the rank that the first one has started, if it exists yet."""
     try:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     except OSError:
@@ -76,7 +76,7 @@ def second_rank(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended within a while."""
+    """Check if a process ends soon."""
     until = time.monotonic() + ENDS_S
     while time.monotonic() < until:
         try:
@@ -89,7 +89,7 @@ def gone(pid: int) -> bool:
 
 
 def bits(run_dir: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """What must be the same: losses and norms of all steps, and the tensors of the last checkpoint."""
+    """Read the data that must be equal: losses and norms of all steps, and the tensors of the last checkpoint."""
     lines = [(line["loss"], line["gradient_norm"]) for line in read_log(run_dir) if "gradient_norm" in line]
     last = newest(run_dir)
     return lines, {**last.tensors, **load_file(last.path / "model.safetensors")}

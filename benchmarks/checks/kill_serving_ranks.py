@@ -3,7 +3,7 @@
     python benchmarks/checks/kill_serving_ranks.py [--kills 10] [--rank 1] [--device cuda] [--seed 20] [--add FILE ...]
         [--out FILE]
 
-Each time a server (``transect serve --tensor-parallel-size 2``, random weights) is started anew, which shows that a
+Each time a server (``transect serve --tensor-parallel-size 2``, random weights) is restarted, which shows that a
 restart works after the kill before. Clients ask for long answers, half of them as streams; meanwhile the second rank
 (or, with ``--rank 0``, the first, which is the engine's process) is killed with SIGKILL. Then each client must have
 one end (an answer or one error), ``/health`` be red, the server exit with 1 by itself and say one error, no process
@@ -40,7 +40,8 @@ CLIENTS, ANSWER, PATIENCE_S = 6, 900, 60.0
 
 
 def end_of(url: str, stream: bool) -> str:
-    """How a request ends for its client: ``done``, or the code of its one error; more than one end is an error."""
+    """Follow a request to its end for the client: ``done``, or the code of its one error; more than one end is an
+    error."""
     body = {"model": "m", "prompt": "hello", "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": stream}, timeout=PATIENCE_S) as response:
         if not stream or response.status_code != 200:
@@ -56,7 +57,7 @@ def end_of(url: str, stream: bool) -> str:
 
 
 def children(pid: int) -> list[int]:
-    """All processes that come of one."""
+    """List all descendants of a process."""
     found, todo = [], [pid]
     while todo:
         each = todo.pop()
@@ -77,7 +78,7 @@ def lives(pid: int) -> bool:
 
 
 def ends(pids: list[int], within: float) -> list[int]:
-    """Those that still live after a while."""
+    """Return the processes that still live after a while."""
     until = time.monotonic() + within
     while (left := [pid for pid in pids if lives(pid)]) and time.monotonic() < until:
         time.sleep(0.05)
@@ -85,7 +86,7 @@ def ends(pids: list[int], within: float) -> list[int]:
 
 
 def gpu_memory() -> list[int]:
-    """MiB in use on each GPU that this process sees; none without GPUs."""
+    """List the MiB in use on each GPU that this process sees; empty without GPUs."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
@@ -186,7 +187,7 @@ def main() -> None:
 
 
 def summed(device: str, found: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is kept of kills, and of the machines and commits of the runs that made them."""
+    """Summarize kills, with the machines and commits of their runs."""
     return {
         "command": f"python benchmarks/checks/kill_serving_ranks.py --device {device}",
         "kills": len(found),

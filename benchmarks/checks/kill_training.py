@@ -37,11 +37,11 @@ from transect.train.loop.trainer import Trainer
 
 STEPS = 14
 EXACT = ("loss", "gradient_norm", "reward", "ratio", "kl", "clipped")
-"""What of a step's line in the log must be the same."""
+"""Fields of a step's line in the log that must be equal."""
 
 
 def write_base(folder: Path) -> Path:
-    """A small model of bytes with random weights."""
+    """Write a small model of bytes with random weights."""
     write_model(folder / "shape", Shape(dim=32, layers=2, heads=2, ffn=64, context=64), chat=True)
     (folder / "text.jsonl").write_text(json.dumps({"text": "a model of bytes " * 40}) + "\n")
     config = {
@@ -52,7 +52,7 @@ def write_base(folder: Path) -> Path:
 
 
 def run_config(folder: Path, base: Path, run_dir: Path) -> TrainConfig:
-    """The run that is killed."""
+    """Configure the run that is killed."""
     rows = "".join(json.dumps({"prompt": f"{i} or {i + 1}?", "answer": str(i)}) + "\n" for i in range(12))
     (folder / "prompts.jsonl").write_text(rows)
     (folder / "judge.py").write_text("def judge(answer, record):\n    return len(set(answer)) % 4\n")
@@ -74,7 +74,7 @@ def run_config(folder: Path, base: Path, run_dir: Path) -> TrainConfig:
 
 
 def train(config: TrainConfig) -> None:
-    """Begin the run, or go on with it, to its end."""
+    """Begin or continue the run, to its end."""
     run_dir = Path(config.run_dir)
     found = newest(run_dir) if any(run_dir.glob("step-*")) else None
     trainer = Trainer(config, found)
@@ -84,7 +84,8 @@ def train(config: TrainConfig) -> None:
 
 
 def bits(run_dir: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], Any]:
-    """What must be the same: lines of the log, tensors of the last checkpoint, and which checkpoint was the best."""
+    """Read the data that must be equal: lines of the log, tensors of the last checkpoint, and the step of the best
+    one."""
     lines = [{k: line[k] for k in EXACT if k in line} for line in read_log(run_dir)]
     last = newest(run_dir)
     return lines, dict(last.tensors), last.state["best"]

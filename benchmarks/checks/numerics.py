@@ -31,7 +31,7 @@ SANITIZER = record.RESULTS / "h200" / "sanitizer.json"
 
 
 def implementations(device: str) -> list[tuple[str, str, str]]:
-    """(operator, implementation, dtype) of every kernel for a kind of device."""
+    """List (operator, implementation, dtype) of every kernel for a kind of device."""
     backends = ("triton", "cuda") if device == "cuda" else ("cpu",)
     return [
         (op.name, name, dtype)
@@ -43,8 +43,8 @@ def implementations(device: str) -> list[tuple[str, str, str]]:
 
 
 def measure(which: tuple[str, str, str], device: str) -> dict[str, Any]:
-    """The worst of one implementation in one dtype. ``ratio``: its error over what torch's operator, or rounding the
-    right answer, makes; allowed is ``Op.error_ratio``."""
+    """Measure the worst error of one implementation in one dtype. ``ratio``: its error over that of torch's operator,
+    or of rounding the exact answer; ``Op.error_ratio`` is allowed."""
     all_ops()
     name, label, dtype = which
     op = get(name)
@@ -73,7 +73,7 @@ def measure(which: tuple[str, str, str], device: str) -> dict[str, Any]:
 
 
 def merge(kept: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The new rows, and those kept of kernels that the new run did not come to; each names its commit."""
+    """Merge the new rows with the kept rows of kernels that the new run did not measure; each names its commit."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for made in (kept, new):
         for row in made["rows"]:
@@ -85,7 +85,8 @@ def merge(kept: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each implementation, a column for each dtype, and why more than twice torch's error is allowed."""
+    """Format a line for each implementation, a column for each dtype, and the reason if more than twice torch's error
+    is allowed."""
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     lines = [f"| operator | implementation | {' | '.join(dtypes)} | why above 2 |", "|---|---|" + "---:|" * len(dtypes)]
     lines[1] += "---|"
@@ -98,7 +99,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def page() -> str:
-    """The recorded table, and what the sanitizer found.
+    """Format the recorded table, and the sanitizer's findings.
 
     Raises:
         FileNotFoundError: nothing is recorded.
@@ -121,7 +122,8 @@ def page() -> str:
 
 
 def controls(sanitizer: dict[str, Any]) -> str:
-    """What racecheck says of rings that are right by construction, beside those in which it found something."""
+    """Format racecheck's findings for rings that are correct by construction, beside those in which it found
+    something."""
     raced = ", ".join(f"`{name}`" for name in sanitizer["tools"]["racecheck"]["races"])
     if not raced or not sanitizer.get("controls"):
         return ""
@@ -130,9 +132,9 @@ def controls(sanitizer: dict[str, Any]) -> str:
         for kind, said in sanitizer["controls"].items()
     )
     return (
-        f" What racecheck shows is in {raced}, whose rings are filled again and again: a warp's reads against the copy "
-        "that fills the slot anew, though all its lanes have passed `__syncwarp` before one of them gives the slot "
-        "back. What it says of rings that do nothing else, of CUDA's own library and of our helpers, right and with a "
+        f" racecheck reports hazards in {raced}, whose ring slots are reused: a warp's reads against the copy "
+        "that refills the slot, although all its lanes have passed `__syncwarp` before one of them releases the slot. "
+        "Its reports for minimal rings, with CUDA's own library and with our helpers, correct and with a planted "
         "race:\n\n"
         f"| a ring of two slots (`benchmarks/checks/sanitizer_control.cu`) | racecheck |\n|---|---|\n{rows}\n"
     )

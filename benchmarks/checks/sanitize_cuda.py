@@ -3,7 +3,7 @@
 Of the Hopper kernel for 17 to 256 rows, which has many ways to cut a product up, every cut with every way to share K;
 of the kernel for fewer rows also products with a norm beside them. Of the kernels for 4-bit weights cuts that
 fill a stage of their ring again. ``scaled8_chain.cu``, ``int4_chain.cu`` and ``gguf_chain.cu``
-are no operators and are run too.
+are not operators and are run too.
 
 In ``int4_matmul.cu`` one lane of a warp arrives at a barrier for all, which racecheck does not follow, so it reports
 races. So it also gets a build in which every lane arrives, and which is the same otherwise (TRANSECT_EVERY_LANE).
@@ -68,7 +68,7 @@ CONTROLS = {
 
 
 def examples(op: Op) -> list[dict[str, Any]]:
-    """The operator's examples, and the further ones as random tensors."""
+    """List the operator's examples, and the further ones as random tensors."""
     more = [{key: torch.randn(shape) for key, shape in sizes.items()} for sizes in EXTRA.get(op.name, ())]
     return [*map(dict, op.examples()), *more]
 
@@ -265,13 +265,13 @@ def control(kind: str) -> int:
 
 
 def watch(sanitizer: str, tool: str, *arguments: str) -> subprocess.Popen[str]:
-    """This file with such arguments under a tool of the sanitizer."""
+    """Start this file with these arguments under a tool of the sanitizer."""
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def findings(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
-    """What a tool said when it is done: to be kept, and in full."""
+    """Return a tool's findings when it is done: a summary to record, and the full text."""
     text, _ = process.communicate()
     lines = text.splitlines()
     races = Counter(re.findall(r"Race reported between \w+ access at (?:void )?([^(]+<[^>]*>|\w+)", text))

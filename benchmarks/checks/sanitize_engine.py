@@ -38,7 +38,7 @@ REQUESTS = 12
 
 
 def inside(graphs: bool) -> None:
-    """Prompts of one to several blocks, decodes, every kind of sampling, a shared prefix, an abort."""
+    """Run prompts of one to several blocks, decodes, every kind of sampling, a shared prefix, an abort."""
     from transect.engine.frontends.llm import LLM
     from transect.engine.scheduling.sampling_params import SamplingParams
 

@@ -1,4 +1,4 @@
-"""What each trick of the GPU engine is worth: the same short work with one of them off in turn.
+"""Gains of the GPU engine's optimizations: the same short work with each of them off.
 
 Prefill of 256 prompts of 512 tokens, then decode steps of all of them, of 64 and of 1 (median of the steps).
 """
@@ -34,7 +34,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 BATCHES = (256, 64, 1)
 STEPS = 48
 LONGEST_S = 1.0
-"""After so many seconds at one batch no further steps are timed."""
+"""Seconds at one batch after which no further steps are timed."""
 
 
 def built(build: Callable[..., LLM], tricks: Mapping[str, Any] | None = None, **settings: Any) -> LLM:
@@ -45,7 +45,7 @@ def built(build: Callable[..., LLM], tricks: Mapping[str, Any] | None = None, **
 
 
 def short_work(llm: LLM, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Seconds of the prefill, and of a decode step by batch."""
+    """Measure the seconds of the prefill, and of a decode step by batch."""
     params = SamplingParams(max_tokens=len(BATCHES) * (STEPS + 8) + 64, temperature=0.6, ignore_eos=True)
     start = time.perf_counter()
     names = [llm.submit(prompt, params) for prompt in prompts]
@@ -77,8 +77,8 @@ def ablation(
     keep: Callable[[dict[str, Any]], None],
     warm: int,
 ) -> dict[str, Any]:
-    """The short work on an engine for each entry of ``ABLATIONS``. ``keep`` is called with what there is after each,
-    and each gets the first ``warm`` prompts before."""
+    """Run the short work on an engine for each entry of ``ABLATIONS``. ``keep`` is called with the results so far after
+    each, and each gets the first ``warm`` prompts before."""
     found: dict[str, Any] = {}
     for name, settings in ABLATIONS.items():
         llm = None

@@ -28,7 +28,7 @@ PERCENTILES = (50, 95, 99)
 
 
 def workload(requests: int, rate: float, seed: int) -> list[tuple[float, list[int], int]]:
-    """(arrival in seconds, prompt token ids, output tokens), the same for both policies."""
+    """Generate (arrival in seconds, prompt token ids, output tokens), the same for both policies."""
     rng = random.Random(seed)
     at, load = 0.0, []
     for _ in range(requests):
@@ -71,7 +71,7 @@ def run(engine: Any, load: Sequence[tuple[float, list[int], int]]) -> dict[str, 
 
 
 def percentile(values: Sequence[float], share: int) -> float:
-    """The smallest value that ``share`` percent of the values do not exceed."""
+    """Return the smallest value that ``share`` percent of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * share // 100) - 1)]
 
@@ -88,7 +88,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def plot(pooled: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """The distribution of both times under each policy, at the first rate."""
+    """Plot the distribution of both times under each policy, at the first rate."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -50,7 +50,7 @@ DEFAULT_OUT = record.RESULTS / "h200" / "decoder_layer.json"
 
 
 def floor(config: ModelConfig, rows: int) -> dict[str, float]:
-    """Seconds: products and attention."""
+    """Compute the floor in seconds: products and attention."""
     products = 0.0
     for (outputs, inputs), _ in linear_shapes(config).values():
         products += max(2 * outputs * inputs / READ, 2 * rows * outputs * inputs / RATE)
@@ -59,19 +59,19 @@ def floor(config: ModelConfig, rows: int) -> dict[str, float]:
 
 
 def measure(work: Callable[[], Any], replays: int) -> dict[str, float | int]:
-    """Seconds of one replay of a graph of ``work``."""
+    """Measure the seconds of one replay of a graph of ``work``."""
     return record.summary(graph_times([work], replays))
 
 
 def sizes_of(name: str) -> ModelConfig:
-    """The sizes of a preset, or of one rank's part of it: ``llama-3.1-8b/2`` is cut between two ranks."""
+    """Return the sizes of a preset, or of one rank's part of it: ``llama-3.1-8b/2`` is split between two ranks."""
     model, _, ranks = name.partition("/")
     return PRESETS[model].local(int(ranks or 1))
 
 
 class Chain:
     """Some layers of a model (see ``sizes_of``) on random weights, and a decode batch over filled caches. A rank's
-    layers do not wait for sums: what it computes is the part of one."""
+    layers do not wait for sums: they compute one rank's part."""
 
     def __init__(self, name: str, rows: int) -> None:
         self.config = dataclasses.replace(sizes_of(name), n_layers=LAYERS.get(name, OTHERS), vocab_size=64)
@@ -96,7 +96,7 @@ class Chain:
     def stack(
         self, fusions: Fusions | None = None, *, ops: OpSet | None = None, **replaced: Any
     ) -> Callable[[], torch.Tensor]:
-        """All layers, as a call, on ``ops`` with ``replaced`` instead of some."""
+        """Build all layers as a call on ``ops``, of which ``replaced`` are replaced."""
         self.model.ops = dataclasses.replace(ops or self.ops, **replaced)
         for module in self.model.modules():
             if isinstance(module, Dense):
@@ -107,7 +107,7 @@ class Chain:
         return lambda: stack(self.x, self.positions, self.context)
 
     def parts(self) -> Iterator[tuple[str, Callable[[], Any], float]]:
-        """(operator, a call for all layers, the floor of one layer's)."""
+        """Yield (operator, a call for all layers, the floor of one layer's)."""
         config, rows, ops = self.config, self.rows, self.ops
         layers = FusedStack(self.model, max_positions=CONTEXT)._layers
         x = self.x
@@ -158,7 +158,7 @@ class Chain:
 
 
 def variants(chain: Chain) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The layer with everything on, and each thing off in turn; norms are in the products with all on only."""
+    """Yield the layer with everything on, and each thing off separately; norms are in the products only with all on."""
     yield "all", chain.stack()
     yield "norms in products off", chain.stack(stream_products=None)
     for name in ("qkv", "gate_up", "add_norm", "rotary_write"):
@@ -201,7 +201,7 @@ def run(name: str, rows: int, replays: int, quick: bool) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A Markdown table: the layer with everything on, and with each thing off."""
+    """Format a Markdown table: the layer with everything on, and with each thing off."""
     names = list(result["results"][0]["variants"])
     lines = ["| model | rows | floor, µs | " + " | ".join(names) + " | of floor |", "|---|" + "---|" * (len(names) + 3)]
     for row in result["results"]:

@@ -53,18 +53,18 @@ DEFAULT_MODELS = "llama-3.1-8b,qwen3-0.6b,qwen3-8b"
 
 
 def engine(model: str, **settings: Any) -> LLM:
-    """On random weights; no prefix cache, so that nothing is saved by chance."""
+    """Build an engine on random weights; without a prefix cache, so that no prompt is cached by chance."""
     return LLM(model, load_format="dummy", enable_prefix_caching=False, max_model_len=2048, seed=0, **settings)
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """PROMPT random tokens each."""
+    """Generate PROMPT random tokens each."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 10000, (count, PROMPT), generator=generator).tolist()
 
 
 def large(model: str) -> bool:
-    """Whether a run of hundreds of prompts takes seconds: it is then warmed up with fewer."""
+    """Check if a run of hundreds of prompts takes seconds: it is then warmed up with fewer."""
     return PRESETS[model].dim >= 2048
 
 
@@ -75,7 +75,7 @@ def release() -> None:
 
 
 def decode(llm: LLM, model: str, batch: int, runs: int) -> dict[str, Any]:
-    """Seconds of a step, and of an output token of one sequence."""
+    """Measure the seconds of a step, and of an output token of one sequence."""
     spare = -(-batch * PROMPT // 8192) + 2
     found = [decode_steps(llm, prompts(batch, seed), STEPS, spare) for seed in range(runs)]
     floor = step_floor(PRESETS[model], [Row(1, length) for length in found[0].middle], RATES)
@@ -88,7 +88,7 @@ def decode(llm: LLM, model: str, batch: int, runs: int) -> dict[str, Any]:
 
 
 def prefill(llm: LLM, model: str, runs: int) -> dict[str, Any]:
-    """256 prompts of 512 tokens, one token drawn for each."""
+    """Measure 256 prompts of 512 tokens, one token drawn for each."""
     prefill_seconds(llm, prompts(48 if large(model) else 256, runs))
     times = record.summary([prefill_seconds(llm, prompts(256, seed)) for seed in range(runs)])
     floor = step_floor(PRESETS[model], [Row(PROMPT, PROMPT)] * 256, RATES).seconds
@@ -99,7 +99,7 @@ def prefill(llm: LLM, model: str, runs: int) -> dict[str, Any]:
 
 
 def throughput(llm: LLM, model: str, runs: int) -> dict[str, Any]:
-    """The protocol of nano-vllm and mini-sglang, with the energy that it takes where NVML tells."""
+    """Run the protocol of nano-vllm and mini-sglang, with the energy that it takes if NVML reports it."""
     work = throughput_protocol()
     out = sum(each.output_tokens for each in work)
     into = sum(len(each.prompt) for each in work)
@@ -144,14 +144,14 @@ def throughput(llm: LLM, model: str, runs: int) -> dict[str, Any]:
 
 
 def trace(llm: LLM, model: str, batch: int, mixed: bool) -> dict[str, Any]:
-    """Where the time of a decode step goes, beside the floor of a step half-way."""
+    """Trace the time of a decode step, beside the floor of a step half-way."""
     middle = PROMPT + WARM + TIMED // 2
     floor = step_floor(PRESETS[model], [Row(1, middle)] * batch, RATES).seconds
     return {**traced_steps(llm, prompts(batch, 1), mixed), "floor_s": floor}
 
 
 def deterministic(model: str, fast: dict[str, Any] | None) -> dict[str, Any]:
-    """The throughput protocol in batch-invariant mode, beside the usual one of the same run."""
+    """Run the throughput protocol in batch-invariant mode, beside the usual one of the same run."""
     rates = {} if fast is None else {"fast": fast}
     for name in ("deterministic",) if rates else ("fast", "deterministic"):
         llm = engine(model, deterministic=name == "deterministic")
@@ -178,19 +178,19 @@ print("STARTUP", imported - start, built - imported, time.time() - built)
 
 
 def build_parts(printed: str) -> dict[str, float]:
-    """Seconds by part, from what an engine prints when it starts."""
+    """Parse the seconds by part from an engine's start-up line."""
     line = next(line for line in printed.splitlines() if "start-up: " in line).split("start-up: ")[1]
     return {name.strip(): float(seconds) for name, seconds in re.findall(r"([^,]+?) ([\d.]+) s(?:,|$)", line)}
 
 
 def since_start() -> float:
-    """Seconds since this process began (Linux)."""
+    """Return the seconds since this process began (Linux)."""
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
     return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def first_start(model: str) -> tuple[LLM, list[dict[str, Any]]]:
-    """An engine, and what it took from the beginning of this process to its first token."""
+    """Build an engine, and measure the time from the beginning of this process to its first token."""
     imported = since_start()
     printed = io.StringIO()
     with redirect_stderr(printed):
@@ -246,7 +246,7 @@ class Kept:
             self.environment["gpu"] = torch.cuda.get_device_name()
 
     def put(self, section: str, result: Any) -> None:
-        """In place of an earlier result of this section."""
+        """Replace an earlier result of this section."""
         kept = json.loads(self.path.read_text()) if self.path.exists() else {"environment": {}, "sections": {}}
         kept["environment"] = self.environment
         kept["sections"][section] = {"commit": self.commit, "version": self.environment["version"], "result": result}
@@ -265,7 +265,7 @@ class Kept:
 
 
 def measure(model: str, sections: set[str], kept: Kept, runs: int, fresh: bool) -> None:
-    """The sections of one model."""
+    """Measure the sections of one model."""
     if "startup" in sections:
         kept.attempt("startup", lambda: startup(model))
     fast = None
@@ -299,7 +299,7 @@ def measure(model: str, sections: set[str], kept: Kept, runs: int, fresh: bool) 
 
 
 def merge(directory: Path, out: Path) -> None:
-    """Sections of every ``engine_*.json`` in ``directory`` into the files of the same names in ``out``."""
+    """Merge the sections of every ``engine_*.json`` in ``directory`` into the files of the same names in ``out``."""
     for path in sorted(directory.glob("engine_*.json")):
         new, target = json.loads(path.read_text()), out / path.name
         known = json.loads(target.read_text()) if target.exists() else {"sections": {}}

@@ -98,7 +98,7 @@ HOSTILE: dict[str, Callable[[], tuple[str, str]]] = {
 
 
 def vocabulary() -> tuple[list[bytes], set[int], int]:
-    """Bytes of VOCAB tokens, which of them are special, and the one that ends an answer."""
+    """Return the bytes of VOCAB tokens, the special ones, and the one that ends an answer."""
     from transect.checkpoints.pull import pull
     from transect.formats.gguf_file import GGUFFile
     from transect.text.tokenizer import Tokenizer
@@ -220,7 +220,7 @@ LIBRARIES: dict[str, Callable[[], Library]] = {"llguidance": LLGuidance, "xgramm
 
 
 def answer(library: Library, seed: int) -> Iterator[dict[str, float]]:
-    """Seconds for the mask and for the token, one after another, of a random answer."""
+    """Yield the seconds for the mask and for the token of each step of a random answer."""
     rng = random.Random(seed)
     library.begin()
     for _ in range(ANSWER_TOKENS):
@@ -239,7 +239,7 @@ def answer(library: Library, seed: int) -> Iterator[dict[str, float]]:
 
 
 def case(library: Library, kind: str, text: str, seeds: int) -> dict[str, Any]:
-    """One grammar: how it ends, and what it costs."""
+    """Measure one grammar: its result and its costs."""
     before, began = record.peak_memory_bytes(), time.process_time()
     result: dict[str, Any] = {"bytes": len(text)}
     try:
@@ -262,7 +262,8 @@ def case(library: Library, kind: str, text: str, seeds: int) -> dict[str, Any]:
 
 
 def suite(library: Library, folder: Path) -> dict[str, Any]:
-    """Counts over JSON-Schema-Test-Suite; a schema that the library refuses is not a mistake, but not covered."""
+    """Count the results over JSON-Schema-Test-Suite; a schema that the library refuses is not a mistake, but not
+    covered."""
     counts = dict.fromkeys(("schemas", "refused", "valid", "valid_rejected", "invalid", "invalid_accepted"), 0)
     for path in sorted(folder.glob("*.json")):
         for group in json.loads(path.read_text()):
@@ -292,7 +293,7 @@ def in_process(library: str, what: str, *more: str) -> dict[str, Any]:
 
 
 def run_case(library: str, what: str, folder: str | None) -> None:
-    """In the process of a case."""
+    """Run one case in its own process."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     began = time.process_time()
     made = LIBRARIES[library]()
@@ -308,7 +309,7 @@ def run_case(library: str, what: str, folder: str | None) -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """For the page on structured output."""
+    """Format the table of the page on structured output."""
     libraries = result["libraries"]
     names = [f"{name} {found['version']}" for name, found in libraries.items()]
     lines = [f"| grammar | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]

@@ -46,7 +46,7 @@ BEGINNINGS = ("The capital of France is", "Once upon a time there was a", "Water
 
 
 def decode(model: str, quantization: str | None, batches: list[int], runs: int) -> dict[str, Any]:
-    """Seconds of a step by batch, beside the floor, and the kernels of a step of one sequence."""
+    """Measure the seconds of a step by batch, beside the floor, and the kernels of a step of one sequence."""
     llm = engine(model, quantization=quantization)
     name = quantization or "bfloat16"
     print(f"{name}: {llm.kernels}", flush=True)
@@ -70,7 +70,7 @@ def decode(model: str, quantization: str | None, batches: list[int], runs: int) 
 
 
 def quality(model: str) -> dict[str, Any]:
-    """Perplexity and greedy text: weights as they are, in 4 bits, and as the values that these stand for."""
+    """Measure perplexity and greedy text: weights as they are, in 4 bits, and as the values of the 4-bit codes."""
     ways: dict[str, dict[str, Any]] = {
         "as in the file": {},
         "int4": {"quantization": "int4"},

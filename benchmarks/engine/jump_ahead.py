@@ -35,7 +35,7 @@ PROMPT = "Fill in the customer's record as JSON.\n"
 
 
 def run(llm: LLM, rows: int) -> tuple[float, int, int, list[list[int]]]:
-    """Seconds, steps, tokens that were not drawn, and the answers."""
+    """Return seconds, steps, tokens that were not drawn, and the answers."""
     params = [SamplingParams(max_tokens=200, seed=row, structured_outputs=FORM) for row in range(rows)]
     before = llm.stats()
     began = time.perf_counter()
@@ -47,7 +47,7 @@ def run(llm: LLM, rows: int) -> tuple[float, int, int, list[list[int]]]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Both ways, by rows."""
+    """Format both ways, by rows."""
     lines = [
         "| rows | tokens of the answers | forced | steps, drawn one by one | steps | time |",
         "|---|---|---|---|---|---|",

@@ -46,7 +46,7 @@ def drawn(work: list[Work]) -> int:
 
 
 def predictions() -> dict[str, float]:
-    """Tokens a second of the protocol."""
+    """Predict the protocol's tokens per second."""
     work, found = throughput_protocol(), {}
     sums = json.loads((record.RESULTS / "h200" / f"tp_{BASE}.json").read_text())["sections"]["tp2 links"]["result"]
     hops = MeasuredLinks({int(size): seconds for size, seconds in sums["library"].items()}).among(GPUS)
@@ -57,7 +57,7 @@ def predictions() -> dict[str, float]:
 
 
 def result(name: str, seconds: float, said: dict[str, float]) -> dict[str, Any]:
-    """What the protocol gave, beside the prediction and the floor of two GPUs that share the work evenly."""
+    """Return the protocol's result, beside the prediction and the floor of two GPUs that share the work evenly."""
     work = throughput_protocol()
     parts = batch_floor(PRESETS[BASE], lengths_of(work), RATES, layout=RankLayout(tensor=GPUS))
     floor = sum(part.seconds for part in parts)
@@ -81,14 +81,14 @@ def warm(llm: LLM) -> None:
 
 
 def stages(kept: Kept, said: dict[str, float]) -> None:
-    """Two stages, this process and another."""
+    """Measure two stages, in this process and another."""
     llm = engine(BASE, pipeline_parallel_size=GPUS)
     warm(llm)
     kept.attempt("stages throughput", lambda: result("stages", run_all(llm, throughput_protocol())[0], said))
 
 
 def share(part: int, begin: Path, out: Path) -> None:
-    """One engine's part of the requests; says when it began and ended."""
+    """Run one engine's part of the requests; records when it began and ended."""
     llm = engine(BASE)
     warm(llm)
     work = throughput_protocol()[part::GPUS]
@@ -101,7 +101,7 @@ def share(part: int, begin: Path, out: Path) -> None:
 
 
 def shares(kept: Kept, said: dict[str, float], folder: Path) -> None:
-    """One engine on each GPU."""
+    """Measure one engine on each GPU."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     begin = folder / "begin"
     children = []

@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import _paths  # noqa: F401
 from benchmarks import record
 from benchmarks.engine.popular_shapes import SHAPES
+from benchmarks.peers import vllm
 from benchmarks.server.load import model_folder
 from transect.bench.offline import prefill_seconds
 from transect.costs.floors import Rates, step_floor
@@ -48,14 +49,12 @@ HEADS = {
 CONTEXTS = (12288, 32768, 131072)
 CHUNK, BLOCK = 4096, 16
 PROMPTS, TOKENS = 12, 12000
-VLLM = {"qwen2.5-7b": 3.61, "llama-3.2-3b": 1.91}
-"""Seconds of vLLM 0.24 for the same prompts on another H200 of the kind: measured apart."""
 BUDGET_S = 0.06
 
 
 def timed(work: Any) -> float:
-    """Seconds of a call on the GPU, the median of as many as fit a few hundredths of a second. Each follows another, so
-    that the GPU never waits for the host."""
+    """Measure the seconds of a call on the GPU, the median of as many as fit a few hundredths of a second. Each follows
+    another, so that the GPU never waits for the host."""
     work()
     torch.cuda.synchronize()
     times: list[float] = []
@@ -71,8 +70,8 @@ def timed(work: Any) -> float:
 
 
 def chunk(heads: int, kv_heads: int, d: int, context: int) -> dict[str, Any]:
-    """One layer's attention of the last CHUNK of ``context`` positions, to blocks that lie side by side, as those of a
-    prompt do where memory was free, and to scattered ones."""
+    """Measure one layer's attention of the last CHUNK of ``context`` positions, to contiguous blocks, as those of a
+    prompt are where memory was free, and to scattered ones."""
     device = torch.device("cuda")
     made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     blocks = context // BLOCK
@@ -123,20 +122,20 @@ def chunk(heads: int, kv_heads: int, d: int, context: int) -> dict[str, Any]:
 
 
 def flash_attention_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-    """Causal from the last key back; all ``[1, tokens, heads, d]``."""
+    """Attend causally from the last key back; all ``[1, tokens, heads, d]``."""
     from fa3_fwd_interface import flash_attn_func
 
     return flash_attn_func(q, k, v, causal=True)
 
 
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """All keys; all ``[1, tokens, heads, d]``."""
+    """Attend to all keys; all ``[1, tokens, heads, d]``."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), enable_gqa=True)
 
 
 def engine(name: str, folder: Path) -> dict[str, Any]:
-    """Seconds for all prompts."""
+    """Measure the seconds for all prompts."""
     config = SHAPES[name].config()
     (folder / "shape").mkdir(exist_ok=True)
     (folder / "shape" / "config.json").write_text(json.dumps(config))
@@ -152,11 +151,11 @@ def engine(name: str, folder: Path) -> dict[str, Any]:
     del llm
     gc.collect()
     torch.cuda.empty_cache()
-    return {"seconds": record.summary(times), "floor_s": least, "vllm_s": VLLM.get(name)}
+    return {"seconds": record.summary(times), "floor_s": least, "vllm_s": vllm.LONG_PROMPTS.get(name)}
 
 
 def page(result: dict[str, Any]) -> str:
-    """For a page: attention to keys in pages, and prompts of 12,000 tokens."""
+    """Format a page: attention to keys in pages, and prompts of 12,000 tokens."""
     before = result["before"]
     lines = [
         "| chunk of 4,096 queries | neighbouring blocks | of floor | scattered | of floor | FlashAttention-3 | cuDNN |",
@@ -173,21 +172,21 @@ def page(result: dict[str, Any]) -> str:
         lines.append(
             f"| {heads} heads of {d}, {kv_heads} key heads, {int(context):,} positions | " + " | ".join(cells) + " |"
         )
-    title = "| 12 prompts of 12,000 tokens | seconds | of floor | kernel before, by turns | all before | vLLM 0.24 |"
+    title = "| 12 prompts of 12,000 tokens | seconds | of floor | previous kernel, in turns | before | vLLM 0.24 |"
     lines += ["", title, "|---" * 6 + "|"]
     for name, each in result["engine"].items():
         median = each["seconds"]["median"]
         cells = [f"{median:.2f} s", f"{each['floor_s'] / median:.0%}"]
         turns = each.get("kernel_before")
         cells.append("" if turns is None else f"{turns['median']:.2f} s")
-        cells += [f"{before['engine'][name]['seconds']['median']:.2f} s", f"{VLLM[name]:.2f} s"]
+        cells += [f"{before['engine'][name]['seconds']['median']:.2f} s", f"{vllm.LONG_PROMPTS[name]:.2f} s"]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     machine = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     runs = [machine] + [machine | {"commit": commit} for commit in result.get("other_commits", ())]
     lines.append(
         f"\n`{result['command']}` on one {result['gpu']}, {versions}, {record.made_at(runs)}; before: commit "
-        f"{record.cited(before['commit'])}. vLLM was measured apart.\n"
+        f"{record.cited(before['commit'])}. vLLM was measured in another run.\n"
     )
     return "\n".join(lines)
 
@@ -214,7 +213,7 @@ def main() -> None:
             work += [("kernel", f"{name} at {context}", (*sizes, context)) for name, sizes in HEADS.items()]
     with tempfile.TemporaryDirectory() as folder:
         if "engine" in options.parts:
-            work += [("engine", name, None) for name in VLLM]
+            work += [("engine", name, None) for name in vllm.LONG_PROMPTS]
         for part, name, sizes in work:
             if time.perf_counter() - began > options.limit:
                 break

@@ -59,13 +59,14 @@ KINDS = {
 
 
 def expert_bytes(config: ModelConfig) -> int:
-    """Bytes of one expert in bfloat16."""
+    """Return the bytes of one expert in bfloat16."""
     assert config.moe is not None
     return 3 * config.moe.expert_dim * config.dim * 2
 
 
 def products(config: ModelConfig, tokens: int) -> dict[str, Any]:
-    """Seconds of gate, up and down of one layer, sorted and unsorted, in graphs over COPIES layers' weights."""
+    """Measure the seconds of gate, up and down of one layer, sorted and unsorted, in graphs over COPIES layers'
+    weights."""
     moe = config.moe
     assert moe is not None
     triton = {
@@ -125,7 +126,8 @@ def products(config: ModelConfig, tokens: int) -> dict[str, Any]:
 
 
 def steps_touch(llm: LLM, batch: int) -> float:
-    """Experts that a layer reads in a decode step of ``batch`` sequences, on average over layers and two steps."""
+    """Count the experts that a layer reads in a decode step of ``batch`` sequences, on average over layers and two
+    steps."""
     runner: Any = llm._core.executor
     graphs, runner.graphs = runner.graphs, None  # kernel by kernel, so that layers can be watched
     layers = [layer.mlp for layer in runner._model.layers if isinstance(layer.mlp, MoE)]
@@ -151,7 +153,7 @@ def steps_touch(llm: LLM, batch: int) -> float:
 
 
 def by_kind(microseconds: dict[str, float]) -> dict[str, float]:
-    """Shares of the kernels' time by what they do."""
+    """Return the shares of the kernels' time by their function."""
     total, found = sum(microseconds.values()), dict.fromkeys((*KINDS, "other"), 0.0)
     for name, each in microseconds.items():
         kind = next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "other")
@@ -160,7 +162,7 @@ def by_kind(microseconds: dict[str, float]) -> dict[str, float]:
 
 
 def decode(llm: LLM, config: ModelConfig, batch: int, runs: int) -> dict[str, Any]:
-    """Seconds of a step beside the floor of the experts that it touches, and where they go."""
+    """Measure the seconds of a step beside the floor of the experts that it reads, and their shares by kernel."""
     assert config.moe is not None
     decode_steps(llm, prompts(batch, 50), 8, -(-batch * 512 // 8192) + 2)
     found = [decode_steps(llm, prompts(batch, seed), STEPS, -(-batch * 512 // 8192) + 2) for seed in range(runs)]
@@ -183,7 +185,7 @@ def decode(llm: LLM, config: ModelConfig, batch: int, runs: int) -> dict[str, An
 
 
 def layout(model: str, name: str, batch: int, llm: LLM) -> dict[str, Any]:
-    """Tokens a second of a steady decode: so many steps of a sequence, counted from outside."""
+    """Measure tokens per second of a steady decode: ``STEPS`` steps of a sequence, counted from outside."""
     generator = torch.Generator().manual_seed(batch)
     given = torch.randint(0, 10000, (batch, 128), generator=generator).tolist()
     names = [llm.submit(prompt, SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)) for prompt in given]
@@ -211,7 +213,7 @@ def layout(model: str, name: str, batch: int, llm: LLM) -> dict[str, Any]:
 
 
 def layouts(model: str, batches: list[int], keep: Callable[[Any], object]) -> None:
-    """Every layout on two GPUs, one engine after another."""
+    """Measure every layout on two GPUs, one engine after another."""
     ranks = Ranks.start(2, "cuda")
     for name, sizes in LAYOUTS.items():
         try:
@@ -229,7 +231,7 @@ def layouts(model: str, batches: list[int], keep: Callable[[Any], object]) -> No
 
 
 def prefill(llm: LLM, config: ModelConfig, runs: int) -> dict[str, Any]:
-    """64 prompts of 512 tokens, one token drawn for each."""
+    """Measure 64 prompts of 512 tokens, one token drawn for each."""
     prefill_seconds(llm, prompts(32, 90))
     times = record.summary([prefill_seconds(llm, prompts(64, seed)) for seed in range(runs)])
     floor = step_floor(config, [Row(512, 512)] * 64, RATES, logit_rows=64).seconds

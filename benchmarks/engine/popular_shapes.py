@@ -19,7 +19,7 @@ class Shape(NamedTuple):
     tied: bool = False
 
     def config(self) -> dict[str, Any]:
-        """Its config.json."""
+        """Return its config.json."""
         names = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
         return {
             "architectures": [names[self.family]],

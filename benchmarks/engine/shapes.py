@@ -27,6 +27,7 @@ import torch
 import _paths  # noqa: F401
 from benchmarks import record
 from benchmarks.engine.popular_shapes import SHAPES
+from benchmarks.peers import vllm
 from benchmarks.server.load import model_folder
 from transect.bench.energy import Nvml
 from transect.bench.offline import decode_steps
@@ -37,8 +38,6 @@ from transect.spec.hf import from_hf
 
 RATES = Rates(4.35e12, 750e12, "H200, measured")
 PROMPT, STEPS = 256, 48
-VLLM = {("qwen2.5-7b", 200): 8.88e-3}
-"""Seconds of a step of vLLM 0.24 on another H200 of the kind: measured apart."""
 
 
 class Watch:
@@ -68,14 +67,14 @@ class Watch:
             print(f"no clocks: {error}")
 
     def since(self, begin: float) -> dict[str, float]:
-        """Medians from ``begin`` on; nothing where nothing could be read."""
+        """Return the medians from ``begin`` on; empty if nothing could be read."""
         late = [each for each in self.seen if each[0] >= begin]
         names = ("megahertz", "watts")
         return {name: statistics.median(each[1 + i] for each in late) for i, name in enumerate(names) if late}
 
 
 def shape(name: str, rows: list[int], folder: Path, runs: int) -> dict[str, Any]:
-    """Times of one shape by numbers of rows."""
+    """Measure one shape by numbers of rows."""
     config = SHAPES[name].config()
     (folder / "shape").mkdir(exist_ok=True)
     (folder / "shape" / "config.json").write_text(json.dumps(config))
@@ -92,7 +91,7 @@ def shape(name: str, rows: list[int], folder: Path, runs: int) -> dict[str, Any]
         floor = step_floor(from_hf(config), [Row(1, length) for length in decoded[0].middle], RATES)
         times = record.summary([each.per_token for each in decoded])
         found[str(count)] = {"step_s": times, "floor_s": floor.seconds, "of_floor": floor.seconds / times["median"]}
-        found[str(count)] |= {"vllm_s": VLLM.get((name, count))} | clocks
+        found[str(count)] |= {"vllm_s": vllm.STEPS.get((name, count))} | clocks
         print(f"{name} {count} rows: {json.dumps(found[str(count)])}", flush=True)
     del llm
     gc.collect()
@@ -101,7 +100,7 @@ def shape(name: str, rows: list[int], folder: Path, runs: int) -> dict[str, Any]
 
 
 def page(result: dict[str, Any]) -> str:
-    """For a page: milliseconds of a step, and the share of its floor."""
+    """Format a page: milliseconds of a step, and the share of its floor."""
     rows = sorted({int(count) for each in result["shapes"].values() for count in each["rows"]})
     lines = ["| shape | " + " | ".join(f"{count} rows" for count in rows) + " |", "|---" * (1 + len(rows)) + "|"]
     for name, each in result["shapes"].items():
@@ -116,7 +115,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def _clocks(result: dict[str, Any], rows: list[int]) -> list[str]:
-    """A table of the clock and the power meanwhile; none where no shape has them."""
+    """Format a table of the clock and the power during the runs; empty if no shape has them."""
     lines = ["", "| clock and power | " + " | ".join(f"{count} rows" for count in rows) + " |"]
     lines.append("|---" * (1 + len(rows)) + "|")
     for name, each in result["shapes"].items():

@@ -61,7 +61,7 @@ CONFIG = {
     "bos_token_id": 199998,
     "eos_token_id": 200002,
 }
-"""What the config.json of openai/gpt-oss-20b says."""
+"""The config.json of openai/gpt-oss-20b."""
 TOP = 5
 
 
@@ -71,7 +71,7 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
 
 
 def engines(folder: Path, context: int, config: dict[str, Any]) -> dict[str, LLM]:
-    """One for each way, side by side, on the same weights."""
+    """Build one engine for each way, side by side, on the same weights."""
     (folder / "shape").mkdir()
     (folder / "shape" / "config.json").write_text(json.dumps(config))
     model = str(model_folder(str(folder / "shape"), folder / "gpt-oss-20b"))
@@ -95,7 +95,7 @@ Second = tuple[int, dict[int, float]]
 
 
 def seconds(llm: LLM, given: list[list[int]], together: int) -> list[Second]:
-    """What the first decode step of each prompt says, ``together`` prompts at a time."""
+    """Return the results of the first decode step of each prompt, ``together`` prompts at a time."""
     params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, logprobs=TOP)
     found = []
     for first in range(0, len(given), together):
@@ -107,7 +107,7 @@ def seconds(llm: LLM, given: list[list[int]], together: int) -> list[Second]:
 
 
 def furthest(one: list[Second], other: list[Second]) -> float:
-    """The largest difference of a log-probability that both have, where the first token is the same."""
+    """Return the largest difference of a log-probability that both have, if the first token is the same."""
     pairs = [(a, b) for (first, a), (same, b) in zip(one, other, strict=True) if first == same]
     return max(abs(a[token] - b[token]) for a, b in pairs for token in a.keys() & b.keys())
 

@@ -89,7 +89,7 @@ class Planted:
         return Guess(tokens, (1.0,) * len(tokens), 4)
 
     def ended(self, seq_id: int, output: list[int]) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
 
 class Told(Drafted):
@@ -135,7 +135,7 @@ class Contender:
             self.speculation = speculation_of(SpeculativeConfig.of(settings), self.scheduler.times)
 
     def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[float, list[list[int]]]:
-        """Seconds from the first decode on, and the answers."""
+        """Measure the seconds from the first decode on, and return the answers."""
         self.scheduler.speculation = self.speculation
         if self.forgets:
             self.speculation.drafter = self.speculation.config.drafter()
@@ -145,7 +145,7 @@ class Contender:
 
 
 def interval(ratios: list[float]) -> dict[str, float]:
-    """Median, and the 95% interval of the mean by Student's t (two-sided)."""
+    """Return the median, and the 95% interval of the mean by Student's t (two-sided)."""
     mean, count = statistics.mean(ratios), len(ratios)
     t = {3: 4.30, 5: 2.78, 7: 2.45, 9: 2.31, 11: 2.23, 15: 2.14}.get(count, 2.1)
     half = t * statistics.stdev(ratios) / math.sqrt(count) if count > 1 else math.nan
@@ -153,7 +153,8 @@ def interval(ratios: list[float]) -> dict[str, float]:
 
 
 def race(contenders: dict[str, Contender], prompts, params, rounds: int) -> dict[str, Any]:
-    """Seconds of each round, the speed of each over that of ``off`` in its round, and whether the answers are equal."""
+    """Measure the seconds of each round, the speed of each relative to ``off`` in its round, and compare the
+    answers."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     equal = dict.fromkeys(contenders, True)
     for turn in range(rounds + 1):
@@ -174,7 +175,7 @@ def race(contenders: dict[str, Contender], prompts, params, rounds: int) -> dict
 
 
 def grid(llm: LLM, options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Every batch size and planted acceptance; the cells so far are kept after each."""
+    """Measure every batch size and planted acceptance, and keep the cells so far after each."""
     core = llm._core
     found: dict[str, Any] = {}
     for rows in options.batches:
@@ -205,7 +206,7 @@ def grid(llm: LLM, options: argparse.Namespace, keep: Callable[[dict[str, Any]],
 
 
 def tasks(llm: LLM, options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The shipped drafters on real texts, one request at a time."""
+    """Measure the shipped drafters on real texts, one request at a time."""
     found: dict[str, Any] = {}
     tokenizer = llm.get_tokenizer()
     for name, prompt in TASKS.items():
@@ -287,7 +288,7 @@ def pair_table(result: dict[str, Any]) -> str:
 
 
 def grid_table(result: dict[str, Any]) -> str:
-    """Speed over the engine without drafts, by rows and planted acceptance."""
+    """Format the speed relative to the engine without drafts, by rows and planted acceptance."""
     columns = ["chosen", *(f"fixed {count}" for count in FIXED)]
     lines = [
         f"| sequences | acceptance | {' | '.join(columns)} | chosen over the best |",
@@ -303,7 +304,7 @@ def grid_table(result: dict[str, Any]) -> str:
 
 
 def tasks_table(result: dict[str, Any]) -> str:
-    """Speed over the engine without drafts, by task."""
+    """Format the speed relative to the engine without drafts, by task."""
     columns = ["ngram", "suffix", "suffix, asked before"]
     lines = [f"| task | {' | '.join(columns)} | same tokens |", "|---" * (len(columns) + 2) + "|"]
     for name, cell in result["cells"].items():

@@ -1,4 +1,4 @@
-"""How steps should be sized while requests come one by one: the shipping scheduler on a virtual clock.
+"""Sizes of steps while requests arrive one by one: the shipped scheduler on a virtual clock.
 
 400 requests of Llama-3.1-8B's shape, 600 tokens in and 150 out (each +-60%), arrive at random times (Poisson). A step
 takes what steps of its size took in a server on an H200 under such load (``step_timeline.sizes``), with as much noise
@@ -45,11 +45,11 @@ PAIR_S = 4 * MODEL.n_layers * MODEL.n_heads * MODEL.head_dim / 400e12
 """Seconds for a token of a prompt to attend to a position."""
 NOISE = 0.02
 HOST_S, LAUNCH_S = 0.6e-3, 45e-3
-"""What the host needs to plan a step and to hand it over: as a graph, and kernel by kernel."""
+"""Host time to plan and launch a step: as a graph, and kernel by kernel."""
 GRAPH_TOKENS = 1856
 """Tokens of the largest step that is a graph."""
 READ_S, SERVER_S = 1.3e-3, 2e-3
-"""What the server needs to read a request, while others wait, and what a request takes beside that on its way."""
+"""Time in which the server reads a request, while others wait, and other time of a request outside of the engine."""
 MEASURED = ("serve_load_sglang.json",)
 """The results that say what steps take."""
 FEWEST = 3
@@ -58,7 +58,7 @@ REQUESTS, INPUT, OUTPUT, SPREAD = 400, 600, 150, 0.6
 LONG_INPUT, LONG_RATE = 12_000, 8.0
 """Long prompts among others, which come at a rate of their own."""
 LONGS = (1, 3)
-"""So many of them come at once, after as many seconds each time."""
+"""Number of them that arrive at once, and the seconds between such arrivals."""
 
 POLICIES: dict[str, tuple[dict[str, Any], bool]] = {
     "whole prompts": ({}, False),
@@ -70,7 +70,7 @@ POLICIES: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 class Sizes:
-    """What steps take by their sizes, as measured.
+    """Measured times of steps by their sizes.
 
     Args:
         results: of ``server/load.py``.
@@ -86,7 +86,7 @@ class Sizes:
         self.seconds = {key: size["learned"] - attending(size["keys"], size["pairs"]) for key, size in best.items()}
 
     def of(self, batch: ScheduledBatch) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         load = StepLoad.of((row.start, row.num_tokens) for row in batch.rows)
         mixed = load.tokens > len(batch.rows)
         graph = load.tokens <= GRAPH_TOKENS
@@ -101,7 +101,7 @@ class Sizes:
 
 
 def attending(keys: float, pairs: float) -> float:
-    """Seconds of attention, see ``StepLoad``."""
+    """Return the seconds of attention, see ``StepLoad``."""
     return keys * KEY_S + pairs * PAIR_S
 
 
@@ -151,8 +151,8 @@ def simulate(
     requests: int = REQUESTS,
     longs: int = 0,
 ) -> dict[str, float]:
-    """One run; times in milliseconds. ``rate`` 0: all requests at once. ``longs``: long prompts that come at once, one
-    for each second; their times are not among those of the others."""
+    """Simulate one run; times in milliseconds. ``rate`` 0: all requests at once. ``longs``: long prompts that arrive at
+    once, one for each second; their times are not among those of the others."""
     rng = random.Random(seed)
     times = random_arrivals(requests, rate, seed=seed) if rate else [0.0] * requests
     clock = VirtualClock()
@@ -189,7 +189,7 @@ def simulate(
 
 
 def figures(arrivals: list[tuple[float, int, int]], seen: list[list[float]], end: float) -> dict[str, float]:
-    """The figures of the tables of load tests, in milliseconds."""
+    """Compute the figures of the tables of load tests, in milliseconds."""
     ttft, tpot, itl, whole, longs = [], [], [], [], []
     for (at, prompt, _), tokens in zip(arrivals, seen, strict=True):
         if prompt == LONG_INPUT:
@@ -211,7 +211,7 @@ NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
 
 
 def table(result: dict[str, Any]) -> str:
-    """For the page on the engine."""
+    """Format the table of the page on the engine."""
     heads = [f"{name} {share}" for name in NAMES.values() for share in ("p50", "p99")]
     lines = [f"| arrivals | policy | tokens/s | {' | '.join(heads)} |", "|---" * (3 + len(heads)) + "|"]
     for row in result["rows"]:
@@ -221,7 +221,8 @@ def table(result: dict[str, Any]) -> str:
 
 
 def long_table(result: dict[str, Any]) -> str:
-    """The same where long prompts come: what those with short ones feel, and when the long ones begin to answer."""
+    """Format the same table with long prompts: the times of short prompts among them, and the first tokens of the long
+    ones."""
     heads = [f"{name} {share}" for name in NAMES.values() for share in ("p50", "p99")]
     columns = ["long prompts at once", "policy", *heads, "TTFT p50 of 12,000 tokens"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
@@ -231,12 +232,12 @@ def long_table(result: dict[str, Any]) -> str:
 
 
 def cells(row: dict[str, Any]) -> str:
-    """Times of a row."""
+    """Format the times of a row."""
     return " | ".join(f"{row[f'{name}_{share}']:,.1f}" for name in NAMES for share in ("p50", "p99"))
 
 
 def origin(result: dict[str, Any]) -> str:
-    """Where a table comes from."""
+    """Format a table's origin."""
     made = record.made_at([result["environment"]])
     return (
         f"\n`{result['command']}`: simulated, Llama-3.1-8B's shape on an H200, {REQUESTS} requests, milliseconds, "

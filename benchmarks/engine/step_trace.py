@@ -27,7 +27,7 @@ MIXED: tuple[dict[str, Any], ...] = (
 
 
 HOST = ("schedule", "submit", "read", "commit")
-"""What Python does in a step: planning, filling the inputs and launching, taking the result apart, handing it out."""
+"""Parts of Python's time in a step: planning, filling the inputs and launching, splitting the result, delivering it."""
 
 
 class _Watch:
@@ -77,7 +77,7 @@ class _TimedHandle:
 
 
 def traced_steps(llm: LLM, prompts: Sequence[Sequence[int]], mixed: bool) -> dict[str, Any]:
-    """Steady decode of all prompts: host time of a step by part, GPU idle share, microseconds by kernel."""
+    """Trace a steady decode of all prompts: host time of a step by part, GPU idle share, microseconds by kernel."""
     names = []
     for index, prompt in enumerate(prompts):
         params = {"temperature": 0.6, **(MIXED[index % len(MIXED)] if mixed else {})}
@@ -126,8 +126,8 @@ def traced_steps(llm: LLM, prompts: Sequence[Sequence[int]], mixed: bool) -> dic
 
 
 def read_trace(trace: Any, steps: int) -> dict[str, Any]:
-    """``idle_share`` from the first kernel or copy to the last, CUDA ``host_calls`` by name, ``microseconds_a_step`` by
-    kernel (see the top of this file), and ``span_us`` of a step."""
+    """Read ``idle_share`` from the first kernel or copy to the last, CUDA ``host_calls`` by name,
+    ``microseconds_a_step`` by kernel (see the top of this file), and ``span_us`` of a step."""
     spans: list[tuple[int, int, str]] = []
     calls: dict[str, int] = {}
     for event in trace.profiler.kineto_results.events():
@@ -148,7 +148,7 @@ def read_trace(trace: Any, steps: int) -> dict[str, Any]:
 
 
 def shares(spans: Sequence[tuple[int, int, str]]) -> tuple[dict[str, int], int]:
-    """(time by name, time in which anything ran) of (begin, end, name) in order of their beginning."""
+    """Return (time by name, time in which anything ran) of (begin, end, name) in order of their beginning."""
     parts: dict[str, int] = {}
     busy, reached = 0, spans[0][0]
     for begin, end, name in spans:

@@ -1,4 +1,4 @@
-"""What keeping to a grammar costs a step that decodes: the same rows with and without, in turns, in one engine.
+"""Cost of a grammar for a decode step: the same rows with and without, alternately, in one engine.
 
 Every row writes an array of objects that has no end, so all of them stay under the grammar. Beside the time of a step:
 what the host spends on the masks and on telling the grammars of the tokens, measured alone.
@@ -35,7 +35,7 @@ FORM = StructuredOutputsParams(json={"type": "array", "items": PERSON, "minItems
 
 
 def steps(llm: LLM, rows: int, form: StructuredOutputsParams | None, count: int) -> list[float]:
-    """Milliseconds of steps in which all rows decode."""
+    """Measure the milliseconds of steps in which all rows decode."""
     params = SamplingParams(max_tokens=count + 40, temperature=1.0, seed=1, ignore_eos=True, structured_outputs=form)
     prompt = llm.get_tokenizer().encode(PROMPT)
     names = [llm.submit([*prompt, *prompt[: row % 8]], params) for row in range(rows)]
@@ -57,7 +57,7 @@ def steps(llm: LLM, rows: int, form: StructuredOutputsParams | None, count: int)
 
 
 def host_cost(llm: LLM, rows: int, count: int) -> dict[str, Any]:
-    """Milliseconds for the masks of all rows, and for a token of each, step after step."""
+    """Measure the milliseconds for the masks of all rows, and for a token of each, step after step."""
     grammars = [llm._grammars.compile(FORM) for _ in range(rows)]
     words = np.zeros((rows, -(-llm.vocab_size // 32)), np.int32)
     fill, rng = MaskFiller(), np.random.default_rng(0)
@@ -77,8 +77,8 @@ def host_cost(llm: LLM, rows: int, count: int) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """What grammars cost a step, by rows."""
-    lines = ["| rows | ms a step | under grammars | more | masks alone, on the host |", "|---|---|---|---|---|"]
+    """Format the cost of grammars for a step, by rows."""
+    lines = ["| rows | ms per step | with grammars | difference | masks only, on the host |", "|---|---|---|---|---|"]
     for rows, row in result["rows"].items():
         free, constrained, masks = (x["median"] for x in (row["free"], row["constrained"], row["host"]["masks_ms"]))
         lines.append(f"| {rows} | {free:.2f} | {constrained:.2f} | {row['extra_percent']:.1f}% | {masks:.2f} |")

@@ -1,4 +1,4 @@
-"""What the masks of a step's rows cost the host: one after another as long as that is quick, and by threads alone.
+"""Host time for the masks of a step's rows: one after another as long as that is fast, and by threads alone.
 
 Every row writes an array of objects that has no end; a token of each is drawn by chance. Both ways make masks of the
 same rows, in turns: each makes those of every second step. No model runs.
@@ -28,7 +28,7 @@ WAYS = {"threads": MaskFiller(alone_s=0.0), "in turn": MaskFiller()}
 
 
 def host_cost(compiler: GrammarCompiler, size: int, rows: int, steps: int) -> dict[str, Any]:
-    """Milliseconds of a step: masks in both ways, and telling the grammars of the tokens."""
+    """Measure the milliseconds of a step: masks in both ways, and passing the tokens to the grammars."""
     grammars = [compiler.compile(FORM) for _ in range(rows)]
     words = np.zeros((rows, -(-size // 32)), np.int32)
     rng = np.random.default_rng(0)
@@ -48,8 +48,8 @@ def host_cost(compiler: GrammarCompiler, size: int, rows: int, steps: int) -> di
 
 
 def table(result: dict[str, Any]) -> str:
-    """Masks of a step in both ways, by rows."""
-    lines = ["| rows | masks by threads | masks in turn | a row | tokens told |", "|---|---|---|---|---|"]
+    """Format the masks of a step in both ways, by rows."""
+    lines = ["| rows | masks by threads | masks in turn | per row | accepting tokens |", "|---|---|---|---|---|"]
     for rows, row in result["rows"].items():
         threads, turn, tokens = (row[name]["median"] for name in ("threads", "in turn", "tokens"))
         each = 1e3 * turn / int(rows)

@@ -49,7 +49,7 @@ PREDICTED = (2, 4, 8)
 
 
 def predict(model: str, batches: list[int], steps: int, links: MeasuredLinks) -> dict[str, Any]:
-    """Seconds of decode steps, and tokens a second of the protocol, by the number of GPUs."""
+    """Predict the seconds of decode steps, and tokens per second of the protocol, by the number of GPUs."""
     config, work = PRESETS[model], throughput_protocol()
     lengths = [(len(each.prompt), each.output_tokens) for each in work]
     out = sum(new for _, new in lengths)
@@ -67,7 +67,7 @@ def predict(model: str, batches: list[int], steps: int, links: MeasuredLinks) ->
 
 
 def decode(llm: LLM, model: str, tp: int, batch: int, steps: int, runs: int, said: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of a step, beside the floor of a rank and the prediction."""
+    """Measure the seconds of a step, beside the floor of a rank and the prediction."""
     spare = -(-batch * PROMPT // 8192) + 2
     decode_steps(llm, prompts(min(batch, 16), 99), 8, spare)
     found = [decode_steps(llm, prompts(batch, seed), steps, spare) for seed in range(runs)]
@@ -85,7 +85,7 @@ def decode(llm: LLM, model: str, tp: int, batch: int, steps: int, runs: int, sai
 
 
 def throughput(llm: LLM, model: str, tp: int, runs: int, said: dict[str, Any]) -> dict[str, Any]:
-    """The protocol of ``engine_gpu.throughput``."""
+    """Run the protocol of ``engine_gpu.throughput``."""
     work = throughput_protocol()
     out = sum(each.output_tokens for each in work)
     run_all(llm, [type(each)(each.prompt, 20) for each in work[:16]])
@@ -108,7 +108,7 @@ def throughput(llm: LLM, model: str, tp: int, runs: int, said: dict[str, Any]) -
 def pushed(
     llm: LLM, model: str, tp: int, options: argparse.Namespace, settings: dict[str, Any], said: dict[str, Any]
 ) -> dict[str, Any]:
-    """A decode step of one sequence with ``GPUOptions(pushed_products=True)``; ``llm`` is closed first."""
+    """Measure a decode step of one sequence with ``GPUOptions(pushed_products=True)``; ``llm`` is closed first."""
 
     def drawn(engine: LLM) -> list[list[int]]:
         params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -128,7 +128,7 @@ def _beside(measured: float, expected: float | None) -> str:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """All sections of one model on one number of GPUs."""
+    """Measure all sections of one model on one number of GPUs."""
     model, tp = options.model, options.tp
     kept = Kept(options.out / f"tp_{model}.json")
     batches = list(map(int, options.batches.split(","))) if options.batches else list(BATCHES[model])

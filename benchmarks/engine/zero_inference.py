@@ -44,7 +44,7 @@ SHAPE = {
 
 
 def prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
-    """Random ones."""
+    """Generate random prompts."""
     return torch.randint(0, 1000, (count, tokens), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
@@ -80,12 +80,12 @@ class Run:
         self.kv_tokens = 16 * self.llm.stats().kv_blocks_total
 
     def floor(self, rows: list[Row]) -> float:
-        """Seconds of a step: what streams to a rank, or a rank's share of the rest."""
+        """Return the floor of a step in seconds: the bytes that stream to a rank, or a rank's share of the rest."""
         rest = step_floor(self.config, rows, RATES, Storage()).seconds / self.options.ranks
         return max(rest, self.streamed / self.link)
 
     def about(self) -> dict[str, Any]:
-        """What was measured before the first request."""
+        """Return the measurements made before the first request."""
         found: dict[str, Any] = {
             "ranks": self.options.ranks,
             "weights_bytes": weight_bytes(self.config),
@@ -106,14 +106,14 @@ class Run:
         return found
 
     def decode(self) -> dict[str, Any]:
-        """Seconds of a decode step of the whole batch."""
+        """Measure the seconds of a decode step of the whole batch."""
         batch = self.options.batch
         spare = -(-batch * PROMPT // STEP_TOKENS) + 2
         found = decode_steps(self.llm, prompts(batch, PROMPT, 1), self.options.steps, spare)
         return self._beside(f"decode of {batch}", found.steps, self.floor([Row(1, n) for n in found.middle]), batch)
 
     def prefill(self) -> dict[str, Any]:
-        """Seconds of steps full of prompt tokens."""
+        """Measure the seconds of steps full of prompt tokens."""
         steps, each = 4, 512
         seconds = prefill_seconds(self.llm, prompts(steps * STEP_TOKENS // each, each, 2))
         floor = self.floor([Row(each, each)] * (STEP_TOKENS // each))

@@ -1,4 +1,4 @@
-"""What ``transect explain run --apply`` does: for each change what was promised, and what it gave.
+"""Predicted and obtained gains of each change that ``transect explain run --apply`` makes.
 
     python benchmarks/explain/apply.py [NAMES]                                              # on a CPU
     python benchmarks/explain/apply.py --device cuda --out benchmarks/results/h200/explain_apply.json
@@ -59,11 +59,11 @@ print(y.sum().item())
 """,
 }
 ON_CPU = ("small layers", "one core")
-"""What a processor's table has; the others ask for a GPU."""
+"""Programs of a processor's table; the others need a GPU."""
 
 
 def tried(name: str, device: str, limits: Ceilings) -> list[dict[str, Any]]:
-    """One script: what was promised and obtained of each change."""
+    """Run one script: the predicted and obtained gain of each change."""
     before = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name.replace(' ', '_')}.py"
@@ -83,7 +83,7 @@ def tried(name: str, device: str, limits: Ceilings) -> list[dict[str, Any]]:
 
 
 def row(name: str, done: Applied) -> dict[str, Any]:
-    """One change for JSON; seconds."""
+    """Format one change for JSON; seconds."""
     return {
         "script": name,
         "finding": done.finding.kind,
@@ -97,8 +97,11 @@ def row(name: str, done: Applied) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """What each change promised and gave."""
-    lines = ["| script | change | before, ms | promised, ms | gave, ms | once, ms |", "|---|---|---:|---:|---:|---:|"]
+    """Format the predicted and obtained gain of each change."""
+    lines = [
+        "| script | change | before, ms | predicted gain, ms | gain, ms | one-time cost, ms |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
     for each in result["rows"]:
         promised = f"{1e3 * each['predicted_s']:.1f}"
         if each["failed"]:

@@ -32,7 +32,7 @@ LARGE = 0.05
 
 
 def faults() -> Any:
-    """The programs and how they are judged."""
+    """Load the programs and their judges."""
     sys.path.insert(0, str(record.ROOT / "tests" / "helpers"))
     import planted_faults
 
@@ -40,7 +40,7 @@ def faults() -> Any:
 
 
 def healthy_share(device: str, limits: Ceilings) -> float:
-    """What the best finding of the healthy program promises, as a share of its time."""
+    """Return the gain that the best finding of the healthy program predicts, as a share of its time."""
     programs = faults()
     programs.healthy(device)
     with Explain(limits, cores=1) as run:
@@ -50,7 +50,7 @@ def healthy_share(device: str, limits: Ceilings) -> float:
 
 
 def judged(name: str, device: str, limits: Ceilings, keep: Path | None) -> dict[str, Any]:
-    """One program: what was said first, promised and obtained."""
+    """Judge one program: its first finding, predicted and obtained."""
     if device == "cuda":
         torch._C._cuda_clearCublasWorkspaces()  # one in a block of memory keeps the allocator from freeing that
         torch.cuda.empty_cache()
@@ -69,13 +69,13 @@ def judged(name: str, device: str, limits: Ceilings, keep: Path | None) -> dict[
 
 
 def table(result: dict[str, Any]) -> str:
-    """What was promised beside what the fix gave."""
+    """Format the predicted gain beside that of the fix."""
     rows = result["programs"]
     lines = [
         f"{sum(row['right'] for row in rows)} of {len(rows)} right first, {sum(row['near'] for row in rows)} within "
-        f"30% of what the fix gave; the best finding of the healthy program promises {result['healthy_share']:.1%}.",
+        f"30% of the gain of the fix; the best finding for the healthy program predicts {result['healthy_share']:.1%}.",
         "",
-        "| program | finding | first | promised | the fix gave | ms |",
+        "| program | finding | first | predicted gain | gain of the fix | ms |",
         "|---|---|---|---:|---:|---:|",
     ]
     for row in rows:

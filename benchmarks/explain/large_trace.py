@@ -1,4 +1,4 @@
-"""How much memory reading a trace of a gigabyte and more takes: `transect explain trace` on a file made for it.
+"""Memory for reading a trace of a gigabyte and more: `transect explain trace` on a file made for it.
 
     python benchmarks/explain/large_trace.py [--gigabytes 1.1] [--out ...]
 
@@ -38,7 +38,7 @@ print(json.dumps({"events": trace.size_kept, "seconds": seconds, "before_bytes":
 
 
 def write(path: Path, size: float) -> None:
-    """A trace of ``size`` bytes: steps of an operator, its launch and its kernel."""
+    """Write a trace of ``size`` bytes: steps of an operator, its launch and its kernel."""
     shapes = {"Input Dims": [[4096, 4096], [4096, 14336]], "Input type": ["c10::BFloat16", "c10::BFloat16"]}
     with path.open("w") as file:
         file.write('{"schemaVersion": 1, "traceEvents": [\n')
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """One sentence."""
+    """Format one sentence."""
     more = result["peak_bytes"] - result["before_bytes"]
     return (
         f"A trace of {result['bytes'] / 1e9:.1f} GB with {result['events']:,} events was read in "

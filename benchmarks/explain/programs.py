@@ -31,7 +31,7 @@ NEAR = 0.3
 
 
 def programs() -> dict[str, Any]:
-    """The corpus; importing a file enters its programs."""
+    """Load the corpus; importing a file registers its programs."""
     sys.path.insert(0, str(FOLDER))
     import corpus
 
@@ -42,7 +42,7 @@ def programs() -> dict[str, Any]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Time of one run; nobody sees its output."""
+    """Time one run, with its output suppressed."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         began = time.perf_counter()
         work()
@@ -50,7 +50,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def judged(each: Any, ceilings: Any, long_s: float) -> dict[str, Any]:
-    """One program: findings, and the gain of its mend."""
+    """Judge one program: findings, and the gain of its fix."""
     torch.manual_seed(0)
     slow, fast = each.make(False), each.make(True)
     once = min(seconds(slow), seconds(slow))
@@ -90,7 +90,7 @@ def judged(each: Any, ceilings: Any, long_s: float) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts over all programs, and over those that were held out."""
+    """Count over all programs, and over those that were held out."""
     counts: dict[str, Any] = {}
     faulty = [row for row in rows if row["kinds"]]
     for name, chosen in (("all", faulty), ("held_out", [row for row in faulty if row["held_out"]])):
@@ -105,15 +105,15 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Counts, and what was promised beside the gain of the mend."""
+    """Format counts, and the predicted gain beside that of the fix."""
     counts, rows = result["summary"], result["programs"]
     every, held, healthy = counts["all"], counts["held_out"], counts["healthy"]
     lines = [
-        f"{every['right']} of {every['programs']} right first, {every['near']} within 30% of the mend's gain. Of those "
+        f"{every['right']} of {every['programs']} right first, {every['near']} within 30% of the fix's gain. Of those "
         f"that were held out: {held['right']} and {held['near']} of {held['programs']}. Healthy programs without a "
         f"finding above 5%: {healthy['clean']} of {healthy['programs']}.",
         "",
-        "| program | library | found first | right | promised | the mend gave |",
+        "| program | library | first finding | right | predicted gain | gain of the fix |",
         "|---|---|---|---|---:|---:|",
     ]
     for row in rows:

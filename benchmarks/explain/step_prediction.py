@@ -1,4 +1,4 @@
-"""What the explaining tools claim, held against an engine: step times, a changed setting, the cost of the log.
+"""Predictions of the explaining tools, compared with an engine: step times, a changed setting, the cost of the log.
 
     python benchmarks/explain/step_prediction.py [--rate 1] [--seconds 120] [--out ...]
     python benchmarks/explain/step_prediction.py --model llama-3.1-8b --load-format dummy --rate 20 --seconds 60
@@ -48,7 +48,8 @@ Arrival = tuple[float, list[int], SamplingParams]
 
 
 def arrivals(rate: float, seconds: float, context: int, seed: int) -> list[Arrival]:
-    """Requests of a Poisson process: when, what, how long. Prompts are long enough to be cut by a small budget."""
+    """Generate requests of a Poisson process: time, prompt and length. Prompts are long enough to be cut by a small
+    budget."""
     chance = random.Random(seed)
     found, at = [], 0.0
     while True:
@@ -77,7 +78,7 @@ def serve(llm: LLM, work: list[Arrival]) -> None:
 
 
 def logged(options: argparse.Namespace, work: list[Arrival], budget: int, path: Path) -> None:
-    """A run with a log in ``path``."""
+    """Make a run with a log in ``path``."""
     llm = engine(options, max_num_batched_tokens=budget, decision_log=str(path))
     serve(llm, work)
     llm.close()
@@ -86,8 +87,9 @@ def logged(options: argparse.Namespace, work: list[Arrival], budget: int, path: 
 
 
 def engine(options: argparse.Namespace, **settings: Any) -> LLM:
-    """Without a prefix cache: random prompts share nothing. Requests come one by one, as to a server, so every graph is
-    there before the first of them; but the sizes of steps follow from the settings alone, not from learned times."""
+    """Build an engine without a prefix cache: random prompts share nothing. Requests arrive one by one, as at a server,
+    so every graph exists before the first of them; but the sizes of steps follow from the settings alone, not from
+    learned times."""
     llm = LLM(
         options.model,
         load_format=options.load_format,
@@ -113,7 +115,7 @@ def release() -> None:
 
 
 def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Predictions from one log, and what a second run measured."""
+    """Compare predictions from one log with a second run's measurements."""
     work = arrivals(options.rate, options.seconds, options.context, 0)
     first, second = folder / "before.log", folder / "after.log"
     logged(options, work, BEFORE, first)
@@ -163,7 +165,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def residuals(log: DecisionRunLog, work: StepWork, path: Path) -> None:
-    """Every step with its work and its times; the model is that of the first half."""
+    """Write every step with its work and its times; the model is that of the first half."""
     loads, seconds = measured_steps(log, work)
     model = FittedSteps.fit(loads[: len(loads) // 2], seconds[: len(loads) // 2])
     with gzip.open(path, "wt", newline="") as file:
@@ -176,8 +178,8 @@ def residuals(log: DecisionRunLog, work: StepWork, path: Path) -> None:
 
 
 def ablation(options: argparse.Namespace, rounds: int) -> dict[str, Any]:
-    """Seconds of a batch that decodes, with the log (in memory, as by default) and without, in turns: one engine, so
-    that nothing but the log differs."""
+    """Measure the seconds of a batch that decodes, alternately with the log (in memory, as by default) and without: one
+    engine, so that only the log differs."""
     params = SamplingParams(max_tokens=options.context // 8, ignore_eos=True, seed=1)
     prompts = [[10 + row] * 16 for row in range(options.rows)]
     taken: dict[bool, list[float]] = {True: [], False: []}
@@ -204,20 +206,20 @@ def ablation(options: argparse.Namespace, rounds: int) -> dict[str, Any]:
 
 
 def _spread(result: dict[str, Any]) -> str:
-    """What the machine itself varies by."""
+    """Format the variation of the machine itself."""
     followed, like = result.get("followed_errors"), result.get("like_steps")
     if followed is None or like is None:
         return ""
     return (
-        f" Where each prediction knows how fast the machine was in the five steps before: median "
+        f" With predictions that follow the speed of the last five steps: median "
         f"{followed['median']:.1%}, p99 {followed['p99']:.1%}. Decode steps of the same sequences differ from the mean "
-        f"of the steps before and after by {like['median']:.1%} at the median and {like['p99']:.1%} at p99: that is "
-        "the machine alone, and no model knows it beforehand."
+        f"of the steps before and after by {like['median']:.1%} at the median and {like['p99']:.1%} at p99: this is "
+        "noise of the machine that no model can predict."
     )
 
 
 def table(result: dict[str, Any]) -> str:
-    """Predictions beside what was measured."""
+    """Format predictions beside measurements."""
     steps, machine = result["step_time_errors"], result["environment"]
     cost = f" The log costs {result['log']['extra']:+.2%} of a batch's time." if "log" in result else ""
     lines = [
@@ -235,7 +237,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _changed(result: dict[str, Any]) -> list[str]:
-    """Latencies with a smaller budget, predicted and measured."""
+    """Format latencies with a smaller budget, predicted and measured."""
     lines = [
         f"| ms | {BEFORE} tokens a step | predicted for {AFTER} | measured with {AFTER} | error |",
         "|---|---|---|---|---|",

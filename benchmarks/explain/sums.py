@@ -37,7 +37,7 @@ RANGE = "transect.explain"
 
 
 def read_again(path: Path) -> dict[str, float]:
-    """Wall and busy seconds of a trace, from its JSON alone."""
+    """Read wall and busy seconds of a trace from its JSON alone."""
     events = [each for each in json.loads(path.read_text())["traceEvents"] if each.get("ph") == "X"]
     (window,) = (each for each in events if each["name"] == RANGE and each["cat"] == "user_annotation")
     begin, end = window["ts"], window["ts"] + window["dur"]
@@ -52,7 +52,7 @@ def read_again(path: Path) -> dict[str, float]:
 
 
 def look(name: str, work: Callable[[], object], folder: Path | None, **settings: Any) -> dict[str, Any]:
-    """One piece of work, which has run before: its parts, and the second reading."""
+    """Explain one piece of work, which has run before: its parts, and the second reading."""
     work()
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "trace.json"
@@ -74,7 +74,7 @@ def look(name: str, work: Callable[[], object], folder: Path | None, **settings:
 
 
 def summary(found: Explanation, stopwatch: float, other: dict[str, float]) -> dict[str, Any]:
-    """What is recorded of one piece of work."""
+    """Summarize one piece of work for the record."""
     split = found.split
     gaps = sum(gap.seconds for gap in split.gaps)
     return {
@@ -118,7 +118,7 @@ def engine_work(llm: LLM, rows: int, tokens: int) -> dict[str, Callable[[], obje
 
 
 def recommender(device: str) -> Callable[[], object]:
-    """The slow one of the examples."""
+    """Return the slow one of the examples."""
     sys.path.insert(0, str(record.ROOT / "examples" / "explain"))
     import recommender as example
 
@@ -127,8 +127,8 @@ def recommender(device: str) -> Callable[[], object]:
 
 
 def training(work: str) -> tuple[Callable[[], object], float]:
-    """Two steps of the trainer, on random tokens, and their floor in seconds: a trace does not say what merged layers
-    compute."""
+    """Return two steps of the trainer, on random tokens, and their floor in seconds: a trace does not show the products
+    of merged layers."""
     from benchmarks.train.gpu import ROWS, SEQUENCE, WORK, trainer
     from transect.costs.training import flops_per_token
 
@@ -139,7 +139,7 @@ def training(work: str) -> tuple[Callable[[], object], float]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Parts in percent of the wall time, and the second reading."""
+    """Format the parts in percent of the wall time, and the second reading."""
     found = result["work"]
     used = [
         part

@@ -62,7 +62,7 @@ SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "dow
 
 
 def block_type(file: str, name: str, layers: int) -> str:
-    """The type of a matrix ``layers.3.mlp.down`` or ``head`` in a GGUF file."""
+    """Return the type of a matrix ``layers.3.mlp.down`` or ``head`` in a GGUF file."""
     if file == "q8_0" or name == "head":
         return "Q8_0" if file == "q8_0" else "Q6_K"
     _, layer, inner = name.split(".", 2)
@@ -71,7 +71,7 @@ def block_type(file: str, name: str, layers: int) -> str:
 
 
 def hold_in_blocks(file: str, model: str) -> None:
-    """From now on engines get random blocks."""
+    """Make later engines use random blocks."""
     config = PRESETS[model]
 
     def layout(name: str) -> BlockLayout:
@@ -99,7 +99,7 @@ def hold_in_blocks(file: str, model: str) -> None:
 
 
 def storage(name: str) -> Storage:
-    """What the numbers of an engine of this format take."""
+    """Return the storage of the numbers of an engine of this format."""
     if name in FILES:
         kinds = {each: UNITS[each].bits for each in ("Q4_K", "Q6_K", "Q8_0")}
         if FILES[name] == "q8_0":
@@ -113,7 +113,7 @@ def storage(name: str) -> Storage:
 
 
 def decode(llm: LLM, name: str, model: str, batch: int, steps: int, runs: int) -> dict[str, Any]:
-    """Seconds of a step beside the floor of the format's bytes."""
+    """Measure the seconds of a step beside the floor of the format's bytes."""
     spare = batch // 2 + 16  # what decodes while others are still in prefill, where a format cuts that into small steps
     found = [decode_steps(llm, prompts(batch, seed), steps, spare) for seed in range(runs)]
     floor = step_floor(PRESETS[model], [Row(1, n) for n in found[0].middle], RATES, storage(name)).seconds
@@ -124,7 +124,7 @@ def decode(llm: LLM, name: str, model: str, batch: int, steps: int, runs: int) -
 
 
 def throughput(llm: LLM, name: str, model: str) -> dict[str, Any]:
-    """The throughput protocol, once."""
+    """Run the throughput protocol once."""
     work = throughput_protocol()
     out = sum(each.output_tokens for each in work)
     seconds, steps = run_all(llm, work)
@@ -141,7 +141,7 @@ def throughput(llm: LLM, name: str, model: str) -> dict[str, Any]:
 
 
 def prefill(llm: LLM, name: str, model: str, runs: int) -> dict[str, Any]:
-    """Seconds for 128 prompts of ``PROMPT`` tokens, one token drawn for each."""
+    """Measure the seconds for 128 prompts of ``PROMPT`` tokens, one token drawn for each."""
     prefill_seconds(llm, prompts(32, runs))
     times = record.summary([prefill_seconds(llm, prompts(128, seed)) for seed in range(runs)])
     floor = step_floor(PRESETS[model], [Row(PROMPT, PROMPT)] * 128, RATES, storage(name)).seconds
@@ -151,7 +151,7 @@ def prefill(llm: LLM, name: str, model: str, runs: int) -> dict[str, Any]:
 
 
 def trace(llm: LLM, name: str, batch: int) -> dict[str, Any]:
-    """Where a decode step's time goes, kernel by kernel."""
+    """Trace a decode step's time, kernel by kernel."""
     found = traced_steps(llm, prompts(batch, 1), False)
     for kernel, microseconds in list(found["microseconds_a_step"].items())[:8]:
         print(f"    {name} batch {batch}: {microseconds:9.1f} us  {kernel[:80]}", flush=True)
@@ -159,7 +159,7 @@ def trace(llm: LLM, name: str, batch: int) -> dict[str, Any]:
 
 
 def measure(name: str, options: argparse.Namespace, kept: Kept) -> None:
-    """All of one format."""
+    """Measure all of one format."""
     started = time.perf_counter()
     if name in FILES:
         hold_in_blocks(FILES[name], options.model)
@@ -179,7 +179,7 @@ def measure(name: str, options: argparse.Namespace, kept: Kept) -> None:
 
 
 def product_seconds(call: Any, repeats: int = 20) -> float:
-    """Seconds of a call, the median of graphs of ``repeats`` calls, each of another copy."""
+    """Measure the seconds of a call, the median of graphs of ``repeats`` calls, each of another copy."""
     call(0)
     torch.cuda.synchronize()
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -200,7 +200,8 @@ def product_seconds(call: Any, repeats: int = 20) -> float:
 
 
 def products(names: list[str], rows: list[int]) -> dict[str, Any]:
-    """Microseconds of the products of each matrix of a layer, on copies of it that do not fit into the cache."""
+    """Measure the microseconds of the products of each matrix of a layer, on copies of it that do not fit into the
+    cache."""
     device, found = torch.device("cuda"), {}
     ops = resolve_ops(device)
     for matrix, (outputs, inputs) in SHAPES.items():

@@ -3,7 +3,7 @@
     python benchmarks/formats/quality.py benchmarks/results/cpu/formats_quality.json [--formats ...] [--seconds 660]
 
 The text is the reference of the Python language that comes with Python (``pydoc_data.topics``): its first nine tenths
-calibrate, and of the last tenth so many characters are predicted in windows of 512 tokens. A format that would begin
+calibrate, and this many characters of the last tenth are predicted in windows of 512 tokens. A format that would begin
 after ``--seconds`` is left out; the file says which.
 """
 
@@ -27,7 +27,7 @@ WINDOW = 512
 
 
 def texts(folder: Path, characters: int) -> tuple[Path, Path]:
-    """(what calibrates, what is predicted)."""
+    """Write (the text to calibrate with, the text to predict)."""
     from pydoc_data.topics import topics
 
     text = "\n\n".join(topics[name] for name in sorted(topics))
@@ -39,9 +39,9 @@ def texts(folder: Path, characters: int) -> tuple[Path, Path]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """For the page on evaluation."""
+    """Format the table of the page on evaluation."""
     lines = [
-        "| format | perplexity | 95% interval | bits a weight | tokens/s | MB of weights |",
+        "| format | perplexity | 95% interval | bits per weight | tokens/s | MB of weights |",
         "|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:

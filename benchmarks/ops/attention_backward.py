@@ -59,7 +59,7 @@ COUNTERS = {
 
 
 def inputs(case: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and the upstream gradient, packed ``[T, heads, d]``."""
+    """Generate q, k, v and the upstream gradient, packed ``[T, heads, d]``."""
     tokens = case["batch"] * case["length"]
     heads, kv_heads = case["heads"], case["kv_heads"]
     q, k, v, g = (
@@ -133,7 +133,7 @@ def measure(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_once(index: int) -> None:
-    """The child that ncu watches."""
+    """Run the child that ncu watches."""
     call = ours(CASES[index], *inputs(CASES[index]), deterministic=False)
     for _ in range(2):
         call()
@@ -141,7 +141,7 @@ def run_once(index: int) -> None:
 
 
 def profile(index: int) -> dict[str, Any]:
-    """Counters of the large kernel's second launch."""
+    """Read the counters of the large kernel's second launch."""
     command = [
         "ncu",
         "--clock-control",

@@ -2,9 +2,9 @@
 
     python benchmarks/ops/attention_forward.py OUT.json [--rounds 15] [--case PART_OF_A_NAME ...] [--contenders A,B]
 
-A GPU that is held back by its power limit gives whoever runs first in a long series the higher clock; ratios are
-therefore taken from rounds. A turn is one replay of a CUDA graph of two calls on different inputs. Cases, contenders
-and FLOPs are the operator's own (``transect.ops.attention.packed.flash_attention``).
+A GPU that is held back by its power limit gives the contender that runs first in a long series the higher clock;
+ratios are therefore taken from rounds. A turn is one replay of a CUDA graph of two calls on different inputs. Cases,
+contenders and FLOPs are the operator's own (``transect.ops.attention.packed.flash_attention``).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ CALLS = 2
 
 
 def callables(op: Op, names: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """Implementations and peers by name."""
+    """Return implementations and peers by name."""
     loaded = {name: op.implementations[name].load() for name in names if name in op.implementations}
     return loaded | {name: op.peers[name] for name in names if name in op.peers}
 
 
 def graph_of(call: Callable[..., Any], inputs: Sequence[Any]) -> torch.cuda.CUDAGraph:
-    """One call for each of the inputs."""
+    """Capture one call for each of the inputs."""
     for arguments in inputs:
         call(**arguments)
     torch.cuda.synchronize()
@@ -52,7 +52,8 @@ def seconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def race(op: Op, case: Case, names: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Seconds of each contender, and its speed as a multiple of cuDNN's: median and extremes over rounds."""
+    """Measure the seconds of each contender, and its speed as a multiple of cuDNN's: median and extremes over
+    rounds."""
     inputs = [case.make(torch.device("cuda"), seed) for seed in range(CALLS)]
     flops = op.cost(**inputs[0]).flops
     graphs, refused = {}, {}

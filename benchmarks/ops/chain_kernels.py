@@ -31,7 +31,7 @@ STAGES = {"int4": (5, 4, 3, 2), "fp8": (2,)}
 
 
 def layers(name: str) -> tuple[list[ChainWeights], list[list[Any]]]:
-    """Four layers' weights for the chain, and their products on the stream."""
+    """Generate four layers' weights for the chain, and their products on the stream."""
     device, ones = torch.device("cuda"), torch.ones(4096, device="cuda", dtype=torch.bfloat16)
     held, products = [], []
     four, eight = Int4Products.on(device, dependent=True), Products8.on(device, dependent=True)
@@ -58,7 +58,7 @@ def layers(name: str) -> tuple[list[ChainWeights], list[list[Any]]]:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Seconds by what runs."""
+    """Measure the seconds of each contender."""
     weights, products = layers(name)
     kernel: Any = Int4Chain(torch.device("cuda")) if name == "int4" else CudaChain(torch.device("cuda"))
     x, residual = (torch.randn(1, 4096, device="cuda").bfloat16() for _ in range(2))

@@ -9,7 +9,7 @@ their bytes and bfloat16's product.
 
 Shapes are those of the matrices of Llama 3.1 8B. A time is the median of graphs of 20 launches over copies of the
 weight that do not fit into the L2 cache together. The first result of each way is compared with the product of the
-values in float32: a way that misses by more than 1% is marked, and is no choice.
+values in float32: a way that misses by more than 1% is marked, and is not chosen.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MATRICES = SHAPES | {"head": (128256, 4096)}
 
 
 def ways(name: str, m: int, n: int, k: int, gated: bool, kernels: str) -> Iterator[tuple[str, Way]]:
-    """Every way of some ``kernels`` to multiply m rows by a weight of a type, with its name."""
+    """Yield every way of some ``kernels`` to multiply m rows by a weight of a type, with its name."""
     device = torch.device("cuda")
     units, unit = multiprocessors(device), UNITS[name].unit
     rows = gguf_rows.GGUFRows(device)
@@ -83,7 +83,7 @@ def ways(name: str, m: int, n: int, k: int, gated: bool, kernels: str) -> Iterat
 
 
 def tilings(unit: int, m: int, n: int, k: int, units: int) -> Iterator[tuple[str, block_tiles.BlockTiling]]:
-    """Every cut in tiles that may do for m rows, with its name."""
+    """Yield every division into tiles that may suit m rows, with its name."""
     for cut in block_tiles.CUTS:
         tiling = block_tiles.tiling_of(cut, unit, m, n, k, units)
         if min(m / 2, 128) <= cut[0] <= max(16, 1.5 * m) and tiling is not None:
@@ -91,7 +91,7 @@ def tilings(unit: int, m: int, n: int, k: int, units: int) -> Iterator[tuple[str
 
 
 def missed(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """How far a result is off, as a share; one with a gate is half as wide."""
+    """Return the relative error of a result; one with a gate is half as wide."""
     if found.shape[1] < wanted.shape[1]:
         turns = wanted.unflatten(-1, (-1, 2, 16))
         wanted = torch.nn.functional.silu(turns[:, :, 0].flatten(1)) * turns[:, :, 1].flatten(1)
@@ -99,7 +99,7 @@ def missed(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def measure(matrix: str, name: str, rows: list[int], kernels: str) -> dict[str, Any]:
-    """Microseconds of all ways, by rows."""
+    """Measure the microseconds of all ways, by rows."""
     n, k = MATRICES[matrix]
     weight = drawn(name, n, k, "cuda")
     copies = [weight, *(weight.clone() for _ in range(max(1, int(120e6 // weight.nbytes))))]
@@ -136,7 +136,7 @@ def measure(matrix: str, name: str, rows: list[int], kernels: str) -> dict[str, 
 
 
 def measure_int4(matrix: str, rows: list[int]) -> dict[str, Any]:
-    """Microseconds of tiles of 4 bits in groups of 128 beside the other ways, by rows."""
+    """Measure the microseconds of tiles of 4 bits in groups of 128 beside the other ways, by rows."""
     n, k = MATRICES[matrix]
     generator = torch.Generator("cuda").manual_seed(1)
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda", generator=generator)
@@ -174,7 +174,7 @@ def measure_int4(matrix: str, rows: list[int]) -> dict[str, Any]:
 
 
 def chain_layers() -> list[tuple[str, ChainWeights]]:
-    """Layers of Llama 3.1 8B with the types of a file in Q4_K_M: half of them have V and down in Q6_K."""
+    """Generate layers of Llama 3.1 8B with the types of a file in Q4_K_M: half of them have V and down in Q6_K."""
     ones = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
 
     def part(name: str, outputs: int, inputs: int) -> BlockPart:
@@ -190,7 +190,7 @@ def chain_layers() -> list[tuple[str, ChainWeights]]:
 
 
 def measure_chain() -> dict[str, Any]:
-    """Microseconds a layer, on average of both sorts, beside what its bytes take."""
+    """Measure the microseconds of a layer, averaged over both kinds, beside the time for its bytes."""
     kernel, layers = gguf_chain.GGUFChain(torch.device("cuda")), chain_layers()
     x = torch.randn(1, 4096, device="cuda").bfloat16()
     moved = [sum(part.arranged.nbytes for matrix in own.matrices for part in matrix) for _, own in layers]

@@ -9,7 +9,7 @@ import torch
 
 
 def graph_times(calls: Sequence[Callable[[], Any]], replays: int) -> list[float]:
-    """Seconds of one call, of each replay of a graph of all of them one after the other."""
+    """Measure the seconds of one call, for each replay of a graph of all of them one after the other."""
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -45,7 +45,7 @@ Calls = list[Callable[[], Any]]
 
 
 def weight(n: int, k: int) -> torch.Tensor:
-    """Random codes, scales that keep Y near 1, zeros of -7.5 scales: as ``arrange`` would give them."""
+    """Generate random codes, scales that keep Y near 1, zeros of -7.5 scales, in the form of ``arrange``."""
     made = torch.randint(-(2**31), 2**31, (k // 128, n // 16, 272), dtype=torch.int32, device="cuda")
     scale = (torch.rand(k // 128, n // 16, 16, device="cuda") + 0.1).mul(k**-0.5 / 4)
     made[..., 256:] = torch.stack((scale, -7.5 * scale), -1).to(torch.bfloat16).view(torch.int32).squeeze(-1)
@@ -53,14 +53,14 @@ def weight(n: int, k: int) -> torch.Tensor:
 
 
 def error_ratio(call: Callable[..., torch.Tensor], x: torch.Tensor, given: torch.Tensor, n: int) -> float:
-    """The error against float64 over that of torch in bfloat16."""
+    """Return the error against float64 over that of torch in bfloat16."""
     want = i4.reference(x.double(), given, n)
     theirs = F.linear(x, i4.dense(given, n, x.dtype)).double() - want
     return float((call(x, given, n).double() - want).norm() / theirs.norm())
 
 
 class Ways:
-    """What can be timed, by name."""
+    """Contenders by name."""
 
     def __init__(self, tried: list[str], only: list[str] | None) -> None:
         self._rows, self._hopper = int4_rows.CudaCodes(), int4_hopper.HopperCodes()
@@ -71,7 +71,7 @@ class Ways:
         self._tried, self._only = tried, only
 
     def at(self, m: int, n: int, k: int) -> dict[str, Callable[..., torch.Tensor]]:
-        """For ``m`` rows and a weight ``[n, k]``; starred: what ``int4_matmul`` takes."""
+        """Return the ways for ``m`` rows and a weight ``[n, k]``; starred: the choice of ``int4_matmul``."""
         chosen = {"rows": "cuda_dependent", "hopper": "hopper_dependent", "rebuilt": "rebuilt"}[i4.way(m, n)]
         ours: dict[str, Callable[..., torch.Tensor]] = {"cuda_dependent": partial(self._rows, dependent_launch=True)}
         if m <= 16:

@@ -1,4 +1,4 @@
-"""How many cycles of its scheduler a product on the tensor cores takes on Hopper, alone and beside other instructions.
+"""Scheduler cycles of a product on the tensor cores on Hopper, alone and beside other instructions.
 
     python benchmarks/ops/issue_rates.py OUT.json
 
@@ -26,7 +26,7 @@ SOURCE = Path(__file__).with_suffix(".cu")
 
 
 def measure() -> list[dict[str, Any]]:
-    """Rows of (beside, more, warps, cycles)."""
+    """Measure rows of (beside, more, warps, cycles)."""
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/issue_rates"
         code = "-gencode=arch=compute_90a,code=sm_90a"
@@ -37,7 +37,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line for each kind and number of other instructions, and where they are from."""
+    """Format a line for each kind and number of other instructions, and their origin."""
     found = {(row["beside"], row["more"], row["warps"]): row["cycles"] for row in result["rows"]}
     lines = [
         "| cycles of a scheduler for | 1 warp on it | 2 warps | 3 warps |",

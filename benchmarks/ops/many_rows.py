@@ -11,8 +11,8 @@ operator then runs (``ops/tuned/small_matmul/``): cuBLAS where it is quickest; p
 there, by ``ops/products_in_layers.py`` afterwards. ``--only chosen`` races those alone.
 
 ``--alone``: no launch asks for weights before the one before has ended, as when somebody calls the operator by itself;
-into FILE go the sizes at which something else is quicker then than in a chain of layers, in the place of what it says
-of such sizes for alone. cuBLAS is taken unless it takes at least ``MARGIN`` times as long as another.
+the sizes at which another choice is faster then than in a chain of layers are written into FILE, in place of its
+entries of such sizes for alone. cuBLAS is taken unless it takes at least ``MARGIN`` times as long as another.
 
 ``--sizes NxK,...``: others in place of the models', such as a rank's head, ``64128x4096``.
 """
@@ -52,7 +52,7 @@ MARGIN = 1.03
 
 
 def sizes() -> list[tuple[int, int, bool]]:
-    """(N, K, gated) of every product, the 8B models first; gated: N rows of W make N / 2 columns."""
+    """List (N, K, gated) of every product, the 8B models first; gated: N rows of W make N / 2 columns."""
     found: dict[tuple[int, int, bool], None] = {}
     for model in (shapes.LLAMA_8B, shapes.QWEN3_8B, shapes.LLAMA_1B, shapes.QWEN3_0_6B):
         for n, k in (
@@ -72,7 +72,7 @@ def normal(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def exact(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
-    """The result in float64, some rows of W at a time."""
+    """Compute the result in float64, some rows of W at a time."""
     y = torch.cat([x.double() @ part.double().T for part in weight.split(8192)], 1)
     if not gated:
         return y
@@ -162,14 +162,14 @@ class Race:
 
 
 def best(rows: list[dict[str, Any]], margin: float = 1.0) -> dict[str, Any]:
-    """The quickest; cuBLAS unless it takes ``margin`` times as long."""
+    """Return the fastest; cuBLAS unless it takes ``margin`` times as long."""
     return min(
         (row for row in rows if "us" in row), key=lambda row: row["us"] / (margin if row["name"] == "cublas" else 1)
     )
 
 
 def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The peers, the quickest tiling with the number of those tried, and what failed."""
+    """Return the peers, the fastest tiling with the number of those tried, and the failures."""
     tilings = [row for row in rows if row["choice"]["by"] == "hopper"]
     quickest = [best(tilings) | {"tried": len(tilings)}] if any("us" in row for row in tilings) else []
     return [row for row in rows if row not in tilings] + quickest + [row for row in tilings if "failed" in row]

@@ -6,7 +6,7 @@
 ``--few`` (up to 256 rows): all tilings of ``few_rows/hopper.py`` as ``ops/many_rows.py`` races them, each launch
 beginning while the one before ends. ``--many``: tilings of ``many_rows/triton.py``. With a gate, cuBLAS's product is
 followed by our kernel for the gate. ``--train``: the product, the gradient of its input and that of its weight, by our
-kernel and by cuBLAS. ``--groups``: of ``--many`` and ``--train`` the largest tiles alone, in bands of so many.
+kernel and by cuBLAS. ``--groups``: of ``--many`` and ``--train`` the largest tiles alone, in bands of this many.
 ``--load``: of ``--many`` and ``--train`` times under sustained load, at the clock that the board's limit of power
 leaves (``ops/tools/under_load.py``), in place of medians of a few replays. Every time is kept, because the rule by
 shape is fitted to them. What is wrong, or not the same twice, is kept as a failure. ``--short``: write of OUT.json,
@@ -62,7 +62,7 @@ TILINGS = {
 
 
 def sizes(names: list[str]) -> list[tuple[int, int, bool]]:
-    """(N, K, gated) of the products of models, each once; gated: N rows of W make N / 2 columns."""
+    """List (N, K, gated) of the products of models, each once; gated: N rows of W make N / 2 columns."""
     found: dict[tuple[int, int, bool], None] = {}
     for shape in (SHAPES[name] for name in names):
         q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -76,19 +76,20 @@ def sizes(names: list[str]) -> list[tuple[int, int, bool]]:
 
 
 def few(race: Race, m: int) -> dict[str, Any]:
-    """Microseconds by contender for one size of up to 256 rows."""
+    """Measure the microseconds by contender for one size of up to 256 rows."""
     rows = race.run(m, True, REPLAYS)
     return {row["name"]: row.get("us", row.get("failed")) for row in rows}
 
 
 def tilings(kind: str, groups: list[int]) -> list[ManyRowsTiling]:
-    """Those to try, ``plain`` or ``gated``: all, or the largest in bands of ``groups``."""
+    """List the tilings to try, ``plain`` or ``gated``: all, or the largest in bands of ``groups``."""
     known = TILINGS[kind]
     return [dataclasses.replace(known[0], group=group) for group in groups] or list(known)
 
 
 def microseconds(contenders: Mapping[str, Sequence[Callable[[], Any]]], load: bool) -> dict[str, Any]:
-    """Those of one call, by contender: under load, or at the clock of a few replays; or why it failed."""
+    """Measure the microseconds of one call, by contender: under load, or at the clock of a few replays; or the reason
+    for a failure."""
     if load:
         return dict(zip(contenders, (each * 1e6 for each in under_load.race(list(contenders.values()))), strict=True))
     found: dict[str, Any] = {}
@@ -101,7 +102,7 @@ def microseconds(contenders: Mapping[str, Sequence[Callable[[], Any]]], load: bo
 
 
 def many(race: Race, m: int, groups: list[int], load: bool) -> dict[str, Any]:
-    """Microseconds by contender for one size of more than 256 rows."""
+    """Measure the microseconds by contender for one size of more than 256 rows."""
     x, failed, right = normal(m, race.k), dict[str, Any](), dict[str, Any]()
     want = exact(x, race.weights[0], race.gated)
     calls: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -121,7 +122,8 @@ def many(race: Race, m: int, groups: list[int], load: bool) -> dict[str, Any]:
 
 
 def train(race: Race, m: int, groups: list[int], load: bool) -> dict[str, Any]:
-    """Microseconds of the three products of a training step, ours by the rule or in such bands, and cuBLAS's."""
+    """Measure the microseconds of the three products of a training step, ours by the rule or in such bands, and
+    cuBLAS's."""
     x, g = normal(m, race.k), normal(m, race.n)
     calls: dict[str, Callable[[Tensor], Tensor]] = {
         "forward cublas": lambda w: torch.mm(x, w.T),
@@ -138,7 +140,8 @@ def train(race: Race, m: int, groups: list[int], load: bool) -> dict[str, Any]:
 
 
 def short(result: dict[str, Any]) -> dict[str, Any]:
-    """Times of cuBLAS, of the quickest and of what the rule by shape takes; products of few rows and of many."""
+    """Return the times of cuBLAS, of the fastest and of the rule's choice by shape; products of few rows and of
+    many."""
     rows = []
     for row in result["rows"]:
         m, n, k, gated = (row[name] for name in ("m", "n", "k", "gated"))
@@ -155,7 +158,7 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """For a page: up to 256 rows, what the rule takes beside the quickest and cuBLAS."""
+    """Format a page: up to 256 rows, the rule's choice beside the fastest and cuBLAS."""
     heights = sorted({row["m"] for row in result["rows"] if row["rule_us"] and row["m"] <= MOST_ROWS})
     lines = ["| weight | " + " | ".join(f"{m} rows" for m in heights) + " |", "|---" * (1 + len(heights)) + "|"]
     cells: dict[str, dict[int, str]] = {}
@@ -169,7 +172,7 @@ def page(result: dict[str, Any]) -> str:
     lines += [f"| {name} | " + " | ".join(by.get(m, "") for m in heights) + " |" for name, by in cells.items()]
     versions = ", ".join(f"{name} {version}" for name, version in result["environment"]["packages"].items())
     mean, most = statistics.mean(ratios) - 1, max(ratios) - 1
-    lines.append(f"\nThe rule takes {mean:.1%} longer than the quickest on average, {most:.0%} at most.\n")
+    lines.append(f"\nThe rule takes {mean:.1%} longer than the fastest on average, {most:.0%} at most.\n")
     lines.append(
         f"`{result['command']}` on one {result['gpu']}, {versions}, {record.made_at([result['environment']])}; median "
         f"of {REPLAYS} replays.\n"
@@ -178,7 +181,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def many_page(result: dict[str, Any]) -> str:
-    """For a page: more rows, the quickest of our tilings beside cuBLAS."""
+    """Format a page: more rows, the fastest of our tilings beside cuBLAS."""
     heights = sorted({row["m"] for row in result["rows"]})
     lines = ["| weight | " + " | ".join(f"{m} rows" for m in heights) + " |", "|---" * (1 + len(heights)) + "|"]
     cells: dict[str, dict[int, str]] = {}
@@ -207,7 +210,8 @@ def name_of(tiling: ManyRowsTiling) -> str:
 
 
 def compile_one(kind: str, index: int, groups: list[int]) -> None:
-    """In a process of its own: one tiling, into Triton's cache; also for the gradients where there are ``groups``."""
+    """Compile one tiling into Triton's cache, in a process of its own; also for the gradients if there are
+    ``groups``."""
     weight, x, tiling = normal(8192, 4096), normal(512, 4096), tilings(kind, groups)[index]
     by_tiling(x, weight, tiling, kind == "gated")
     if groups and kind == "plain":

@@ -49,7 +49,7 @@ REPLAYS = 3
 
 
 def microseconds(calls: Sequence[Callable[[], Any]]) -> float:
-    """Those of one call, the median of replays."""
+    """Measure the microseconds of one call, the median of replays."""
     return statistics.median(graph_times(calls, REPLAYS)) * 1e6
 
 
@@ -60,7 +60,7 @@ def random(*shape: int) -> Tensor:
 def size(
     kernel: scaled8_hopper.HopperRows8, weights: Sequence[Sequence[Tensor]], m: int, gated: bool
 ) -> dict[str, Any]:
-    """Microseconds of one size by tiling, and of what it stands beside."""
+    """Measure the microseconds of one size by tiling, and of its peers."""
     n, k = weights[0][0].shape
     columns = n // 2 if gated else n
     rows = scaled8_rounding.triton_rounded(random(m, k), True)
@@ -86,7 +86,7 @@ def name_of(tiling: HopperTiling) -> str:
 
 
 def short(result: dict[str, Any]) -> dict[str, Any]:
-    """The quickest tiling of each size, what the rule takes, and the Triton kernel."""
+    """Return the fastest tiling of each size, the rule's choice, and the Triton kernel."""
     rows = []
     for row in result["rows"]:
         m, n, k, gated = (row[name] for name in ("m", "n", "k", "gated"))
@@ -102,7 +102,7 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """For a page: Llama-3.1-8B's matrices, what the rule takes and the Triton kernel; how good the rule is."""
+    """Format a page: Llama-3.1-8B's matrices, the rule's choice and the Triton kernel; and the quality of the rule."""
     names = ("QKV", "output", "gate with up", "gate with up, and the gate", "down")
     order = [(n, k, gated) for i, (n, k) in enumerate(MODELS["llama-3.1-8b"]) for gated in (False, i == GATED)]
     known = {(row["n"], row["k"], row["gated"], row["m"]): row for row in result["rows"]}
@@ -116,7 +116,7 @@ def page(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["environment"]["packages"].items())
     lines.append(
         f"\nOver {len(MODELS)} models' matrices and these rows the rule takes {statistics.mean(ratios) - 1:.1%} longer "
-        f"than the quickest of those timed on average, {max(ratios) - 1:.0%} at most, and {1 - against:.0%} less than "
+        f"than the fastest candidate on average, {max(ratios) - 1:.0%} at most, and {1 - against:.0%} less than "
         "the Triton kernel.\n"
     )
     made = record.made_at([result["environment"]])

@@ -47,12 +47,12 @@ from transect.ops.linear.stream_products import StreamProducts
 UNITS = 132
 ORDER = ("down", "gate_up", "o", "qkv")
 FAR = 0.04
-"""How far the result of all layers may be from the first one, relative."""
+"""Largest relative difference of the result of all layers from the first one."""
 
 
 def gluon_tilings(m: int, n: int, k: int, gated: bool) -> list[Choice]:
-    """Tilings of ``few_rows/gluon.py`` into at most as many tiles as there are multiprocessors, and no less than half
-    as many, with the most buffers that fit."""
+    """List the tilings of ``few_rows/gluon.py`` with at most as many tiles as multiprocessors and at least half as
+    many, with the most buffers that fit."""
     found = []
     outputs = n // 2 if gated else n
     for bm, bn, bk, split, warps in itertools.product((64, 128, 256), (16, 32, 64, 128), (64, 128), (1, 2, 4), (4, 8)):
@@ -73,13 +73,13 @@ def name_of(choice: Choice) -> str:
 
 
 def form(choice: Choice) -> dict[str, Any]:
-    """The line that a file of choices has."""
+    """Return the line of a file of choices."""
     tiling = choice.tiling
     return {"by": choice.by} | ({} if tiling is None else {"tiling": dataclasses.asdict(tiling)})
 
 
 def gates(choice: Choice) -> bool:
-    """Whether the gate is part of the tiles."""
+    """Check if the gate is part of the tiles."""
     return isinstance(choice.tiling, HopperTiling | TritonTiling) and bool(choice.tiling.gated)
 
 
@@ -128,7 +128,7 @@ class Layers:
         return statistics.median(graph_times([call], replays)) / self.chain.config.n_layers
 
     def time(self, streams: bool, replays: int) -> float:
-        """Microseconds of a layer; infinite if the result is wrong or not the same twice."""
+        """Measure the microseconds of a layer; infinite if the result is wrong or differs between two runs."""
         call = self.chain.stack(
             linear=self.product, gate_up=self.gate_up, stream_products=self.streams if streams else None
         )
@@ -156,7 +156,7 @@ def candidates(m: int, n: int, k: int, gated: bool, streams: bool) -> list[Choic
 
 
 def fits_stream(name: str, choice: Choice) -> bool:
-    """Whether a norm stands beside it."""
+    """Check if a norm can be computed beside it."""
     tiling = choice.tiling
     if isinstance(tiling, TritonTiling | GluonTiling):
         return tiling.gated == (name == "gate_up")
@@ -200,7 +200,7 @@ def greedy(layers: Layers, streams: bool, seconds: float) -> float:
 
 
 def streams_possible(layers: Layers, rows: int) -> bool:
-    """Whether norms can stand in the products, all of one kind of kernel; sets what to begin with."""
+    """Check if norms can be computed in the products, all of one kind of kernel; sets the first choices."""
     for name, (n, k) in layers.sizes.items():
         few = rows <= cuda_rows.CUDA_ROWS
         listed = cuda_tilings(rows, n, k, name == "gate_up") if few else layers.best[name]
@@ -216,7 +216,7 @@ def streams_possible(layers: Layers, rows: int) -> bool:
 
 
 def run(model: str, rows: int, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what was measured, choices by their names in the file)."""
+    """Return (the measurements, choices by their names in the file)."""
     layers = Layers(model, rows)
     streams = {"stream_products": None} if "/" in model else {}
     before = layers.seconds(layers.chain.stack(**streams), 15) * 1e6

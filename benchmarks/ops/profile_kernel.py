@@ -1,4 +1,4 @@
-"""What bounds a kernel: Nsight Compute's counters of one launch at each named case of an operator, as a small JSON.
+"""Bounds of a kernel: Nsight Compute's counters of one launch at each named case of an operator, as a small JSON.
 
     python benchmarks/ops/profile_kernel.py OUT.json --op flash_attention --implementation hopper --kernel
     forward_kernel \
@@ -43,7 +43,7 @@ STALL, SUFFIX = "smsp__average_warps_issue_stalled_", "_per_issue_active.ratio"
 
 
 def run_once(op: str, implementation: str, case_name: str) -> None:
-    """The child that ncu watches: one call to warm up (and compile), one to look at."""
+    """Run the child that ncu watches: one call to warm up (and compile), one to look at."""
     all_ops()
     found = get(op)
     case = next(case for case in found.cases() if case.name == case_name)
@@ -63,7 +63,7 @@ def number(text: str) -> float | None:
 
 
 def profile(options: argparse.Namespace, case_name: str) -> dict[str, Any]:
-    """Counters of the second launch of the kernel at a case."""
+    """Read the counters of the second launch of the kernel at a case."""
     child = [sys.executable, __file__, str(options.out), "--op", options.op, "--implementation", options.implementation]
     child += ["--kernel", options.kernel, "--child", case_name]
     command = ["ncu", "--clock-control", "none", "-k", f"regex:{options.kernel}", "-s", "1", "-c", "1", "--csv"]

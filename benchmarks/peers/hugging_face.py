@@ -46,7 +46,7 @@ class Moments(transformers.StoppingCriteria):
 
 
 def shape(name: str) -> transformers.PretrainedConfig:
-    """transformers' configuration of one of ``models.presets``."""
+    """Return transformers' configuration of one of ``models.presets``."""
     ours = PRESETS[name]
     kind = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[ours.architecture]
     return kind(
@@ -67,7 +67,7 @@ def shape(name: str) -> transformers.PretrainedConfig:
 
 @torch.inference_mode()
 def generated(model: Any, name: str, prompt: torch.Tensor) -> dict[str, Any]:
-    """Seconds a token of ``generate``; sampling is off."""
+    """Measure the seconds per token of ``generate``; sampling is off."""
     more = {"cache_implementation": "static"} if "static" in name else {}
     gaps: list[float] = []
     start = time.perf_counter()
@@ -87,7 +87,7 @@ def generated(model: Any, name: str, prompt: torch.Tensor) -> dict[str, Any]:
 
 
 def ours(name: str, prompt: list[int]) -> dict[str, Any]:
-    """Seconds a token of ``LLM``."""
+    """Measure the seconds per token of ``LLM``."""
     llm = LLM(name, load_format="dummy", max_model_len=2048, max_num_seqs=1, kv_cache_tokens=4096, seed=0)
     decode_steps(llm, [prompt], 8, 4)
     found = decode_steps(llm, [prompt], 100, 4)

@@ -5,8 +5,8 @@ slow down: its steps sleep for a time that follows from their work, and from cha
 
 The shipping ``EngineCore`` and ``Scheduler`` run on the wall clock, one step ahead of the device as on a GPU, sized by
 time as in a server. A profile is fitted on one sweep of closed loops, from its decision log. Then traces of three
-burstinesses at 30, 60 and 90% of the knee run with three seeds, the first seed twice. No law is told to the
-simulation: what is checked is all but the step times of a real device.
+burstinesses at 30, 60 and 90% of the knee run with three seeds, the first seed twice. The simulation is not given the
+law: the check covers all but the step times of a real device.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NOISE = 0.03
 
 
 def law(load: StepLoad) -> float:
-    """Seconds of a step of the device."""
+    """Return the seconds of a step of the device."""
     return 8e-3 + 2.5e-4 * load.tokens + 3e-4 * load.rows + 1e-6 * load.keys + 5e-7 * load.pairs
 
 
@@ -83,7 +83,7 @@ class Asleep:
         return time.monotonic() >= self.until
 
     def draw(self) -> None:
-        """Nothing waits for it."""
+        """Do nothing; nothing waits for it."""
 
     def result(self) -> StepResult:
         """Wait for the end of the step."""
@@ -135,7 +135,7 @@ class Engine:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Median errors of each load beside the spread of repeated runs."""
+    """Format the median errors of each load beside the spread of repeated runs."""
     names = list(result["cells"][0]["measured"])
     shown = " | ".join(name.replace("ttft", "TTFT").replace("itl", "ITL") for name in names)
     lines = [f"| load | burstiness | {shown} | each TTFT |", "|---" * (3 + len(names)) + "|"]

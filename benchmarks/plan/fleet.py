@@ -38,7 +38,8 @@ PRICES = {"h100-80gb": 2.5, "h200": 3.5, "b200": 5.5, "mi300x": 3.0}
 
 
 def memory(ways: list[tuple[CardChoice, str]]) -> list[dict[str, Any]]:
-    """Bytes of weights and of a token's KV, and sequences of a mean request that a card's group holds."""
+    """Compute the bytes of weights and of a token's KV, and the sequences of a mean request that a card's group
+    holds."""
     found = []
     for choice, why in ways:
         model, storage = choice.model, choice.storage
@@ -51,10 +52,10 @@ def memory(ways: list[tuple[CardChoice, str]]) -> list[dict[str, Any]]:
 
 
 def memory_table(result: dict[str, Any]) -> str:
-    """Tokens of KV cache that an engine of each choice has."""
+    """Format the tokens of KV cache that an engine of each choice has."""
     rows = result["memory"]
     lines = [
-        "| cards of an engine | " + " | ".join(f"{card}, {form}" for card in CARDS for form in FORMATS) + " |",
+        "| cards per engine | " + " | ".join(f"{card}, {form}" for card in CARDS for form in FORMATS) + " |",
         "|---" * (1 + len(CARDS) * len(FORMATS)) + "|",
     ]
     for size in TENSOR:
@@ -68,7 +69,7 @@ def memory_table(result: dict[str, Any]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The simulated choices."""
+    """Format the simulated choices."""
     lines = [
         "| choice | engines | cards | req/s | TTFT p50, p99 | ITL p50, p99 | E2E p50, p99 | KV used | $/h | $/M out | "
         "J/token | bound |",
@@ -88,8 +89,8 @@ def table(result: dict[str, Any]) -> str:
 
 
 def arithmetic(result: dict[str, Any]) -> str:
-    """The other choices, by arithmetic alone."""
-    lines = ["| choice | engines | cards | req/s of an engine | bound |", "|---|---|---|---|---|"]
+    """Format the other choices, by arithmetic alone."""
+    lines = ["| choice | engines | cards | req/s per engine | bound |", "|---|---|---|---|---|"]
     for each in result["plan"]["by_arithmetic"]:
         if each["rate"] < 1e-3:
             lines.append(f"| {each['choice']} | - | - | - | misses the target at any rate |")

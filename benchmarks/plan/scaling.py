@@ -38,7 +38,7 @@ START_S, LOOK_S, PATIENCE_S = 120.0, 15.0, 600.0
 
 
 def day(hours: float, peak: float) -> list[Asked]:
-    """The requests of a day that lasts ``hours``."""
+    """Generate the requests of a day that lasts ``hours``."""
     spans = int(hours * 3600 / SPAN)
     rates = []
     for number in range(spans):
@@ -54,9 +54,9 @@ def day(hours: float, peak: float) -> list[Asked]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """One line for each policy."""
+    """Format one line for each policy."""
     lines = [
-        "| policy | engine hours | most engines | TTFT p50 | p99 | ITL p99 | requests within 5 s to the first token |",
+        "| policy | engine hours | most engines | TTFT p50 | p99 | ITL p99 | requests with TTFT within 5 s |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in result["policies"]:
@@ -87,9 +87,9 @@ def main() -> None:
     each = best.summary["concurrency"]
     policies = {
         f"fixed, {enough}": Scaler(Fixed(enough), enough, enough),
-        f"concurrency, {0.7 * each:.0f} an engine": Scaler(Concurrency(0.7 * each), 1, 16, PATIENCE_S),
+        f"concurrency, {0.7 * each:.0f} per engine": Scaler(Concurrency(0.7 * each), 1, 16, PATIENCE_S),
         "queue": Scaler(Queue(long=0.5, idle=0.15), 1, 16, PATIENCE_S),
-        f"forecast, {best.rate:.2f} requests/s an engine": Scaler(
+        f"forecast, {best.rate:.2f} requests/s per engine": Scaler(
             Forecast(capacity=best.rate, ahead=START_S + LOOK_S), 1, 16, PATIENCE_S
         ),
     }

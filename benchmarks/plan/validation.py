@@ -202,7 +202,7 @@ async def _cell(
 
 
 def _each(result: Result, run: Any) -> float:
-    """Mean relative error of the requests' TTFTs."""
+    """Compute the mean relative error of the requests' TTFTs."""
     pairs = [(a, b) for a, b in zip(result.records, run.records, strict=True) if a.error is None]
     return statistics.mean(abs(b.ttft - a.ttft) / a.ttft for a, b in pairs)
 
@@ -253,11 +253,12 @@ def h200(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def cpu_table(result: dict[str, Any]) -> str:
-    """Errors by share of the knee and burstiness, medians over the seeds, beside the spread of repeated runs."""
+    """Format the errors by share of the knee and burstiness, medians over the seeds, beside the spread of repeated
+    runs."""
     cells = result["cells"]
     shown = ("ttft p50", "ttft p90", "ttft p99", "itl p99", "e2e p50")
     lines = [
-        "| load | burstiness | runs | machine slower by | "
+        "| load | burstiness | runs | machine slowdown | "
         + " | ".join(f"{n.replace('ttft', 'TTFT')}" for n in shown)
         + " | each TTFT |",
         "|---" * (5 + len(shown)) + "|",
@@ -299,7 +300,7 @@ def _errors(rows: list[dict[str, Any]], name: str) -> str:
 
 
 def h200_table(result: dict[str, Any]) -> str:
-    """Predicted and measured figures of each recorded rate."""
+    """Format predicted and measured figures of each recorded rate."""
     names = [name for name in result["levels"][0]["measured"] if name != "itl p50"]
     lines = [
         "| requests/s | "
@@ -322,7 +323,7 @@ def h200_table(result: dict[str, Any]) -> str:
             f"{azure['engines']} engines take {azure['processor_s']:.0f} s of one core."
         )
     lines.append(
-        f"\n{result['model']}, predicted of measured, {record.made_at([recorded])}; the simulation by "
+        f"\n{result['model']}, error of predictions, {record.made_at([recorded])}; the simulation by "
         f"`{result['command']}` on {machine['processor']}, {record.made_at([machine])}.{hour}\n"
     )
     return "\n".join(lines)

@@ -36,7 +36,8 @@ class Chat:
 
 
 def chats(requests: int, rate: float, seed: int, word: Sequence[str]) -> list[Chat]:
-    """Chats of ``requests`` turns in all, of which ``rate`` would come in a second if answers took no time.
+    """Generate chats with ``requests`` turns in total, of which ``rate`` would arrive per second if answers took no
+    time.
 
     Args:
         word: texts of one token each.

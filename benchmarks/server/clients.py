@@ -33,6 +33,7 @@ PROGRAMS = record.ROOT / "benchmarks" / "server" / "client_programs"
 BUILTIN = next(iter(BUILTIN_MODELS))
 OUT = record.RESULTS / "cpu" / "clients.json"
 FEATURES = {
+    "models": "models",
     "chat": "chat",
     "streamed chat": "streamed",
     "text completions": "completions",
@@ -44,6 +45,8 @@ FEATURES = {
     "context overflow": "knows a full context",
 }
 """Features by the names that the programs use, and the heads of their columns."""
+TITLES = {"litellm-proxy": " (proxy)"}
+"""Shown behind the names of packages that are two clients."""
 INSTALL_S, RUN_S = 900, 600
 
 
@@ -57,10 +60,11 @@ class Client:
 
     Attributes:
         program: its file in ``client_programs/``.
-        packages: what is installed; the first is the client.
+        packages: installed packages; the first is the client. Empty: the program sends what the client ``calls`` sends.
         shared: it sees the packages of this environment, so that PyTorch is not installed again.
         bare: a package that is installed without what it wants: ``packages`` are what it needs for this.
         node: it runs in Node.
+        calls: title of a client that no package index has, whose HTTP calls are sent.
     """
 
     program: str
@@ -68,11 +72,12 @@ class Client:
     shared: bool = False
     bare: str | None = None
     node: bool = False
+    calls: str = ""
 
     @property
     def package(self) -> str:
         """The name of the client's package."""
-        return (self.bare or self.packages[0]).split("[")[0]
+        return self.calls or (self.bare or self.packages[0]).split("[")[0]
 
 
 CLIENTS = {
@@ -86,6 +91,12 @@ CLIENTS = {
     "llm": Client("llm_client.py", ("llm",)),
     "guidellm": Client("guidellm_client.py", ("guidellm",), shared=True),
     "lm-eval": Client("lm_eval_client.py", ("lm-eval[api]",), shared=True),
+    "openai-agents": Client("openai_agents_client.py", ("openai-agents",)),
+    "ai": Client("ai_node.mjs", ("ai", "@ai-sdk/openai-compatible", "zod"), node=True),
+    "litellm-proxy": Client("litellm_proxy_client.py", ("litellm[proxy]", "openai")),
+    "aider": Client("aider_client.py", ("aider-chat",)),
+    "open-webui": Client("open_webui_calls.py", (), calls="Open WebUI (its HTTP calls)"),
+    "librechat": Client("librechat_calls.py", (), calls="LibreChat (its HTTP calls)"),
     # It wants an older transformers, gradio, spacy and selenium: none of them for a proxy.
     "optillm": Client(
         "optillm_client.py",
@@ -97,13 +108,15 @@ CLIENTS = {
 
 
 def installed(name: str, *, upgrade: bool = False) -> Path:
-    """The folder of a client's environment, which is made where it is not there.
+    """Return the folder of a client's environment, which is created if it does not exist.
 
     Raises:
         Unavailable: there is no Node, or the packages cannot be had.
     """
     client = CLIENTS[name]
     folder = cache_folder() / "clients" / name
+    if client.calls:
+        return folder
     wanted = json.dumps([*client.packages, client.bare, client.shared])
     note = folder / "installed.json"
     if note.is_file() and note.read_text() == wanted and not upgrade:
@@ -138,13 +151,15 @@ def _install(command: list[str], folder: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of a client's process, with nothing of this project on its path."""
+    """Return the environment of a client's process, with nothing of this project on its path."""
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def version(name: str) -> str:
-    """The version of an installed client."""
+    """Return the version of an installed client."""
     folder, client = installed(name), CLIENTS[name]
+    if client.calls:
+        return "-"
     if client.node:
         manifest = folder / "node_modules" / client.package / "package.json"
         return str(json.loads(manifest.read_text())["version"])
@@ -154,7 +169,7 @@ def version(name: str) -> str:
 
 
 def run(name: str, url: str, model: str = BUILTIN) -> dict[str, Any]:
-    """What became of each feature of an installed client.
+    """Try each feature of an installed client, and return the outcomes.
 
     Raises:
         Unavailable: see ``installed``.
@@ -163,9 +178,11 @@ def run(name: str, url: str, model: str = BUILTIN) -> dict[str, Any]:
     folder, client = installed(name), CLIENTS[name]
     if client.node:  # Node looks for packages beside the program
         program = Path(shutil.copy(PROGRAMS / client.program, folder))
+        shutil.copy(PROGRAMS / "outcomes.mjs", folder)
         command = [shutil.which("node") or "node", str(program)]
     else:
-        command = [str(folder / "bin" / "python"), str(PROGRAMS / client.program)]
+        python = sys.executable if client.calls else str(folder / "bin" / "python")
+        command = [python, str(PROGRAMS / client.program)]
     done = subprocess.run(
         [*command, url, model], env=_environment(), capture_output=True, text=True, timeout=RUN_S, check=False
     )
@@ -180,7 +197,7 @@ def run(name: str, url: str, model: str = BUILTIN) -> dict[str, Any]:
 
 @contextmanager
 def server(*options: str, model: str = BUILTIN) -> Iterator[str]:
-    """The address of a server of the built-in model, on the processor."""
+    """Yield the address of a server of the built-in model, on the processor."""
     command = [sys.executable, "-m", "transect", "serve", model, "--port", "0", "--device", "cpu", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -195,14 +212,15 @@ def server(*options: str, model: str = BUILTIN) -> Iterator[str]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Client by feature."""
+    """Format clients by feature."""
     said = {"works": "yes", "skipped": "not tried", "fails": "**no**"}
     head = ["client", "version", *FEATURES.values()]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for found in sorted(result["clients"].values(), key=lambda each: (each["package"].lower(), each["node"])):
+    order = sorted(result["clients"].items(), key=lambda each: (each[1]["package"].lower(), each[0]))
+    for name, found in order:
         tried = (found["features"].get(feature) for feature in FEATURES)
         cells = ("" if what is None else said[what["outcome"]] for what in tried)
-        title = f"{found['package']}{' (Node)' if found['node'] else ''}"
+        title = f"{found['package']}{TITLES.get(name, '')}{' (Node)' if found['node'] else ''}"
         lines.append(f"| {' | '.join([title, found['release'], *cells])} |")
     return "\n".join(lines) + "\n"
 

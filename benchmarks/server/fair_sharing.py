@@ -57,32 +57,36 @@ class Stream(threading.Thread):
     def __init__(self, url: str, headers: dict[str, str]) -> None:
         super().__init__(daemon=True)
         self._url, self._headers = url, headers
-        self.over, self.times = threading.Event(), [time.perf_counter()]
+        self.over = threading.Event()
+        self.times: list[tuple[int, float]] = []
+        """The answer and the time of each token."""
 
     def run(self) -> None:
         body = {"model": BUILTIN, "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-        while not self.over.is_set():
+        for answer_number in itertools.count():
+            if self.over.is_set():
+                return
             address = f"{self._url}/v1/completions"
             with httpx.stream("POST", address, json=body, headers=self._headers, timeout=PATIENCE_S) as answer:
                 for line in answer.iter_lines():
                     if line.startswith("data:"):
-                        self.times.append(time.perf_counter())
+                        self.times.append((answer_number, time.perf_counter()))
                     if self.over.is_set():
                         break
 
     def gaps(self, began: float, ended: float) -> list[float]:
-        """Seconds between tokens, from ``began`` to ``ended``."""
-        times = [each for each in list(self.times) if began <= each <= ended]
-        return [b - a for a, b in itertools.pairwise(times)] or [ended - began]
+        """List the seconds between tokens of an answer, from ``began`` to ``ended``, in rising order."""
+        times = [each for each in list(self.times) if began <= each[1] <= ended]
+        return sorted(b[1] - a[1] for a, b in itertools.pairwise(times) if a[0] == b[0]) or [ended - began]
 
 
 def of(key: str) -> dict[str, str]:
-    """The headers of a client."""
+    """Return the headers of a client."""
     return {"Authorization": f"Bearer {key}"}
 
 
 def first_token(url: str, key: str, **fields: Any) -> float:
-    """Seconds to the first token of a short answer."""
+    """Measure the seconds to the first token of a short answer."""
     body = {"model": BUILTIN, "prompt": "A newcomer asks", "max_tokens": 8, "stream": True, **fields}
     began = time.perf_counter()
     with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=of(key), timeout=PATIENCE_S) as answer:
@@ -92,7 +96,7 @@ def first_token(url: str, key: str, **fields: Any) -> float:
 
 
 def newcomer(url: str, crowd: dict[str, Any]) -> float:
-    """Seconds to a newcomer's first token beside a crowd of another client, which is ended then."""
+    """Measure the seconds to a newcomer's first token beside a crowd of another client, which is then ended."""
     body = {"model": BUILTIN, "ignore_eos": True, **crowd}
     over = threading.Event()
 
@@ -115,20 +119,32 @@ def newcomer(url: str, crowd: dict[str, Any]) -> float:
 
 
 def beside(url: str, path: str, fields: dict[str, Any], stream: Stream) -> dict[str, float]:
-    """Gaps between tokens of a stream, alone and beside a request, in seconds."""
-    began = time.perf_counter()
-    time.sleep(LOOK_S)
-    alone = statistics.median(stream.gaps(began, time.perf_counter()))
+    """Measure the gaps between tokens of a stream, alone (before and after, since its own context grows) and beside a
+    request, in seconds."""
+
+    def look() -> list[float]:
+        began = time.perf_counter()
+        time.sleep(LOOK_S)
+        return stream.gaps(began, time.perf_counter())
+
+    alone = look()
     began = time.perf_counter()
     answer = httpx.post(f"{url}{path}", json={"model": BUILTIN, **fields}, headers=of("a"), timeout=PATIENCE_S)
     ended = time.perf_counter()
     answer.raise_for_status()
     gaps = stream.gaps(began, ended)
-    return {"alone": alone, "beside": statistics.median(gaps), "longest": max(gaps), "seconds": ended - began}
+    return {
+        "alone": statistics.median(alone + look()),
+        "beside": statistics.median(gaps),
+        "mean": statistics.mean(gaps),
+        "p99": gaps[len(gaps) * 99 // 100],
+        "longest": gaps[-1],
+        "seconds": ended - began,
+    }
 
 
 def structured(url: str, clients: int) -> float:
-    """Seconds to the first token of a structured answer beside clients whose schemas are refused late."""
+    """Measure the seconds to the first token of a structured answer beside clients whose schemas are refused late."""
     over = threading.Event()
 
     def loop(number: int) -> None:
@@ -152,14 +168,14 @@ def structured(url: str, clients: int) -> float:
 
 
 def keys_file(folder: str) -> Path:
-    """A file with the keys of all clients."""
+    """Write a file with the keys of all clients."""
     path = Path(folder) / "keys"
     path.write_text("\n".join(["a", "b", *(f"hostile-{number}" for number in range(16))]) + "\n")
     return path
 
 
 def measure(rounds: int, only: str) -> dict[str, Any]:
-    """All figures."""
+    """Measure all figures."""
     result: dict[str, Any] = {"newcomer": {}, "beside": {}, "structured": {}}
 
     def wanted(name: str) -> bool:
@@ -178,20 +194,20 @@ def measure(rounds: int, only: str) -> dict[str, Any]:
                 result["structured"]["16 clients"] = record.summary([structured(url, 16) for _ in range(rounds)])
                 print(result["structured"], flush=True)
             stream = Stream(url, of("b"))
-            stream.start()
-            time.sleep(2.0)
+            if any(wanted(f"beside {name}") for name in BESIDE):
+                stream.start()
+                time.sleep(2.0)
             for name, (path, fields) in BESIDE.items():
-                if wanted("beside"):
+                if wanted(f"beside {name}"):
                     runs = [beside(url, path, vary(fields, number), stream) for number in range(rounds)]
                     result["beside"][name] = {each: record.summary([run[each] for run in runs]) for each in runs[0]}
                     print(name, {k: round(v["median"], 3) for k, v in result["beside"][name].items()}, flush=True)
             stream.over.set()
-            stream.join()
     return result
 
 
 def vary(fields: dict[str, Any], number: int) -> dict[str, Any]:
-    """The same work without the help of the prefix cache."""
+    """Return the same work without the help of the prefix cache."""
 
     def changed(text: str) -> str:
         return f"{number} {text}"
@@ -209,7 +225,7 @@ def main() -> None:
     """Measure and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="newcomer, structured or beside")
+    parser.add_argument("--only", default="", help="newcomer, structured, beside or a part of what it is beside of")
     parser.add_argument("--name", default="after", help="under which name the figures are kept: before, after")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "fair_sharing.json")
     options = parser.parse_args()

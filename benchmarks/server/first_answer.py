@@ -13,9 +13,10 @@ import json
 import time
 
 import httpx
-from http_vs_offline import server
 
-import record
+import _paths  # noqa: F401
+from benchmarks import record
+from benchmarks.server.http_vs_offline import server
 
 QUESTION = "What is the capital of France?"
 

@@ -26,11 +26,11 @@ from benchmarks.server.clients import BUILTIN, server
 KINDS = {"json": "guided_json", "regex": "guided_regex"}
 PATIENCE_S = 60
 LOOK_S = 0.5
-"""How long the stream beside is looked at after a schema is sent, or until the answer is there."""
+"""Seconds for which the stream beside is watched after a schema is sent, unless the answer comes later."""
 
 
 class Beside(threading.Thread):
-    """A stream that goes on until it is told to end; it writes down when tokens come."""
+    """A stream that runs until it is stopped, and records the times of its tokens."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
@@ -47,7 +47,7 @@ class Beside(threading.Thread):
                         break
 
     def longest_gap(self, began: float, ended: float) -> float:
-        """Seconds between two tokens at most, from ``began`` to ``ended``."""
+        """Return the most seconds between two tokens, from ``began`` to ``ended``."""
         times = [began, *(each for each in list(self.times) if began < each < ended), ended]
         return max(b - a for a, b in itertools.pairwise(times))
 
@@ -69,8 +69,8 @@ def ask(url: str, beside: Beside, kind: str, text: str) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Schemas, and what came of each."""
-    lines = ["| schema | answer | after | longest gap of a stream beside |", "|---|---|---|---|"]
+    """Format schemas and their outcomes."""
+    lines = ["| schema | answer | after | longest gap of another stream |", "|---|---|---|---|"]
     for name, rounds in result["schemas"].items():
         seconds, gap = (max(each[key] for each in rounds) for key in ("seconds", "longest_gap_s"))
         lines.append(f"| {name} | {rounds[0]['status']} | {seconds:.2f} s | {1e3 * gap:.0f} ms |")

@@ -41,7 +41,7 @@ WARM_UP = 2
 
 @contextmanager
 def server(model: str, at_once: int) -> Iterator[tuple[str, float]]:
-    """``transect serve`` for the length of the block; its URL, and the seconds until it was ready."""
+    """Run ``transect serve`` for the length of the block; yields its URL, and the seconds until it was ready."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "transect", "serve", model, "--port", "0", "--load-format", "dummy"]
     command += ["--max-model-len", "2048", "--max-num-seqs", str(at_once), "--no-prefix-caching"]
@@ -58,7 +58,7 @@ def server(model: str, at_once: int) -> Iterator[tuple[str, float]]:
 
 
 def requests(name: str) -> list[Work]:
-    """What is asked."""
+    """Generate the requests."""
     if name == "saturation":
         return throughput_protocol()
     source = WorkSource(Lengths.parse("512"), Lengths.parse("256"))
@@ -66,7 +66,7 @@ def requests(name: str) -> list[Work]:
 
 
 def over_http(url: str, work: list[Work], folder: Path) -> dict[str, Any]:
-    """What ``transect bench serve`` reports of these requests, all sent at once."""
+    """Measure these requests by ``transect bench serve``, all sent at once."""
     trace, report = folder / "trace.jsonl", folder / "report.json"
     lines = [{"arrival_s": 0.0, "prompt_token_ids": each.prompt, "output_tokens": each.output_tokens} for each in work]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -77,7 +77,8 @@ def over_http(url: str, work: list[Work], folder: Path) -> dict[str, Any]:
 
 
 def alone(name: str) -> dict[str, Any]:
-    """The same requests given to ``LLM`` at once: tokens per second, and each sequence's gaps between tokens."""
+    """Measure the same requests given to ``LLM`` at once: tokens per second, and each sequence's gaps between
+    tokens."""
     model, at_once = MODELS[name]
     llm = LLM(model, load_format="dummy", max_model_len=2048, max_num_seqs=at_once, enable_prefix_caching=False, seed=0)
     result: dict[str, Any] = {}
@@ -102,7 +103,7 @@ def alone(name: str) -> dict[str, Any]:
 
 
 def beside(path: Path) -> dict[str, Any]:
-    """The throughput protocol as ``engine/gpu.py`` has measured it.
+    """Read the throughput protocol as measured by ``engine/gpu.py``.
 
     Raises:
         ValueError: with other sources than these.
@@ -114,7 +115,7 @@ def beside(path: Path) -> dict[str, Any]:
 
 
 def gaps(level: dict[str, Any]) -> str:
-    """For people."""
+    """Format gaps for a reader."""
     return "" if level["itl"] is None else ", ".join(f"{p} {level['itl'][p] * 1e3:.2f} ms" for p in ("p50", "p99"))
 
 

@@ -1,4 +1,4 @@
-"""What HTTP costs: the same requests through ``transect serve`` and straight through the engine, in turns.
+"""Cost of HTTP: the same requests through ``transect serve`` and directly through the engine, alternately.
 
 All requests are there from the start, streamed over HTTP to a load generator on the same machine. The server, the load
 generator and the engine share its cores, as they would on a small machine.
@@ -23,9 +23,9 @@ from benchmarks import record
 
 
 def table(result: dict[str, Any]) -> str:
-    """One row for each way."""
+    """Format one row for each way."""
     http, offline = result["http"], result["offline"]
-    lines = ["| way | output tok/s | TTFT p50 | p99 | ITL p50 | p99 |", "|---|---|---|---|---|---|"]
+    lines = ["| program | output tok/s | TTFT p50 | p99 | ITL p50 | p99 |", "|---|---|---|---|---|---|"]
     lines.append(f"| engine alone | {offline['output_tokens_per_second']['median']:.0f} | | | | |")
     latencies = " | ".join(
         f"{http[what][share]['median'] * 1e3:.0f} ms" for what in ("ttft", "itl") for share in ("p50", "p99")
@@ -42,7 +42,7 @@ def table(result: dict[str, Any]) -> str:
 
 @contextmanager
 def server(model: str, arguments: list[str]) -> Iterator[str]:
-    """``transect serve`` for the length of the block; its URL."""
+    """Run ``transect serve`` for the length of the block; yields its URL."""
     command = [sys.executable, "-m", "transect", "serve", model, "--port", "0", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

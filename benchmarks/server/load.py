@@ -39,6 +39,9 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import record
+from benchmarks.peers import vllm
+from benchmarks.peers.peer import LoadGenerator
+from benchmarks.peers.sglang_generator import SglangGenerator
 from benchmarks.server.chats import TURNS, chats, run_chats
 from benchmarks.server.generators import (
     GENERATORS,
@@ -47,7 +50,6 @@ from benchmarks.server.generators import (
     PREFIX,
     PROMPT,
     QUESTION,
-    SglangGenerator,
     own,
     own_level,
     text,
@@ -61,25 +63,6 @@ from transect.bench.summary import summarize
 from transect.bench.target import Target, served_model
 from transect.explain.engine.log import load
 
-VLLM = {
-    "8": {"output_tokens_per_second": 1172, "ttft": (34, 64), "tpot": (5.57, 6.42), "itl": 17.4, "e2e": (848, 1409)},
-    "24": {
-        "output_tokens_per_second": 3321,
-        "ttft": (47, 113),
-        "tpot": (7.91, 10.03),
-        "itl": 30.1,
-        "e2e": (1218, 2056),
-    },
-    "inf": {
-        "output_tokens_per_second": 6367,
-        "ttft": (3407, 6115),
-        "tpot": (36.4, 95.8),
-        "itl": 209,
-        "e2e": (8823, 9317),
-    },
-}
-"""vLLM 0.24 on an H200 of the kind, with the same work from a load generator of others: measured apart, milliseconds;
-pairs are p50 and p99, ``itl`` is p99."""
 WORKS = {
     "random": "",
     "prefixes": f", {GROUPS} prefixes of {PREFIX:,} tokens before {QUESTION} of their own",
@@ -93,7 +76,7 @@ COUNTERS = ("late_captures", "late_compilations", "timed_steps", "step_seconds",
 
 
 def model_folder(shape: str, folder: Path) -> Path:
-    """A folder with ``config.json`` of a shape and a vocabulary of as many words as it has tokens.
+    """Create a folder with ``config.json`` of a shape and a vocabulary of as many words as it has tokens.
 
     Args:
         shape: a folder with a ``config.json``, or the name of a preset.
@@ -122,8 +105,8 @@ def model_folder(shape: str, folder: Path) -> Path:
 
 @contextmanager
 def server(model: Path, log: Path, extra: Sequence[str] = (), *, caching: bool = False) -> Iterator[tuple[str, float]]:
-    """``transect serve`` for the length of the block; its URL, and the seconds until it was ready. ``caching``: with a
-    prefix cache."""
+    """Run ``transect serve`` for the length of the block; yields its URL, and the seconds until it was ready.
+    ``caching``: with a prefix cache."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "transect", "serve", str(model), "--port", "0", "--load-format", "dummy"]
     command += [] if caching else ["--no-prefix-caching"]
@@ -141,7 +124,7 @@ def server(model: Path, log: Path, extra: Sequence[str] = (), *, caching: bool =
 
 
 def counters(url: str) -> dict[str, float]:
-    """Counters of the engine, by name without their prefix; those that the server has."""
+    """Read the counters of the engine that the server has, by name without their prefix."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
         lines = reply.read().decode().splitlines()
     found = {}
@@ -154,10 +137,11 @@ def counters(url: str) -> dict[str, float]:
 
 
 def run(
-    url: str, others: SglangGenerator | None, work: str, folder: Path, rate: float, requests: int, seed: int
+    url: str, others: LoadGenerator | None, work: str, folder: Path, rate: float, requests: int, seed: int
 ) -> tuple[dict[str, Any], Result | None]:
-    """One level of load: its summary, with the times of its beginning and end on the system's monotonic clock, and its
-    requests one by one, where the generator tells them. ``others``: a generator of others; None: this project's."""
+    """Run one level of load: its summary, with the times of its beginning and end on the system's monotonic clock, and
+    its requests one by one, if the generator reports them. ``others``: another project's generator, or None
+    for this project's."""
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
     result = None
     before, began = counters(url), time.monotonic()
@@ -184,18 +168,18 @@ FIGURES = ("ttft p50", "ttft p99", "tpot p50", "tpot p99", "itl p99", "e2e p50",
 
 
 def figures(level: dict[str, Any]) -> list[float]:
-    """Tokens a second, then ``FIGURES`` in milliseconds."""
+    """Return tokens per second, then ``FIGURES`` in milliseconds."""
     times = [level[what][share] * 1e3 for what, share in (each.split() for each in FIGURES)]
     return [level["output_tokens_per_second"], *times]
 
 
 def row(rate: str, name: str, found: Sequence[float]) -> str:
-    """A line of the table."""
+    """Format a line of the table."""
     return f"| {rate} | {name} | {found[0]:.0f} | " + " | ".join(f"{value:.2f}" for value in found[1:]) + " |"
 
 
 def combined(levels: Sequence[dict[str, Any]], worst: bool) -> list[float]:
-    """The median of several seeds' figures, or the worst of each."""
+    """Return the median of several seeds' figures, or the worst of each."""
     each = list(zip(*(figures(level["result"]) for level in levels), strict=True))
     if worst:
         return [min(each[0]), *map(max, each[1:])]
@@ -203,8 +187,8 @@ def combined(levels: Sequence[dict[str, Any]], worst: bool) -> list[float]:
 
 
 def vllm_row(rate: str) -> str | None:
-    """vLLM's line, where there is one."""
-    found = VLLM.get(rate)
+    """Format vLLM's line, if there is one."""
+    found = vllm.LOAD.get(rate)
     if found is None:
         return None
     times: list[Any] = [*found["ttft"], *found["tpot"], found["itl"], *found["e2e"]]  # type: ignore[misc]
@@ -212,7 +196,7 @@ def vllm_row(rate: str) -> str | None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """For people: a line for each rate and seed, and vLLM's below."""
+    """Format a line for each rate and seed, and vLLM's below."""
     lines = [
         "| rate | server | out tok/s | TTFT p50 | p99 | TPOT p50 | p99 | ITL p99 | E2E p50 | p99 |",
         "|---" * 10 + "|",
@@ -230,12 +214,12 @@ def table(result: dict[str, Any]) -> str:
 
 
 def rates_of(result: dict[str, Any]) -> list[str]:
-    """The rates that were measured, lowest first."""
+    """List the rates that were measured, lowest first."""
     return sorted({each["rate"] for each in result["levels"]}, key=float)
 
 
 def stages_table(result: dict[str, Any]) -> list[str]:
-    """Where the time to the first token went: medians over all seeds of p50 and p99, milliseconds."""
+    """Format the stages of the time to the first token: medians over all seeds of p50 and p99, milliseconds."""
     levels = [each for each in result["levels"] if each.get("stages")]
     if not levels:
         return []
@@ -260,11 +244,11 @@ CAUSES = {
     "plan": "planning",
     "commit": "taking tokens in",
 }
-"""What the parts of a gap between two steps mean (``server/step_timeline.py``)."""
+"""Meanings of the parts of a gap between two steps (``server/step_timeline.py``)."""
 
 
 def page(result: dict[str, Any]) -> str:
-    """For a page: the table, what made the latest 1% of tokens late, and how good predictions were."""
+    """Format a page: the table, the causes of the latest 1% of tokens, and the accuracy of predictions."""
     lines = [table(result), ""]
     lines += ["| rate | gap p99 | " + " | ".join(CAUSES.values()) + " | late captures | predicted / measured |"]
     lines += ["|---" * (4 + len(CAUSES)) + "|"]
@@ -300,7 +284,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One result with the levels of all; each says of which commit it is. Of a rate and seed the last one counts.
+    """Merge into one result with the levels of all; each names its commit. Of a rate and seed the last one counts.
 
     Raises:
         ValueError: they are not of the same work on the same shape.
@@ -349,7 +333,8 @@ def main() -> None:
 
 
 def empty(options: argparse.Namespace, work: str) -> dict[str, Any]:
-    """A result without levels. Prefixes come from SGLang's generator, other work but random from this project's."""
+    """Return a result without levels. Prefixes come from SGLang's generator, other work but random from this
+    project's."""
     sglang = work == "prefixes" or (work == "random" and options.generator == "sglang")
     return {
         "command": "python benchmarks/server/load.py"

@@ -31,6 +31,8 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import record
+from benchmarks.peers.llamacpp_server import llamacpp_server
+from benchmarks.peers.transect import SERVER
 from transect.bench.lengths import Lengths
 from transect.bench.levels import Level, WorkSource, rate_levels, run_levels
 from transect.bench.target import Target, served_model
@@ -40,18 +42,17 @@ from transect.text.tokenizer import Tokenizer
 PROMPT, OUTPUT = "uniform:80-320", "uniform:20-80"
 START_S = 120.0
 """Seconds that a server may take to answer."""
-CONTEXT = 1024
 FIGURES = ("ttft p50", "ttft p99", "tpot p50", "tpot p99", "itl p99", "e2e p50", "e2e p99")
 
 
 def words_of(tokenizer: Tokenizer) -> list[str]:
-    """Tokens that are a word with a space before it, as text: next to each other they stay the tokens they are."""
+    """List the tokens that are a word with a space before it, as text: adjacent ones are tokenized unchanged."""
     found = (tokenizer.decode([token]) for token in range(tokenizer.vocab_size))
     return [text for text in found if len(text) > 3 and text[0] == " " and text[1:].isascii() and text[1:].islower()]
 
 
 def level(rate: float, requests: int, seed: int, words: Sequence[str]) -> Level:
-    """The work of one rate and seed, as text."""
+    """Generate the work of one rate and seed, as text."""
     source = WorkSource(Lengths.parse(PROMPT), Lengths.parse(OUTPUT), seed=seed)
     (found,) = rate_levels(source, requests, [rate])
     rng = random.Random(f"words {seed} {rate}")
@@ -60,17 +61,14 @@ def level(rate: float, requests: int, seed: int, words: Sequence[str]) -> Level:
 
 
 def commands(model: str, threads: int, python: str, port: int) -> dict[str, list[str]]:
-    """How each server is started."""
-    ours = [sys.executable, "-m", "transect", "serve", model, "--port", str(port), "--threads", str(threads)]
-    ours += ["--device", "cpu", "--no-prefix-caching", "--max-model-len", str(CONTEXT)]
-    theirs = [python, "-m", "llama_cpp.server", "--model", str(resolve(model).path), "--port", str(port)]
-    theirs += ["--n_threads", str(threads), "--n_threads_batch", str(threads), "--n_ctx", str(CONTEXT)]
-    return {"Transect": ours, "llama.cpp": [*theirs, "--interrupt_requests", "false", "--verbose", "false"]}
+    """Return how each server is started; ``python`` is that of llama.cpp."""
+    theirs = llamacpp_server(python, str(resolve(model).path))
+    return {each.name: each.command(model, threads, port) for each in (SERVER, theirs)}
 
 
 @contextmanager
 def running(command: Sequence[str], url: str) -> Iterator[None]:
-    """A server for the length of the block.
+    """Run a server for the length of the block.
 
     Raises:
         RuntimeError: it ended, or did not answer in time; the message has its last words.
@@ -99,7 +97,7 @@ def _answers(url: str) -> bool:
 
 
 async def measure(url: str, name: str, levels: Sequence[Level], ends: Sequence[int]) -> list[dict[str, Any]]:
-    """Summaries of the levels, one after the other. ``ends``: tokens that would end an answer."""
+    """Run the levels in sequence and return their summaries. ``ends``: tokens that would end an answer."""
     bias = {} if name == "Transect" else {"logit_bias": {str(token): -100 for token in ends}}
     target = Target(url, await served_model(url), ignore_eos=name == "Transect", extra=bias)
     warm = [replace(each, output_tokens=8) for each in levels[0].work[:2]]
@@ -107,7 +105,7 @@ async def measure(url: str, name: str, levels: Sequence[Level], ends: Sequence[i
 
 
 def row(rate: str, name: str, runs: Sequence[dict[str, Any]]) -> str:
-    """A line of the table: medians over the seeds, milliseconds."""
+    """Format a line of the table: medians over the seeds, milliseconds."""
     cells = [f"{statistics.median(run['output_tokens_per_second'] for run in runs):.1f}"]
     for what, share in (each.split() for each in FIGURES):
         found = statistics.median(run[what][share] for run in runs) * 1e3
@@ -116,7 +114,7 @@ def row(rate: str, name: str, runs: Sequence[dict[str, Any]]) -> str:
 
 
 def page(result: dict[str, Any]) -> str:
-    """For a page: both servers at each rate."""
+    """Format a page: both servers at each rate."""
     lines = ["| rate | server | out tok/s | TTFT p50 | p99 | TPOT p50 | p99 | ITL p99 | E2E p50 | p99 |"]
     lines.append("|---" * 10 + "|")
     for rate in sorted({each["rate"] for each in result["levels"]}, key=float):

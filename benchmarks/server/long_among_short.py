@@ -20,7 +20,7 @@ LONG, EVERY_S, ANSWER = 12_000, 1.0, 150
 
 
 def with_long(level: Level, seed: int, word: Sequence[str]) -> Level:
-    """The level with long prompts among its own.
+    """Return the level with long prompts among its own.
 
     Args:
         word: texts of one token each.
@@ -32,7 +32,7 @@ def with_long(level: Level, seed: int, word: Sequence[str]) -> Level:
 
 
 def of_short(result: Result) -> Result:
-    """The same with the figures of all but the long prompts, and with ``long_ttft``, theirs."""
+    """Return the same with the figures of all but the long prompts, and with ``long_ttft``, theirs."""
     short = [each for each in result.records if each.error is not None or each.input_tokens < LONG]
     long = [each for each in result.records if each.error is None and each.input_tokens >= LONG]
     run = Run(short, result.summary["seconds"], result.summary["generator"]["cpu"], result.began)

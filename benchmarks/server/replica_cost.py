@@ -41,7 +41,7 @@ async def first_token_s(engine: Any, name: str) -> float:
 
 
 async def many(engine: Any, name: str) -> tuple[float, float]:
-    """Tokens a second of 32 streams, and microseconds of this process's processor time a token."""
+    """Measure tokens per second of 32 streams, and microseconds of this process's processor time per token."""
 
     async def one(index: int) -> None:
         async for _ in engine.stream(PROMPT, SamplingParams(max_tokens=TOKENS, seed=index), f"{name} {index}"):
@@ -78,7 +78,7 @@ async def measure(rounds: int, model: str) -> dict[str, dict[str, list[float]]]:
 
 
 def compare(found: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """Summaries of both, and of what one has more than the other in the same round."""
+    """Summarize both, and the differences between them in the same round."""
     result: dict[str, Any] = {
         name: {what: record.summary(values) for what, values in each.items()} for name, each in found.items()
     }

@@ -26,7 +26,7 @@ STAGES = ("late", "to the engine", "to a plan", "to the device", "prompt", "to t
 
 
 def in_engine(log: DecisionRunLog, life: Life) -> dict[str, float] | None:
-    """The stages of one request that the engine knows, in seconds; None where its prompt was not finished."""
+    """Return the stages of one request that the engine knows, in seconds; None if its prompt was not finished."""
     prompt = [log.steps[index] for index, row in life.steps if row[1] < life.added.prompt_tokens]
     if not prompt or prompt[-1].at is None:
         return None
@@ -40,7 +40,7 @@ def in_engine(log: DecisionRunLog, life: Life) -> dict[str, float] | None:
 
 
 def matched(log: DecisionRunLog, records: Sequence[Record], began: float) -> list[tuple[Record, Life]]:
-    """Each request that got its answer, with what the log knows of it.
+    """Match each request that got its answer with its entry in the log.
 
     They are matched by the length of their prompts, in the order in which they were sent.
 
@@ -65,7 +65,8 @@ def matched(log: DecisionRunLog, records: Sequence[Record], began: float) -> lis
 
 
 def request_stages(log: DecisionRunLog, records: Sequence[Record], began: float) -> dict[str, Any]:
-    """How long each stage of all requests took: mean, p50 and p99 in seconds, and means of the slowest hundredth."""
+    """Compute the length of each stage over all requests: mean, p50 and p99 in seconds, and means of the slowest
+    hundredth."""
     rows = []
     for record, life in matched(log, records, began):
         inside = in_engine(log, life)
@@ -98,6 +99,6 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def stages_line(stages: dict[str, Any]) -> str:
-    """For people: p50 and p99 of each stage, milliseconds."""
+    """Format p50 and p99 of each stage, milliseconds."""
     parts = [f"{name} {stages[name]['p50'] * 1e3:.1f}/{stages[name]['p99'] * 1e3:.1f}" for name in STAGES]
     return ", ".join(parts) + f", {stages['steps']['p50']:.0f} steps"

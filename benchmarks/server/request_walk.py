@@ -25,19 +25,19 @@ from benchmarks import record
 PROMPT = "Continuous batching lets a request join the batch that is running, instead of waiting for it to end. " * 6
 WARM, STEPS = 8, 48
 STAGES = {
-    "parse": ("`server/openai/protocol.py`", "the JSON body, parsed and checked"),
-    "tokenize": ("`text/tokenizer.py`", "text to token ids"),
-    "to engine": ("`engine/frontends/wire.py`", "the request as a message, and back from it"),
-    "add": ("`engine/scheduling/scheduler.py`", "checked, and into the queue"),
-    "schedule": ("`engine/scheduling/scheduler.py`", "who runs, how many tokens, which KV blocks"),
-    "inputs": ("`engine/executors/runner.py`", "the batch as tensors, embedding, last norm"),
+    "parse": ("`server/openai/protocol.py`", "parse and validate the JSON body"),
+    "tokenize": ("`text/tokenizer.py`", "tokenize"),
+    "to engine": ("`engine/frontends/wire.py`", "encode and decode the request message"),
+    "add": ("`engine/scheduling/scheduler.py`", "check and queue"),
+    "schedule": ("`engine/scheduling/scheduler.py`", "choose rows, token counts and KV blocks"),
+    "inputs": ("`engine/executors/runner.py`", "batch tensors, embedding, last norm"),
     "layers": ("`models/decoder.py`", "all layers"),
     "head": ("`models/decoder.py`", "logits of the last token"),
-    "sample": ("`engine/executors/sampler.py`", "a token for each request, and taking the batch apart"),
-    "commit": ("`engine/scheduling/scheduler.py`", "tokens appended, ends found, blocks freed or cached"),
-    "from engine": ("`engine/frontends/wire.py`", "what is new as a message, and back from it"),
-    "detokenize": ("`text/output_processor.py`", "tokens to text, stop strings"),
-    "event": ("`server/http/sse.py`", "the text as a server-sent event"),
+    "sample": ("`engine/executors/sampler.py`", "draw a token per request, split the batch"),
+    "commit": ("`engine/scheduling/scheduler.py`", "append tokens, detect ends, free or cache blocks"),
+    "from engine": ("`engine/frontends/wire.py`", "encode and decode the output message"),
+    "detokenize": ("`text/output_processor.py`", "detokenize, check stop strings"),
+    "event": ("`server/http/sse.py`", "write a server-sent event"),
 }
 ONCE = ("parse", "tokenize", "to engine", "add")
 IN_STEP = ("schedule", "inputs", "layers", "head", "sample", "commit")
@@ -103,7 +103,7 @@ class Walk:
         self.events = TextEvents(CompletionResponse(id="cmpl-0", created=0, model=model, choices=[choice]))
 
     def arrive(self, name: str, new: int) -> int:
-        """A request comes in; its length in tokens."""
+        """Accept a request, and return its length in tokens."""
         import msgspec
 
         from transect.engine.frontends import wire
@@ -127,7 +127,7 @@ class Walk:
         return len(ids)
 
     def step(self) -> tuple[int, int]:
-        """One engine step and what follows for its tokens; (tokens computed, tokens drawn)."""
+        """Run one engine step and the work that follows for its tokens; returns (tokens computed, tokens drawn)."""
         from transect.engine.frontends import wire
 
         core, stage = self.built.core, self.watch.stage
@@ -152,7 +152,7 @@ def medians(taken: list[dict[str, float]], names: tuple[str, ...]) -> dict[str, 
 
 
 def floors(walk: Walk, threads: int) -> Callable[[list[tuple[int, int]]], float]:
-    """From (new, length) rows to the floor of a step in seconds."""
+    """Return a function from (new, length) rows to the floor of a step in seconds."""
     import torch
 
     from transect.checkpoints.layouts import storage_of
@@ -170,7 +170,7 @@ def floors(walk: Walk, threads: int) -> Callable[[list[tuple[int, int]]], float]
 
 
 def table(result: dict[str, Any]) -> str:
-    """Stages down, the request's arrival, its prefill and decode steps across."""
+    """Format stages down, the request's arrival, its prefill and decode steps across."""
 
     def cell(seconds: float | None) -> str:
         if seconds is None:
@@ -216,7 +216,7 @@ def main() -> None:
 def measure(
     walk: Walk, batches: Sequence[int], floor: Callable[[list[tuple[int, int]]], float]
 ) -> dict[str, dict[str, Any]]:
-    """A request's arrival, its prefill, and decode steps of so many requests."""
+    """Measure a request's arrival, its prefill, and decode steps of batches of requests."""
     watch = walk.watch
     arrivals, prefills, length = [], [], 0
     for number in range(WARM):  # one token each: the way in, and a prefill step by itself
@@ -250,7 +250,7 @@ def measure(
 
 
 def combined(columns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The round with the least disturbance from other work: the quickest. The spread over rounds stands beside it."""
+    """Return the round with the least disturbance from other work, the fastest, with the spread over rounds."""
     totals = [sum(column["stages"].values()) for column in columns]
     return {**columns[totals.index(min(totals))], "spread": record.summary(totals)}
 

@@ -3,8 +3,9 @@
 Users ask short questions one after another, in a stream. In every second window of time attackers join, in a process of
 their own: large bodies, crowds that leave at once, requests of many long answers, long prompts, schemas that are
 refused late, paths that do not exist. The users' times to the first token and between tokens are compared with and
-without attackers. Windows are short and alternate, so both see the same of what else the machine does; the beginning of each is
-left out. The memory of the server's processes in attacked windows at the beginning is compared with that at the end.
+without attackers. Windows are short and alternate, so other work on the machine affects both alike; the beginning of
+each is left out. The memory of the server's processes in attacked windows at the beginning is compared with that at the
+end.
 
     python benchmarks/server/soak.py [--minutes 60] [--users 4] [--out benchmarks/results/cpu/soak.json]
 """
@@ -79,7 +80,7 @@ def user(url: str, key: str, times: Times, over: threading.Event) -> None:
 
 
 def attacks(url: str) -> list[Callable[[httpx.Client, int], None]]:
-    """Each makes one attack; all are of one client with a key of its own."""
+    """List functions that each make one attack; all are of one client with a key of its own."""
     host, port = url.removeprefix("http://").split(":")
 
     def post(client: httpx.Client, path: str, **fields: Any) -> None:
@@ -115,7 +116,7 @@ def attacks(url: str) -> list[Callable[[httpx.Client, int], None]]:
 
 
 def attacker(attack: Callable[[httpx.Client, int], None], on: Any, over: Any) -> None:
-    """Attack until the end, while it is time."""
+    """Attack until the end, while attacks are on."""
     with httpx.Client(timeout=PATIENCE_S) as client:
         for number in itertools.count():
             while not on.wait(1.0) and not over.is_set():
@@ -128,7 +129,7 @@ def attacker(attack: Callable[[httpx.Client, int], None], on: Any, over: Any) ->
 
 
 def all_attackers(url: str, on: Any, over: Any) -> None:
-    """Attack in all ways; in a process of its own, so that users do not wait for what attackers compute."""
+    """Attack in all ways, in a separate process, so that users do not wait for the attackers' computations."""
     os.nice(POLITENESS)
     threads = [threading.Thread(target=attacker, args=(each, on, over), daemon=True) for each in attacks(url)]
     for thread in threads:
@@ -137,7 +138,7 @@ def all_attackers(url: str, on: Any, over: Any) -> None:
 
 
 def memory(process: psutil.Process) -> int:
-    """Resident bytes of a process and of all below it."""
+    """Return the resident bytes of a process and of all its descendants."""
     total = 0
     for each in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
@@ -146,7 +147,7 @@ def memory(process: psutil.Process) -> int:
 
 
 def percentiles(values: list[float]) -> dict[str, float | int]:
-    """p50 and p99, in seconds, and their number."""
+    """Return p50 and p99, in seconds, and the number of values."""
     ordered = sorted(values)
     return {"p50": ordered[len(ordered) // 2], "p99": ordered[len(ordered) * 99 // 100], "count": len(ordered)}
 
@@ -199,7 +200,7 @@ def soak(minutes: float, users: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Soak, and record."""
+    """Soak, and record the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--users", type=int, default=4)

@@ -52,9 +52,9 @@ class Gap:
     launched: tuple[int, int]
     """Tokens and prompt tokens of the step that was launched meanwhile."""
     predicted: float
-    """What the step was predicted to take, by what had been learned before it; 0: nothing."""
+    """Predicted time of the step, from the steps before it; 0 if there was no prediction."""
     learned: float
-    """What it was measured to take."""
+    """Measured time of the step."""
     keys: int
     pairs: int
     """See ``StepLoad``."""
@@ -66,12 +66,12 @@ class Gap:
 
 
 def load_of(rows: Sequence[StepRow]) -> StepLoad:
-    """The work of a step."""
+    """Return the work of a step."""
     return StepLoad.of((start, new) for _, start, new in rows)
 
 
 def gaps(log: DecisionRunLog) -> Iterator[Gap]:
-    """All gaps of a log, in their order; only those between steps that share a sequence."""
+    """Yield all gaps of a log, in their order; only those between steps that share a sequence."""
     times = StepTimes()
     work: dict[int, list[StepRow]] = {}
     rows: list[StepRow] | None = []
@@ -119,7 +119,7 @@ def gaps(log: DecisionRunLog) -> Iterator[Gap]:
 
 
 def timeline(log: DecisionRunLog, begin: float = -math.inf, end: float = math.inf) -> dict[str, Any]:
-    """What happened from ``begin`` to ``end`` (seconds of the system's monotonic clock, which is the engine's).
+    """Summarize the time from ``begin`` to ``end`` (seconds of the system's monotonic clock, which is the engine's).
 
     Returns:
         ``causes``: of the gaps from the 99th percentile on, the share that each part took; ``longest`` gaps;
@@ -150,8 +150,8 @@ def timeline(log: DecisionRunLog, begin: float = -math.inf, end: float = math.in
 
 
 def sizes(found: Sequence[Gap]) -> Iterator[dict[str, Any]]:
-    """Steps with prompts (``mixed``) and without, by the tokens that they are padded to: how many were measured, and
-    medians of what they took, of their rows that decode, and of their ``keys`` and ``pairs``."""
+    """Yield steps with prompts (``mixed``) and without, by the tokens that they are padded to: the number measured, and
+    medians of their times, of their rows that decode, and of their ``keys`` and ``pairs``."""
     kinds: dict[tuple[bool, int], list[Gap]] = defaultdict(list)
     for gap in found:
         if gap.learned and gap.parts["device"] > SEEN_S:
@@ -163,7 +163,8 @@ def sizes(found: Sequence[Gap]) -> Iterator[dict[str, Any]]:
 
 
 def kind(found: Sequence[Gap], low: int, high: int) -> Iterator[dict[str, Any]]:
-    """Steps with ``low`` to ``high`` - 1 prompt tokens: how many, medians and p99 of their parts and predictions."""
+    """Yield steps with ``low`` to ``high`` - 1 prompt tokens: their number, medians and p99 of their parts and
+    predictions."""
     mine = [gap for gap in found if low <= gap.prompt_tokens < high]
     if not mine:
         return

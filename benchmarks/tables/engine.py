@@ -22,16 +22,16 @@ PARTS = {
 }
 """Regular expressions of kernels' names, by part of a step; the first that is found counts."""
 STAGES = {
-    "schedule": ("`engine/scheduling/scheduler.py`", "who runs, how many tokens, which KV blocks"),
-    "submit": ("`engine/executors/gpu/runner.py`", "the inputs filled, copied, and the graph launched"),
-    "read": ("`engine/executors/gpu/runner.py`", "the tokens of the step before, taken apart"),
-    "commit": ("`engine/scheduling/scheduler.py`", "tokens appended, ends found, blocks freed or cached"),
+    "schedule": ("`engine/scheduling/scheduler.py`", "choose rows, token counts and KV blocks"),
+    "submit": ("`engine/executors/gpu/runner.py`", "fill and copy the inputs, launch the graph"),
+    "read": ("`engine/executors/gpu/runner.py`", "read the tokens of the previous step"),
+    "commit": ("`engine/scheduling/scheduler.py`", "append tokens, detect ends, free or cache blocks"),
 }
 OTHER, IDLE = "other kernels", "nothing runs"
 
 
 def load() -> dict[str, dict[str, Any]]:
-    """The files of ``engine/gpu.py`` by model.
+    """Load the files of ``engine/gpu.py`` by model.
 
     Raises:
         FileNotFoundError: there are none.
@@ -45,17 +45,17 @@ def load() -> dict[str, dict[str, Any]]:
 
 
 def sections(known: dict[str, Any], begin: str) -> list[Any]:
-    """Results whose names begin with this word."""
+    """List the results whose names begin with this word."""
     return [section["result"] for name, section in known["sections"].items() if name.split()[0] == begin]
 
 
 def vllm() -> dict[str, Any]:
-    """vLLM's figures, which were measured apart."""
+    """Load vLLM's figures, which were measured separately."""
     return json.loads((record.RESULTS / "h200" / "vllm.json").read_text())
 
 
 def _beside(peer: dict[str, Any], model: str, work: str, batch: int | None = None) -> str:
-    """One of vLLM's figures, or nothing where there is none."""
+    """Format one of vLLM's figures; empty if there is none."""
     found = peer["models"].get(model, {}).get(work)
     found = found.get(str(batch)) if isinstance(found, dict) else found
     if found is None:
@@ -66,7 +66,7 @@ def _beside(peer: dict[str, Any], model: str, work: str, batch: int | None = Non
 
 
 def _apart(peer: dict[str, Any]) -> str:
-    """Where vLLM's figures come from, in one sentence."""
+    """Format the origin of vLLM's figures in one sentence."""
     started = [f"{model} {found['start_s']} s" for model, found in peer["models"].items() if "start_s" in found]
     return (
         f"vLLM {peer['version']} was {peer['provenance']}. From its start to its first token: {', '.join(started)}.\n"
@@ -80,7 +80,7 @@ def _rows(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def origin(files: dict[str, dict[str, Any]], sections: Iterable[str], runs: str = "") -> str:
-    """Where the figures come from, in one sentence."""
+    """Format the origin of the figures in one sentence."""
     wanted = set(sections)
     kept = [
         section for known in files.values() for name, section in known["sections"].items() if name.split()[0] in wanted
@@ -131,12 +131,12 @@ def main_table(files: dict[str, dict[str, Any]]) -> str:
                 share = f"{plain / row['floor_tokens_per_s']:.0%}"
                 work = "throughput, `mixed_step_limit='full'`"
                 rows.append((model, work, cells[0], f"{plain:,.0f} tok/s", "one run", share, ""))
-    head = ("model", "work", "floor", "median", "runs from - to", "of floor", f"vLLM {peer['version']}, apart")
+    head = ("model", "work", "floor", "median", "min - max", "of floor", f"vLLM {peer['version']}, other run")
     return _rows(head, rows) + origin(files, ("decode", "prefill", "throughput")) + "\n" + _apart(peer)
 
 
 def short_table(files: dict[str, dict[str, Any]], model: str = "llama-3.1-8b") -> str:
-    """The lines of ``main_table`` that a chapter shows: one model, three batches, and the long work."""
+    """Format the lines of ``main_table`` that a chapter shows: one model, three batches, and the long work."""
     shown = ("decode, batch 1 ", "decode, batch 64 ", "decode, batch 256 ", "prefill", "throughput |")
     head, rule, *rest = main_table({model: files[model]}).splitlines()
     rows = [line for line in rest if line.startswith("|") and any(f"| {work}" in line for work in shown)]
@@ -145,14 +145,14 @@ def short_table(files: dict[str, dict[str, Any]], model: str = "llama-3.1-8b") -
 
 
 def energy_table(files: dict[str, dict[str, Any]]) -> str:
-    """Joules of the throughput protocol."""
+    """Format the joules of the throughput protocol."""
     rows = []
     for model, known in files.items():
         for row in sections(known, "throughput"):
             if row.get("energy"):
                 used = row["energy"]
                 rows.append((model, f"{used['joules_per_output_token']:.3f}", f"{used['watts']:.0f}"))
-    return _rows(("model", "joules an output token", "watts"), rows) + origin(files, ("throughput",))
+    return _rows(("model", "joules per output token", "watts"), rows) + origin(files, ("throughput",))
 
 
 def startup_table(files: dict[str, dict[str, Any]]) -> str:
@@ -169,7 +169,7 @@ def startup_table(files: dict[str, dict[str, Any]]) -> str:
 
 
 def host_table(files: dict[str, dict[str, Any]]) -> str:
-    """Host time of a step, and the share of time in which the GPU does nothing."""
+    """Format the host time of a step, and the share of time in which the GPU is idle."""
     rows = []
     for model, known in files.items():
         for row in sorted(sections(known, "trace"), key=lambda row: (row["mixed_options"], row["batch"])):
@@ -182,7 +182,7 @@ def host_table(files: dict[str, dict[str, Any]]) -> str:
 
 
 def parts_of(row: dict[str, Any]) -> dict[str, float]:
-    """Microseconds of a traced step by part; they add up to the step."""
+    """Split the microseconds of a traced step by part; they add up to the step."""
     parts = dict.fromkeys([*PARTS, OTHER, IDLE], 0.0)
     for name, microseconds in row["microseconds_a_step"].items():
         part = next((part for part, pattern in PARTS.items() if re.search(pattern, name)), OTHER)
@@ -192,7 +192,7 @@ def parts_of(row: dict[str, Any]) -> dict[str, float]:
 
 
 def parts_table(files: dict[str, dict[str, Any]]) -> str:
-    """Where the time of a decode step goes."""
+    """Format the parts of a decode step's time."""
     columns = {
         f"{model}, {row['batch']}": parts_of(row)
         for model, known in files.items()
@@ -208,7 +208,7 @@ def parts_table(files: dict[str, dict[str, Any]]) -> str:
 
 
 def walk_table(files: dict[str, dict[str, Any]], model: str = "llama-3.1-8b") -> str:
-    """One model's decode step by stage: what Python does, and what the device does at the same time."""
+    """Format one model's decode step by stage: the work of Python, and that of the device at the same time."""
     traces = {
         f"decode step of {row['batch']}": row
         for row in sorted(sections(files[model], "trace"), key=lambda row: row["batch"])
@@ -232,7 +232,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def ablation_table(files: dict[str, dict[str, Any]]) -> str:
-    """The short work with one thing off in turn; in brackets, the time over that with everything on."""
+    """Format the short work with one thing off each; in brackets, the time over that with everything on."""
     rows = []
     for model, known in files.items():
         for found in sections(known, "ablation"):
@@ -252,7 +252,7 @@ def _ratio(value: float, base: float, scale: float, unit: str) -> str:
 
 
 def deterministic_table(files: dict[str, dict[str, Any]]) -> str:
-    """What batch-invariant mode costs on the throughput protocol."""
+    """Format the cost of batch-invariant mode on the throughput protocol."""
     rows = []
     for model, known in files.items():
         for found in sections(known, "deterministic"):
@@ -263,7 +263,7 @@ def deterministic_table(files: dict[str, dict[str, Any]]) -> str:
 
 
 def http_table(result: dict[str, Any]) -> str:
-    """Over HTTP and without it, on one GPU."""
+    """Format the work over HTTP and without it, on one GPU."""
     rows = []
     for name, work in result["work"].items():
         for way, title in (("offline", "engine alone"), ("http", "`bench serve`")):
@@ -281,7 +281,7 @@ def http_table(result: dict[str, Any]) -> str:
 
 
 def peers_table(result: dict[str, Any]) -> str:
-    """Batch 1 of the 8B shape beside transformers."""
+    """Format batch 1 of the 8B shape beside transformers."""
     rows = []
     for name, found in result["ways"].items():
         times = found["token_s"]
@@ -289,7 +289,7 @@ def peers_table(result: dict[str, Any]) -> str:
         rows.append((name, f"{times['median'] * 1e3:.2f}", spread, f"{1 / times['median']:.1f}"))
     machine = result["environment"]
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
-    return _rows(("way", "ms a token", "from - to", "tok/s"), rows) + (
+    return _rows(("program", "ms per token", "min - max", "tok/s"), rows) + (
         f"\n`{result['command']}` on one {result['gpu']}, {packages}, {record.made_at([machine])}, medians of "
         f"{min(found['token_s']['runs'] for found in result['ways'].values())} tokens or more.\n"
     )

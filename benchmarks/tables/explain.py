@@ -24,9 +24,9 @@ def _made(result: dict[str, Any]) -> str:
 
 
 def generate(result: dict[str, Any]) -> str:
-    """A token's time with transformers and with the engine, part by part."""
+    """Format a token's time with transformers and with the engine, part by part."""
     engines, difference = result["engines"], result["difference_ms"]
-    lines = ["| ms a token | transformers, eager | Transect | difference |", "|---|---:|---:|---:|"]
+    lines = ["| ms per token | transformers, eager | Transect | difference |", "|---|---:|---:|---:|"]
     for part, said in TOKEN_PARTS.items():
         theirs, ours = (engines[name]["parts_ms"].get(part, 0.0) for name in ("transformers", "transect"))
         if max(theirs, ours) >= 0.005:
@@ -38,7 +38,7 @@ def generate(result: dict[str, Any]) -> str:
 
 
 def product(result: dict[str, Any]) -> str:
-    """One product on one roofline."""
+    """Format one product on one roofline."""
     lines = ["| | ms | floor, ms | TFLOP/s | of the roof |", "|---|---:|---:|---:|---:|"]
     for row in result["products"]:
         seconds, least = row["seconds"], row["floor_s"]
@@ -50,8 +50,8 @@ def product(result: dict[str, Any]) -> str:
 
 
 def gelu(result: dict[str, Any]) -> str:
-    """A step of each version: its time, the GPU's part of it, and the floor of its operators."""
-    lines = ["| a step of | ms | of which the GPU computes | floor | kernels |", "|---|---:|---:|---:|---:|"]
+    """Format a step of each version: its time, the GPU's part of it, and the floor of its operators."""
+    lines = ["| step | ms | GPU busy, ms | floor | kernels |", "|---|---:|---:|---:|---:|"]
     for row in result["rows"]:
         times = (1e3 * row[key] / result["steps"] for key in ("seconds", "computing_s", "floor_s"))
         shown = " | ".join(f"{each:.3f}" for each in times)
@@ -60,7 +60,7 @@ def gelu(result: dict[str, Any]) -> str:
 
 
 def recommender(result: dict[str, Any]) -> str:
-    """Before and after, promised and obtained."""
+    """Format the times before and after, predicted and obtained."""
     return (
         f"Slow {1e3 * result['slow_s']:.1f} ms, fast {1e3 * result['fast_s']:.2f} ms: {result['times']:.0f} times. "
         f"Of the slow time {result['at_the_floor']:.1%} is at the floor; the findings promise "
@@ -70,8 +70,8 @@ def recommender(result: dict[str, Any]) -> str:
 
 
 def xor_to_llm(result: dict[str, Any]) -> str:
-    """What each example uses of the machine, and what the rest of its time is."""
-    lines = ["| | on | of the peak FLOP/s | at the floor | the rest, mostly |", "|---|---|---:|---:|---|"]
+    """Format each example's share of the machine, and the causes of the rest of its time."""
+    lines = ["| | on | of the peak FLOP/s | at the floor | main other cost |", "|---|---|---:|---:|---|"]
     for row in result["rows"]:
         chief, least = dict(row["chief"]), max(row["at_the_floor"], row["of_peak"])
         if "inefficiency" in chief:  # a kernel without shapes has no floor, but its FLOPs alone take that long

@@ -34,7 +34,8 @@ def _cell(sections: Mapping[str, Any], name: str) -> str:
 
 
 def table(formats: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
-    """Milliseconds of a decode step by batch, with the share of the floor, and tokens/s of the throughput protocol.
+    """Format milliseconds of a decode step by batch, with the share of the floor, and tokens/s of the throughput
+    protocol.
 
     Args:
         formats: the file of ``formats/gpu.py``.

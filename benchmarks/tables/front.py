@@ -19,7 +19,7 @@ REPO_LINE = re.compile(r"^repo_url: .*$", re.MULTILINE)
 
 
 def repo_url() -> str:
-    """Address of the repository, as set in ``pyproject.toml``."""
+    """Return the address of the repository, as set in ``pyproject.toml``."""
     settings = tomllib.loads((record.ROOT / "pyproject.toml").read_text())
     return settings["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repo_url"]
 
@@ -30,7 +30,7 @@ def with_repo_url(site: str) -> str:
 
 
 def clone() -> str:
-    """Commands from nothing to an answer."""
+    """Format the commands from nothing to an answer."""
     address = repo_url()
     return f"""```sh
 git clone {address} && cd {address.rstrip("/").rpartition("/")[2]}
@@ -46,7 +46,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _engine(section: str) -> dict[str, Any]:
-    """Result of the longest section of that name, from the engine's file for ``MODEL``."""
+    """Return the result of the longest section of that name, from the engine's file for ``MODEL``."""
     found = engine_tables.sections(engine_tables.load()[MODEL], section)
     return next(row for row in found if row.get("batch", 1) == 1)
 
@@ -78,7 +78,7 @@ def first_answer() -> str:
 
 
 def figures() -> str:
-    """A row for each kind of work, beside a peer and the floor."""
+    """Format a row for each kind of work, beside a peer and the floor."""
     lines = ["| work | Transect | peer | ratio | of floor |", "|---|---|---|---|---|"]
     cpu = _cpu()
     names = {"decode": "CPU, one stream", "prefill": "CPU, prompt of 512 tokens", "batch": "CPU, 16 streams"}

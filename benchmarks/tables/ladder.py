@@ -27,7 +27,7 @@ OTHERS = {"triton": "Triton", "torch": "cuBLAS", "cpu_blas": "the processor's BL
 
 
 def rungs() -> dict[str, dict[str, Timing]]:
-    """Each contender of every case of the ladder that has a time.
+    """Return each contender of every case of the ladder that has a time.
 
     Raises:
         FileNotFoundError: nothing is recorded.
@@ -40,19 +40,19 @@ def rungs() -> dict[str, dict[str, Timing]]:
 
 
 def name_of(contender: str) -> str:
-    """``rung 2, coalesced`` of ``cuda_coalesced``; cuBLAS of ``torch``."""
+    """Return ``rung 2, coalesced`` for ``cuda_coalesced``, and cuBLAS for ``torch``."""
     if contender not in RUNGS:
         return OTHERS[contender]
     return f"rung {RUNGS[contender]}, {contender.removeprefix('cuda_').replace('_', ' ')}"
 
 
 def ordered(case: Mapping[str, Timing]) -> list[Timing]:
-    """The rungs from the lowest, then the others."""
+    """List the rungs from the lowest, then the others."""
     return [case[name] for name in [*RUNGS, *OTHERS] if name in case]
 
 
 def table() -> str:
-    """Each rung with what was predicted and what was measured, beside cuBLAS in the same dtype and size."""
+    """Format each rung with prediction and measurement, beside cuBLAS in the same dtype and size."""
     lines = ["| | product | predicted | ms | TFLOP/s | of cuBLAS |", "|---|---|---|---:|---:|---:|"]
     for name, case in rungs().items():
         for row in ordered(case):
@@ -68,7 +68,7 @@ def table() -> str:
 
 
 def draw() -> None:
-    """TFLOP/s at n = 4096 as bars."""
+    """Draw TFLOP/s at n = 4096 as bars."""
     plt = plots.pyplot()
     shown = [(name, row) for name, case in rungs().items() if "4096" in name for row in ordered(case)]
     labels = [f"{name_of(row.contender)}, {name.split(',')[0]}" for name, row in shown]

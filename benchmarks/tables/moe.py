@@ -15,8 +15,8 @@ def _origin(result: dict[str, Any], command: str) -> str:
 
 
 def decode(result: dict[str, Any]) -> str:
-    """Steps beside the floor of the experts that they touched."""
-    lines = ["| sequences | experts a layer touched | step | floor | of floor | products of experts | routing |"]
+    """Format steps beside the floor of the experts that they read."""
+    lines = ["| sequences | experts used per layer | step | floor | of floor | products of experts | routing |"]
     lines.append("|---|---|---|---|---|---|---|")
     for row in result["decode"]:
         shares = row["shares"]
@@ -36,9 +36,9 @@ def decode(result: dict[str, Any]) -> str:
 
 
 def products(result: dict[str, Any]) -> str:
-    """The products of one layer beside torch's."""
+    """Format the products of one layer beside torch's."""
     names = [name for name in ("gate", "gate and up", "down") if f"{name}_ours" in result["ops"][0]]
-    lines = ["| tokens | experts touched | product | time | torch `grouped_mm` | floor |", "|---|---|---|---|---|---|"]
+    lines = ["| tokens | experts used | product | time | torch `grouped_mm` | floor |", "|---|---|---|---|---|---|"]
     for row in result["ops"]:
         for name in names:
             ours, torch = (row[f"{name}_{who}"].get("median") for who in ("ours", "torch"))

@@ -25,13 +25,14 @@ IMAGES = record.ROOT / "docs" / "images" / "ops"
 
 
 def _names(rows: Sequence[Timing]) -> list[tuple[str, bool]]:
-    """Everybody with a time, ours first."""
+    """List every contender with a time, ours first."""
     names = dict.fromkeys((row.contender, row.is_peer) for row in rows if row.seconds)
     return sorted(names, key=lambda name: name[1])
 
 
 def table(rows: Sequence[Timing]) -> str:
-    """One operator: a line for each case and direction, a column for everybody who ran, the worst error of ours."""
+    """Format one operator: a line for each case and direction, a column for every contender that ran, the worst error
+    of ours."""
     names = _names(rows)
     head = ["case", "direction", "floor µs", *(f"{n} (peer)" if peer else n for n, peer in names), "error / torch's"]
     lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
@@ -53,13 +54,13 @@ def table(rows: Sequence[Timing]) -> str:
 
 
 def failures(rows: Sequence[Timing]) -> str:
-    """What has no time, and why."""
+    """Format the contenders without a time, with the reasons."""
     missing = dict.fromkeys((row.contender or "inputs", row.case, row.reason) for row in rows if not row.seconds)
     return "\n".join(f"* {who}, {case}: {reason}" for who, case, reason in missing)
 
 
 def origin(runs: Iterable[dict[str, Any]]) -> str:
-    """Where these runs were made: each machine and its software once, with all of its commits."""
+    """Format the origin of these runs: each machine and its software once, with all of its commits."""
     machines: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for run in runs:
         packages = run["environment"]["packages"]
@@ -71,12 +72,12 @@ def origin(runs: Iterable[dict[str, Any]]) -> str:
 
 
 def runs_of(kept: dict[str, Any], rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs that these rows of a file belong to."""
+    """List the runs that these rows of a file belong to."""
     return [kept["runs"][number] for number in dict.fromkeys(row["run"] for row in rows)]
 
 
 def page() -> str:
-    """Every operator with results: table, picture, where they are from.
+    """Format every operator with results: table, picture, origin.
 
     Raises:
         FileNotFoundError: nothing is recorded.
@@ -100,7 +101,7 @@ def page() -> str:
 
 
 def memory_bound_short() -> str:
-    """A line for each operator of ``memory_bound``: the forward case that moves most bytes.
+    """Format a line for each operator of ``memory_bound``: the forward case that moves most bytes.
 
     Raises:
         FileNotFoundError: nothing is recorded.
@@ -109,7 +110,7 @@ def memory_bound_short() -> str:
 
 
 def memory_bound(one_each: bool = False) -> str:
-    """The operators bound by memory, at 200 MB and more: the quickest of ours beside its floor and torch.
+    """Format the operators bound by memory, at 200 MB and more: the fastest of ours beside its floor and torch.
 
     Args:
         one_each: show only the forward case that moves most bytes, for each operator.
@@ -147,8 +148,8 @@ def memory_bound(one_each: bool = False) -> str:
 
 
 def many_rows(path: Path = MANY_ROWS, counts: Sequence[int] = ()) -> str:
-    """Products of ``counts`` rows (of all that were measured): the quickest kernel of ours beside cuBLAS, a line for
-    each weight.
+    """Format products of ``counts`` rows (of all that were measured): the fastest kernel of ours beside cuBLAS, a line
+    for each weight.
 
     Raises:
         FileNotFoundError: nothing is recorded.
@@ -182,12 +183,12 @@ def many_rows(path: Path = MANY_ROWS, counts: Sequence[int] = ()) -> str:
 
 
 def many_rows_alone() -> str:
-    """Likewise of products called by themselves, 64 to 256 rows; errors as in ``many_rows``."""
+    """Format the same for products called by themselves, 64 to 256 rows; errors as in ``many_rows``."""
     return many_rows(MANY_ROWS_ALONE, (64, 128, 256))
 
 
 def draw(folder: Path = IMAGES) -> None:
-    """All pictures, from the recorded results."""
+    """Draw all pictures, from the recorded results."""
     kept = results.read(RESULT)
     rows = [results.timing_of(row) for row in kept["rows"]]
     newest = kept["runs"][max(kept["runs"], key=int)]

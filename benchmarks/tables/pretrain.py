@@ -16,14 +16,14 @@ LIBRARY_KINDS = {
 
 
 def origin(result: dict[str, Any], machine: str) -> str:
-    """Where a run was made."""
+    """Format the origin of a run."""
     found = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
     return f"`{result['command']}` on {machine}, Python {found['python']}, {versions}, {record.made_at([found])}"
 
 
 def beside_published(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
-    """Tiny Shakespeare beside nanoGPT: the same text, split, size, context and batch."""
+    """Format Tiny Shakespeare beside nanoGPT: the same text, split, size, context and batch."""
     lines = [
         "| model | nanoGPT, published | | here, best | | here, last | |",
         "|---|---|---|---|---|---|---|",
@@ -52,7 +52,7 @@ def millions(count: float) -> str:
 
 
 def library_curve(result: dict[str, Any]) -> str:
-    """Validation over the run."""
+    """Format the validation over the run."""
     checks = result["validation"]
     shown = [check for i, check in enumerate(checks) if i in {0, 1, 3, 7, 11, 15, len(checks) - 1} or (i + 1) % 4 == 0]
     first = "| bytes seen | " + " | ".join(millions(check["tokens"]) for check in shown) + " |"
@@ -61,7 +61,7 @@ def library_curve(result: dict[str, Any]) -> str:
 
 
 def library_kinds(result: dict[str, Any]) -> str:
-    """The last checkpoint on each kind of text, beside compressors of the whole validation text."""
+    """Format the last checkpoint on each kind of text, beside compressors of the whole validation text."""
     lines = ["| held out | bits per byte |", "|---|---|"]
     lines += [f"| {LIBRARY_KINDS[name]} | {bits:.3f} |" for name, bits in result["bits_per_byte"].items()]
     others = ", ".join(f"{name} {bits:.2f}" for name, bits in result["compressors_bits_per_byte"].items())
@@ -77,7 +77,7 @@ def library_kinds(result: dict[str, Any]) -> str:
 
 
 def samples(result: dict[str, Any], count: int) -> str:
-    """What the server wrote, each after its prompt and a bar."""
+    """Format the server's texts, each after its prompt and a bar."""
     found = []
     for sample in result["samples"][:count]:
         quoted = (sample["prompt"] + "\u2502" + sample["text"]).strip("\n").split("\n")
@@ -86,7 +86,7 @@ def samples(result: dict[str, Any], count: int) -> str:
 
 
 def race(result: dict[str, Any]) -> str:
-    """The losses of this trainer beside those of transformers."""
+    """Format the losses of this trainer beside those of transformers."""
     ours, theirs = result["rows"][0]["losses"], result["rows"][1]["losses"]
     last = len(ours) - 1
     shown = [*range(0, last, 10), last]

@@ -13,7 +13,7 @@ MODELS = ("llama-3.1-8b", "llama-3.3-70b")
 
 
 def load() -> dict[str, dict[str, Any]]:
-    """Sections of ``tp_*.json`` by model."""
+    """Load the sections of ``tp_*.json`` by model."""
     folder = record.RESULTS / "h200"
     paths = {model: folder / f"tp_{model}.json" for model in MODELS}
     return {model: json.loads(path.read_text())["sections"] for model, path in paths.items() if path.exists()}
@@ -75,7 +75,7 @@ def table(files: dict[str, dict[str, Any]]) -> str:
     return (
         engine_tables._rows(head, rows)
         + f"\n`python benchmarks/engine/tensor_parallel.py` on two NVIDIA H200, {record.made_at(kept)}, one run. Four "
-        f"and eight GPUs were not there: their columns are predictions. vLLM {peer['version']}: "
+        f"and eight GPUs were not available: their columns are predictions. vLLM {peer['version']}: "
         f"{peer['four_gpus']['provenance']}.\n"
     )
 
@@ -107,7 +107,7 @@ def _row(
 
 
 def layouts_table(tensor: dict[str, Any], others: dict[str, Any]) -> str:
-    """The throughput protocol of the 8B on two GPUs in three layouts, predicted, and measured where it was."""
+    """Format the throughput protocol of the 8B on two GPUs in three layouts, predicted, and measured if available."""
     said = others["predicted"]["result"]
     found = {name: others.get(f"{name} throughput", {"result": {}})["result"].get("tokens_per_s") for name in said}
     by_tensor = tensor["tp2 throughput"]["result"]["tokens_per_s"]
@@ -130,7 +130,7 @@ def _off(expected: float, found: float | None) -> str:
 
 
 def sums_table(kept: dict[str, Any]) -> str:
-    """A sum over two GPUs inside a CUDA graph, by NCCL and by our kernel, beside the floor of the link."""
+    """Format a sum over two GPUs inside a CUDA graph, by NCCL and by our kernel, beside the floor of the link."""
     found = {(row["collective"], row["bytes"]): row for row in kept["rows"] if row["in_place"]}
     rows = []
     for (name, size), nccl in found.items():

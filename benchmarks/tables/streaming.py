@@ -9,10 +9,10 @@ from benchmarks import record
 
 
 def table(result: dict[str, Any]) -> str:
-    """Steps beside the floor of the host link."""
+    """Format steps beside the floor of the host link."""
     made, sections = result["environment"], result["sections"]
     lines = [
-        "| GPUs | stream to each | slowest link | step of | takes | floor | of floor | tokens/s |",
+        "| GPUs | streamed to each | slowest link | step | time | floor | of floor | tokens/s |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines_after: list[str] = []

@@ -22,9 +22,9 @@ CONTENDERS = {
 
 
 def race(result: dict[str, Any]) -> str:
-    """Tokens per second, MFU and peak memory; the ratio is to the contender itself, Transect over it."""
+    """Format tokens per second, MFU and peak memory; the ratio is Transect's rate over the contender's."""
     lines = [
-        "| work | contender | tok/s | step, ms (min to max) | MFU | peak memory | Transect's tok/s over it |",
+        "| work | program | tok/s | step, ms (min to max) | MFU | peak memory | Transect's tok/s over it |",
         "|---|---|---|---|---|---|---|",
     ]
     ours = {row["work"]: row["tokens_per_second"] for row in result["rows"] if row["contender"] == "transect"}
@@ -46,9 +46,9 @@ def race(result: dict[str, Any]) -> str:
 
 
 def memory(result: dict[str, Any]) -> str:
-    """What the account said before the first step, and the allocator's peak."""
+    """Format the account made before the first step, and the allocator's peak."""
     lines = [
-        "| work | `checkpointing` | predicted | measured | ratio | at its worst |",
+        "| work | `checkpointing` | predicted | measured | ratio | peak at |",
         "|---|---|---|---|---|---|",
     ]
     raced = [
@@ -74,9 +74,9 @@ def memory(result: dict[str, Any]) -> str:
 
 
 def slow_links(result: dict[str, Any]) -> str:
-    """Final losses, and bytes that a rank sends for gradients in a step after the warm-up."""
+    """Format the final losses, and the bytes that a rank sends for gradients in a step after the warm-up."""
     lines = [
-        "| optimizer | steps | validation loss | beside AdamW at the usual batch | bytes a step | fewer |",
+        "| optimizer | steps | validation loss | compared with AdamW at the usual batch | bytes per step | reduction |",
         "|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
@@ -112,10 +112,10 @@ MODELS = {"1b": "Llama-3.2-1B", "3b": "Llama-3.2-3B", "8b": "Llama-3.1-8B", "moe
 
 
 def spread(*results: dict[str, Any]) -> str:
-    """Training on several GPUs: rates, what the links cost, and peak memory."""
+    """Format training on several GPUs: rates, the cost of the links, and peak memory."""
     lines = [
         "| model | how | tok/s | over Transect on one GPU | step, ms (min to max) | sums and gathers, ms (exposed) | "
-        "peak a rank |",
+        "peak per rank |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in (row for result in results for row in result["rows"]):
@@ -135,12 +135,12 @@ def spread(*results: dict[str, Any]) -> str:
 
 
 def _gigabytes(row: dict[str, Any]) -> str:
-    """The peak of the rank that had most; nothing where it counts what ways before it had left."""
+    """Format the peak of the rank with the highest; empty if it includes memory left by earlier ways."""
     return f"{max(row['peak_bytes']) / 1e9:.1f} GB" if row["peak_bytes"] else ""
 
 
 def predicted(*results: dict[str, Any]) -> str:
-    """Steps and memory of layouts, as they were predicted before the run, and measured."""
+    """Format the steps and memory of layouts, as predicted before the run, and as measured."""
     lines = [
         "| model | how | predicted, ms | measured, ms | off | predicted peak | measured peak | off |",
         "|---|---|---|---|---|---|---|---|",
@@ -161,7 +161,7 @@ def predicted(*results: dict[str, Any]) -> str:
 
 
 def origin(result: dict[str, Any]) -> str:
-    """Where the numbers come from."""
+    """Format the origin of the numbers."""
     machine = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     count = max([row.get("ranks", 1) for row in result["rows"]])
@@ -174,8 +174,8 @@ def origin(result: dict[str, Any]) -> str:
 
 
 def families(result: dict[str, Any]) -> str:
-    """Full training of other families beside Liger."""
-    lines = ["| work | contender | tokens/s | of ours | peak memory | MFU |", "|---|---|---|---|---|---|"]
+    """Format full training of other families beside Liger."""
+    lines = ["| work | program | tokens/s | of ours | peak memory | MFU |", "|---|---|---|---|---|---|"]
     ours = {row["work"]: row["tokens_per_second"] for row in result["rows"] if row["contender"] == "transect"}
     for row in result["rows"]:
         rate = row["tokens_per_second"]

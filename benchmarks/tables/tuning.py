@@ -1,4 +1,4 @@
-"""What ``transect tune`` found on the H200: the rule's time and the best's, and what each knob is worth."""
+"""Results of ``transect tune`` on the H200: the rule's time and the best's, and the gain of each knob."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESULTS = record.RESULTS / "h200"
 
 
 def table(least: float = 1.01) -> str:
-    """The searches that gained ``least`` or more, and how many did not.
+    """Format the searches that gained ``least`` or more, and the number of those that did not.
 
     Raises:
         FileNotFoundError: nothing is recorded.
@@ -22,7 +22,7 @@ def table(least: float = 1.01) -> str:
     if not runs:
         raise FileNotFoundError(f"no ops_tuning*.json in {RESULTS}")
     searches = [found for run in runs for found in run["searches"]]
-    lines = ["| launcher | shape | tried | rule µs | best µs | gain | worth of each knob |"]
+    lines = ["| launcher | shape | tried | rule µs | best µs | gain | effect of each parameter |"]
     lines.append("|---|---|---:|---:|---:|---:|---|")
     better = [found for found in searches if found["gain"] and found["gain"] >= least]
     for found in sorted(better, key=lambda found: (found["launcher"], -found["gain"])):

@@ -66,12 +66,12 @@ WORDS = [
     "slept",
 ]
 FIRST_TOLERANCE, TOLERANCE = 1e-4, 1e-2
-"""How far the losses of the two sides may be apart, in nats: in the first step, where adapters change nothing yet, and
+"""Largest difference of the losses of the two sides, in nats: in the first step, where adapters change nothing yet, and
 later, when they have moved from random starts that are not the same."""
 
 
 def write_data(folder: Path) -> None:
-    """A text, and chats of random lengths, the same on every run."""
+    """Write a text, and chats of random lengths, the same on every run."""
     rng = random.Random(0)
 
     def words(count: int) -> str:
@@ -87,7 +87,7 @@ def write_data(folder: Path) -> None:
 
 
 def write_model(name: str, folder: Path) -> None:
-    """The model in float32 and Hugging Face layout, for both sides to load."""
+    """Write the model in float32 and Hugging Face layout, for both sides to load."""
     from transect.train.config import TrainConfig
     from transect.train.model.build import build
 
@@ -116,7 +116,7 @@ def config_of(work: str, folder: Path, threads: int) -> Any:
 
 
 def ours(work: str, folder: Path, threads: int) -> tuple[Callable[[], tuple[float, int]], str]:
-    """One step of the trainer: (loss, tokens)."""
+    """Return one step of the trainer: (loss, tokens)."""
     from transect.train.loop.trainer import Trainer
 
     trainer = Trainer(config_of(work, folder, threads))
@@ -129,7 +129,7 @@ def ours(work: str, folder: Path, threads: int) -> tuple[Callable[[], tuple[floa
 
 
 def peer(work: str, way: str, folder: Path, threads: int) -> Callable[[], tuple[float, int]]:
-    """One step of transformers + PEFT on the batches that the trainer would see: (loss, tokens)."""
+    """Return one step of transformers + PEFT on the batches that the trainer would see: (loss, tokens)."""
     import peft
     import torch
     import transformers
@@ -190,7 +190,8 @@ def peer(work: str, way: str, folder: Path, threads: int) -> Callable[[], tuple[
 
 
 def one(options: argparse.Namespace) -> dict[str, Any]:
-    """In this process: a first step to warm up, then timed ones, of which the best counts: the least disturbed."""
+    """Measure in this process: a first step to warm up, then timed ones, of which the best counts, as the least
+    disturbed."""
     side, work, way = options.one
     folder = options.folder
     kernels = ""
@@ -215,7 +216,7 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(side: str, work: str, way: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """One contender in a process of its own."""
+    """Measure one contender in a process of its own."""
     arguments = ["--one", side, work, way, "--folder", str(folder), "--threads", str(options.threads)]
     done = subprocess.run(
         [sys.executable, __file__, *arguments, "--steps", str(options.steps)],
@@ -238,8 +239,8 @@ def wait_until_quiet(most: float, patience: float = 120.0) -> float:
 
 
 def step_flops(model: str, folder: Path) -> dict[str, float]:
-    """FLOPs a token that the work needs: products forward and for the gradient of x, adapters thrice, attention 3.5
-    times; the head only where there are labels. The first layer's inputs need no gradient."""
+    """Compute the FLOPs per token that the work needs: products forward and for the gradient of x, adapters three
+    times, attention 3.5 times; the head only where there are labels. The first layer's inputs need no gradient."""
     from transect.checkpoints.resolve import resolve
     from transect.costs.model import Row, step_cost
     from transect.train.data.loader import Loader, load_stream
@@ -268,7 +269,7 @@ def step_flops(model: str, folder: Path) -> dict[str, float]:
 
 def table(result: dict[str, Any]) -> str:
     lines = [
-        "| work | Transect tok/s | PEFT tok/s (best way) | ratio (min to max) | by processor time | floor tok/s "
+        "| work | Transect tok/s | PEFT tok/s (best mode) | ratio (min to max) | ratio by CPU time | floor tok/s "
         "| of floor |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -290,7 +291,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def parts() -> dict[str, Any]:
-    """GFLOP/s of one thread, by the processor time it took (so that other programs matter little), best of several."""
+    """Measure GFLOP/s of one thread, by its processor time (so that other programs matter little), best of several."""
     import torch
 
     from transect.ops.attention.packed.attention import by_document
@@ -422,7 +423,7 @@ def account(
     flops: dict[str, float],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """What is recorded of the rounds so far."""
+    """Build the record of the rounds so far."""
     return {
         "command": "python benchmarks/train/cpu_lora.py" + (f" --chats '{options.chats}'" if options.chats else ""),
         "environment": record.environment(("torch", "numpy", "transformers", "peft")),

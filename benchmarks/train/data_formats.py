@@ -1,4 +1,4 @@
-"""What training data detection makes of files as people have them, broken ones among them.
+"""Detection of training data in typical files, broken ones among them.
 
     python benchmarks/train/data_formats.py
 
@@ -31,12 +31,12 @@ ROWS = 8
 
 
 def lines(rows: Sequence[Any]) -> bytes:
-    """JSON lines."""
+    """Format JSON lines."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
 def table(rows: Sequence[Mapping[str, Any]], delimiter: str = ",") -> bytes:
-    """CSV."""
+    """Format CSV."""
     out = io.StringIO()
     writer = csv.DictWriter(out, list(rows[0]), delimiter=delimiter)
     writer.writeheader()
@@ -73,7 +73,7 @@ def parquet(path: Path, rows: Sequence[Any]) -> None:
 
 
 def dataset(path: Path, rows: Sequence[Any]) -> None:
-    """What ``Dataset.save_to_disk`` of Hugging Face ``datasets`` leaves."""
+    """Write a folder as ``Dataset.save_to_disk`` of Hugging Face ``datasets`` does."""
     import pyarrow
 
     path.mkdir()
@@ -158,8 +158,8 @@ def main() -> None:
 
 
 def rendered(result: Mapping[str, Any]) -> str:
-    """The table for docs/train/training.md."""
-    made = ["| file | layout | trained on | rows read | refused, and why |", "|---|---|---|---|---|"]
+    """Format the table for docs/train/training.md."""
+    made = ["| file | layout | trained tokens | rows read | refused rows, with reasons |", "|---|---|---|---|---|"]
     for row in result["files"]:
         problems = "<br>".join(problem.replace("|", "\\|") for problem in row["problems"])
         layout = row["layout"] if row["rows"] else ""

@@ -3,7 +3,7 @@
     python benchmarks/train/gpu.py OUT.json [--only NAME,...] [--without CONTENDER,...] [--seconds 8]
 
 Each contender runs in a process of its own on random tokens, 2 x 4096 a step: bfloat16 weights and optimizer state,
-AdamW (fused), no gradient clipping. Random weights of the true shapes. Nobody checkpoints activations but ours in
+AdamW (fused), no gradient clipping. Random weights of the true shapes. Only ours checkpoints activations, in
 QLoRA, which is told to stay within 24 GB and chooses for itself. Of mixtures of experts transformers multiplies by
 ``grouped_mm``; ``liger`` puts its own kernel for experts in the place of that, ``liger grouped`` leaves it. A step's
 time is that between two events on the GPU; the host may be one step ahead, and no peer is made to read its loss in
@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +38,7 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks.engine.popular_shapes import SHAPES
+from benchmarks.peers.training import one_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,15 +64,13 @@ CONTENDERS = {
     "qlora 8b": ("transect",),
 }
 LIMIT = {"qlora 8b": "24GB"}
-"""Memory that a run of ours is told to stay within."""
+"""Memory limit of a run of ours."""
 OTHERS = 6
 """Cores of those that do not compile."""
 ROUNDS = 4
 """Turns in which a contender's steps are timed."""
 LAST = ("transformers",)
 """Timed alone, after the others."""
-EXPERTS = "grouped_mm"
-"""How transformers multiplies by experts."""
 PLANS = {"full 1b": ("selective", "full"), "lora 8b": ("selective", "full"), "qlora 8b": ("none", "full")}
 """Plans of checkpointing whose memory is compared with the account, beside those of the race."""
 PEAK_RATE = 750e12
@@ -79,7 +78,8 @@ PEAK_RATE = 750e12
 
 
 def config_of(shape: str) -> dict[str, Any]:
-    """The config.json of a preset, or of one of ``popular_shapes``; of its first layers alone where it says so."""
+    """Return the config.json of a preset, or of one of ``popular_shapes``; of its first layers alone if the shape says
+    so."""
     from dataclasses import replace
 
     from transect.spec.hf import to_hf
@@ -93,7 +93,7 @@ def config_of(shape: str) -> dict[str, Any]:
 
 
 def source_of(shape: str) -> str:
-    """What the trainer calls the model: a preset's name, or a folder with a config.json."""
+    """Return the trainer's name of the model: a preset's name, or a folder with a config.json."""
     from transect.spec.shapes import PRESETS
 
     if shape in PRESETS:
@@ -104,7 +104,7 @@ def source_of(shape: str) -> str:
 
 
 def trainer(work: str, **changes: Any) -> Any:
-    """Our trainer on random tokens."""
+    """Build our trainer on random tokens."""
     import numpy as np
 
     from transect.train.config import TrainConfig
@@ -134,67 +134,15 @@ def trainer(work: str, **changes: Any) -> Any:
     return Trainer(TrainConfig.from_dict(config))
 
 
-def peer(shape: str, task: str, *, liger: bool, compiled: bool, grouped: bool) -> Callable[[], Any]:
-    """One step of transformers, with Liger-Kernel, PEFT and torch.compile where asked for. It returns the loss, still
-    on the GPU. ``grouped``: Liger-Kernel leaves experts alone."""
-    import torch
-    import transformers
-
-    values = config_of(shape)
-    family = values["model_type"]
-    if liger:
-        import liger_kernel.transformers
-
-        how = {"swiglu": False} if grouped else {}
-        getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{family}")(**how)
-    made = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[family]
-    causal = "ForCausalLM"
-    values = {k: v for k, v in values.items() if k not in ("model_type", "architectures", "torch_dtype")}
-    config = getattr(transformers, f"{made}Config")(**values)
-    config._attn_implementation = "sdpa"
-    if family.endswith("moe"):
-        config._experts_implementation = EXPERTS
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = getattr(transformers, f"{made}{causal}")(config)
-    torch.set_default_dtype(torch.float32)
-    if task == "lora":
-        import peft
-
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        model = peft.get_peft_model(
-            model, peft.LoraConfig(r=16, lora_alpha=32, target_modules=targets), autocast_adapter_dtype=False
-        )
-    model.train()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    generator = torch.Generator().manual_seed(0)
-    data = torch.randint(0, 10000, (40, ROWS, SEQUENCE), generator=generator).cuda()
-    run = torch.compile(model) if compiled else model
-    count = 0
-
-    def step() -> Any:
-        nonlocal count
-        ids = data[count % len(data)]
-        count += 1
-        loss = run(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
-
-
 WARMING, PAUSE = -1, 0.003
-"""What stands for the rounds of one that is not ready yet; seconds between two looks at the file."""
+"""Value in place of the rounds of one that is not ready yet; seconds between two looks at the file."""
 
 
 class Turns:
-    """Who is timed when: a file, which all processes lock to look at.
+    """Order of timing: a file, which all processes lock to look at.
 
-    It has the rounds of everyone who takes part, in order of entry, and who is timed now. Nobody is while one that
-    takes part warms up. A process without a file never waits.
+    It has the rounds of everyone who takes part, in order of entry, and who is timed now. No one is timed while
+    one that takes part warms up. A process without a file never waits.
     """
 
     def __init__(self, path: str, name: str = "") -> None:
@@ -202,13 +150,13 @@ class Turns:
 
     @classmethod
     def begin(cls, path: Path, names: list[str]) -> str:
-        """A new file, in which these warm up; its path."""
+        """Create a new file, in which these warm up; returns its path."""
         path.write_text(json.dumps({"rounds": dict.fromkeys(names, WARMING), "timed": ""}))
         return str(path)
 
     @contextmanager
     def _seen(self) -> Iterator[dict[str, Any]]:
-        """What is in the file; what is changed of it is written back."""
+        """Yield the file's content; changes to it are written back."""
         with open(self.path, "r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             state = json.load(file)
@@ -233,7 +181,7 @@ class Turns:
                 state["timed"] = ""
 
     def leave(self) -> None:
-        """Nobody waits for this one any more."""
+        """Remove this one, so that no other waits for it."""
         if self.path:
             with self._seen() as state:
                 state["rounds"].pop(self.name, None)
@@ -241,13 +189,13 @@ class Turns:
 
 
 def name_of(work: str, contender: str) -> str:
-    """What a contender is called in a file of turns."""
+    """Return a contender's name in a file of turns."""
     return f"{work}, {contender}"
 
 
 def next_of(rounds: dict[str, int]) -> str:
-    """Whose turn it is: of those with the fewest rounds the first, in odd rounds the last; nobody's while one warms
-    up."""
+    """Return the next one to run: of those with the fewest rounds the first, in odd rounds the last; empty while one
+    warms up."""
     least = min(rounds.values())
     if least == WARMING:
         return ""
@@ -256,7 +204,7 @@ def next_of(rounds: dict[str, int]) -> str:
 
 
 def measure(work: str, contender: str, seconds: float, path: str) -> dict[str, Any]:
-    """In this process: warm up, then time steps for a while, some whenever it is its turn."""
+    """Measure in this process: warm up, then time steps for a while, some whenever it is its turn."""
     compiled, turns = "compiled" in contender, Turns(path, name_of(work, contender))
     cores = sorted(os.sched_getaffinity(0))
     if path and len(cores) > 2 * OTHERS:
@@ -275,9 +223,11 @@ def measure(work: str, contender: str, seconds: float, path: str) -> dict[str, A
         def step() -> Any:
             return ours.step().loss
     else:
-        step = peer(
-            *WORK[work], liger="liger" in contender, compiled="compiled" in contender, grouped="grouped" in contender
-        )
+        shape, task = WORK[work]
+        step = one_gpu(
+            config_of(shape), task, ROWS, SEQUENCE,
+            liger="liger" in contender, compiled="compiled" in contender, grouped="grouped" in contender,
+        )  # fmt: skip
     torch.cuda.synchronize()
     built = time.perf_counter() - begin
     for _ in range(4):
@@ -315,7 +265,7 @@ def measure(work: str, contender: str, seconds: float, path: str) -> dict[str, A
 
 
 def memory(work: str) -> list[dict[str, Any]]:
-    """In this process: for each plan, what the trainer's account says and the allocator's peak over 2 steps."""
+    """Measure in this process, for each plan, the trainer's account and the allocator's peak over 2 steps."""
     import torch
 
     rows = []
@@ -345,7 +295,7 @@ def memory(work: str) -> list[dict[str, Any]]:
 
 
 def useful_flops(shape: str, task: str) -> float:
-    """FLOPs of a step."""
+    """Compute the FLOPs of a step."""
     from transect.costs.training import flops_per_token
     from transect.spec.hf import from_hf
 
@@ -353,7 +303,7 @@ def useful_flops(shape: str, task: str) -> float:
 
 
 def profile(work: str, out: str) -> None:
-    """Where a step of ours spends the GPU's time, as a table."""
+    """Write a table of the GPU's time in a step of ours."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as watch
 
@@ -392,7 +342,7 @@ def main() -> None:
 
 
 def race(out: Path, chosen: list[str], seconds: float, without: list[str], *, memory: bool) -> None:
-    """All contenders, then the accounts of memory; the file is written anew whenever something is known."""
+    """Run all contenders, then the accounts of memory; the file is rewritten after each result."""
     import torch
 
     from transect.hardware.environment import environment
@@ -443,7 +393,8 @@ def race(out: Path, chosen: list[str], seconds: float, without: list[str], *, me
 
 
 def in_process(*arguments: str) -> tuple[Any, list[str]]:
-    """What this file makes of the arguments in a process of its own, or None and the last line of its complaint."""
+    """Run this file with these arguments in a process of its own; returns its result, or None and the last line of its
+    error."""
     part = Path(tempfile.mkdtemp()) / "part.json"
     done = subprocess.run(
         [sys.executable, __file__, str(part), *arguments], capture_output=True, text=True, timeout=400

@@ -42,7 +42,7 @@ from a disk."""
 
 
 def best(f: Callable[[], object], times: int = 5) -> float:
-    """The shortest of some runs, in seconds."""
+    """Return the shortest of some runs, in seconds."""
     found = []
     for _ in range(times):
         begin = time.perf_counter()
@@ -59,7 +59,8 @@ def cores() -> int:
 
 
 def adamw(numbers: int, teams: list[int]) -> list[dict[str, Any]]:
-    """Numbers per second of the kernel and of torch's fused AdamW, and bytes per second of copies, by threads."""
+    """Measure numbers per second of the kernel and of torch's fused AdamW, and bytes per second of copies, by
+    threads."""
     import torch
 
     from transect.hardware.host_memory import host_tensor
@@ -104,7 +105,7 @@ def adamw(numbers: int, teams: list[int]) -> list[dict[str, Any]]:
 
 
 def link(nbytes: int = 2**28) -> dict[str, float]:
-    """Bytes per second between pinned memory and the GPU, each way."""
+    """Measure bytes per second between pinned memory and the GPU, each way."""
     import torch
 
     from transect.hardware.host_memory import host_memory
@@ -122,7 +123,8 @@ def link(nbytes: int = 2**28) -> dict[str, float]:
 
 
 def disk(folder: str, nbytes: int) -> dict[str, Any]:
-    """Bytes per second of a file as large as there is time for: written, read, and both at once, as a step does."""
+    """Measure bytes per second of a file as large as there is time for: written, read, and both at once, as a step
+    does."""
     from transect.hardware.direct_file import DirectFile
     from transect.hardware.host_memory import host_memory
 
@@ -159,7 +161,7 @@ def disk(folder: str, nbytes: int) -> dict[str, Any]:
 
 
 def states(folder: str, numbers: int) -> dict[str, Any]:
-    """AdamW steps over states in a file, each with the rate of the disk just before it."""
+    """Measure AdamW steps over states in a file, each with the rate of the disk just before it."""
     import torch
 
     from transect.ops.cpu.adamw import HostStep, corrections, host_kernels
@@ -221,7 +223,7 @@ def configuration(given: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def train(given: argparse.Namespace) -> dict[str, Any]:
-    """Steps of a run, each split in two."""
+    """Run the steps of a run, each split in two."""
     import torch
 
     from transect.costs.units import parse_bytes
@@ -306,7 +308,8 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def affordable(models: list[str], rate: float, seconds: float) -> str:
-    """The first of the models whose states a disk of this rate moves four times in this time, or the last one."""
+    """Return the first of the models whose states a disk of this rate moves four times in this time, or the last
+    one."""
     import math
 
     from transect.spec.shapes import PRESETS
@@ -322,7 +325,7 @@ def affordable(models: list[str], rate: float, seconds: float) -> str:
 def beside_floors(
     numbers: int, steps: list[dict[str, Any]], rates: dict[str, Any], gpu: bool, delayed: bool, everything: bool
 ) -> dict[str, Any]:
-    """The median step, and the floor of each part."""
+    """Return the median step, and the floor of each part."""
     kernel = rates["adamw"][0]
     memory = max(kernel["bytes_per_second"], kernel["copy_bytes_per_second"])
     floors = {"adamw": ADAMW_BYTES * numbers / memory}

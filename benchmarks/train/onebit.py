@@ -43,7 +43,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def prepare(folder: Path) -> None:
-    """The model's directory and two text files."""
+    """Write the model's directory and two text files."""
     from byte_model import Shape, write_model
 
     write_model(folder / "model", Shape(64, 3, heads=2, ffn=192, context=SEQUENCE))
@@ -56,7 +56,7 @@ def prepare(folder: Path) -> None:
 
 
 def configuration(folder: Path, name: str, steps: int) -> dict[str, Any]:
-    """The run called ``name``."""
+    """Return the run called ``name``."""
     changes = dict(RUNS[name])
     larger, zero, precision = changes.pop("larger", 1), changes.pop("zero", 0), changes.pop("precision", "float32")
     steps //= larger
@@ -84,7 +84,7 @@ def configuration(folder: Path, name: str, steps: int) -> dict[str, Any]:
 
 
 def measure(ranks: Any, folder: Path, name: str, steps: int) -> dict[str, Any]:
-    """One run."""
+    """Measure one run."""
     from transect.parallel.compressed import full_sum_bytes
     from transect.train.loop.follow import JOB, RunArguments
     from transect.train.optim import OneBitAdam
@@ -103,7 +103,7 @@ def measure(ranks: Any, folder: Path, name: str, steps: int) -> dict[str, Any]:
             found["validation"] = record.loss
 
         def sample(self, record: Any) -> None:
-            """Nothing."""
+            """Do nothing."""
 
     trainer.run([Listener()])
     optimizer = trainer.optimizer

@@ -67,7 +67,7 @@ MOST = 40
 
 
 def configuration(work: str, way: str, ranks: int, folder: str, smallest: bool = False) -> dict[str, Any]:
-    """The run of a way, as ``TrainConfig.from_dict`` takes it; ``smallest``: for a rehearsal on a CPU."""
+    """Return the run of a way, as ``TrainConfig.from_dict`` takes it; ``smallest``: for a rehearsal on a CPU."""
     changes = dict(WAYS[way])
     document = way.endswith("one document")
     tokens = (DOCUMENT // 512 if document else 64) if smallest else DOCUMENT if document else SEQUENCE
@@ -96,14 +96,14 @@ def configuration(work: str, way: str, ranks: int, folder: str, smallest: bool =
 
 
 def model_of(work: str) -> str:
-    """A name or a directory, as ``model`` of a run."""
+    """Return a name or a directory, as ``model`` of a run."""
     from benchmarks.train.gpu import source_of
 
     return source_of(SHAPES[work])
 
 
 def smallest_model(folder: str) -> str:
-    """A model that a CPU trains in no time."""
+    """Write a model that a CPU trains in no time."""
     sys.path.append(str(ROOT / "tests" / "helpers"))
     from tiny_llm import save_tiny_llm
 
@@ -114,14 +114,14 @@ def smallest_model(folder: str) -> str:
 
 
 def text(folder: str) -> str:
-    """Some lines of text for it."""
+    """Write some lines of text for it."""
     path = Path(folder) / "text.txt"
     path.write_text("".join(f"{i} times {j} is {i * j}.\n" for i in range(60) for j in range(20)))
     return str(path)
 
 
 def random_tokens(folder: str, length: int) -> str:
-    """Documents of ``length`` tokens, in the format of ``transect data``."""
+    """Write documents of ``length`` tokens, in the format of ``transect data``."""
     import numpy as np
 
     from transect.train.data.tokens import token_dtype, write_meta
@@ -137,7 +137,7 @@ def random_tokens(folder: str, length: int) -> str:
 
 
 def predicted(work: str, way: str, ranks: int) -> dict[str, float] | None:
-    """What the planner expects of a way on H200s, before anything runs; None: of the peers."""
+    """Return the planner's prediction for a way on H200s, before anything runs; None for the peers."""
     import torch
 
     from transect.costs.machine import Machine
@@ -171,7 +171,12 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
     facts: dict[str, Any] = {"left_bytes": left}
     tokens = SEQUENCE * ROWS * given["ranks"]
     if given["way"].startswith("fsdp2"):
-        step = fsdp2(given["work"], compiled="compiled" in given["way"])
+        from benchmarks.peers.training import fsdp2
+        from transect.spec.hf import to_hf
+        from transect.spec.shapes import PRESETS
+
+        values = to_hf(PRESETS[SHAPES[given["work"]]])
+        step = fsdp2(values, ROWS, SEQUENCE, compiled="compiled" in given["way"])
     else:
         from transect.train.config import TrainConfig
         from transect.train.loop.trainer import Trainer
@@ -236,8 +241,8 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
 
 
 def step_times(step: Callable[[], Any], count: int, gpu: bool) -> list[float]:
-    """Seconds of each of ``count`` steps in a row. On a GPU from the end of one to the end of the next there: the host
-    may run ahead as it does in a run."""
+    """Measure the seconds of each of ``count`` steps in a row. On a GPU from the end of one to the end of the next
+    there: the host may run ahead as it does in a run."""
     import torch
 
     def now() -> Any:
@@ -257,63 +262,14 @@ def step_times(step: Callable[[], Any], count: int, gpu: bool) -> list[float]:
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(ends)]
 
 
-def fsdp2(work: str, *, compiled: bool) -> Callable[[], Any]:
-    """One step of transformers' model with Liger-Kernel under torch's FSDP2; it returns the loss, on the GPU."""
-    import torch
-    import torch.distributed as dist
-    import transformers
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    from transect.spec.hf import to_hf
-    from transect.spec.shapes import PRESETS
-
-    apply_liger_kernel_to_llama()
-    values = to_hf(PRESETS[SHAPES[work]])
-    values.pop("architectures", None)
-    values["use_cache"] = False  # or every layer would be compiled anew, for the number of its cache
-    config = transformers.LlamaConfig(**{k: v for k, v in values.items() if k != "model_type"})
-    config._attn_implementation = "sdpa"
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = transformers.LlamaForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    model.train()
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for index, layer in enumerate(model.model.layers):
-        if compiled:
-            layer.compile()
-        last = index + 1 == len(model.model.layers)
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not last)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    data = torch.randint(0, 10000, (40, ROWS, SEQUENCE), generator=generator).cuda()
-    count = 0
-
-    def step() -> Any:
-        nonlocal count
-        ids = data[count % len(data)]
-        count += 1
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
-
-
 def job(world: Any, given: dict[str, Any]) -> None:
-    """What the other ranks do."""
+    """Run the job of the other ranks."""
     tried(given, world)
 
 
 def tried(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
-    """``measure``, or why it could not be; what the GPU says ends the process, since it says nothing else any more."""
+    """Run ``measure``, or return the reason why it failed; an error of the GPU ends the process, since the GPU is
+    unusable afterwards."""
     try:
         return measure(given, world)
     except Exception as error:
@@ -336,7 +292,7 @@ def forget() -> None:
 
 
 def some_ways(out: Path, ways: list[dict[str, Any]]) -> None:
-    """In this process: start the ranks and measure; what is known is in the file whenever a way is done."""
+    """Start the ranks and measure, in this process; results are in the file whenever a way is done."""
     from transect.parallel.launch import Ranks
 
     rows: list[Any] = []
@@ -381,7 +337,7 @@ def main() -> None:
 
 
 def race(arguments: argparse.Namespace) -> None:
-    """All ways, one after another; the file is written anew whenever something is known."""
+    """Run all ways, one after another; the file is rewritten after each result."""
     import torch
 
     from transect.hardware.environment import environment
@@ -449,7 +405,7 @@ def in_processes(
     known: Callable[[list[dict[str, Any]]], None],
 ) -> int:
     """Run the first of some ways in the same processes, and say how many; of the last it may be known why it did not
-    run. ``known`` is told rows as soon as they are there, so that an end from outside loses one way alone."""
+    run. ``known`` gets each row as soon as it exists, so that an end from outside loses one way alone."""
     todo = []
     for work, way in ways:
         ranks = 1 if way.startswith("one") else arguments.ranks

@@ -86,13 +86,13 @@ def measure(folder: Path, contender: dict[str, Any], steps: int, seed: int) -> d
 
 
 def table(result: dict[str, Any]) -> str:
-    """For the page on training."""
+    """Format the table of the page on training."""
     runs = result["runs"]
     seeds = sorted({run["seed"] for run in runs})
     found = {(run["contender"], run["seed"]): run for run in runs}
     heads = [f"validation loss, seed {seed}" for seed in seeds]
     lines = [
-        f"| weights and state | bytes a weight | {' | '.join(heads)} | over float32 |",
+        f"| weights and state | bytes per weight | {' | '.join(heads)} | over float32 |",
         "|---" * (3 + len(seeds)) + "|",
     ]
     for name in CONTENDERS:

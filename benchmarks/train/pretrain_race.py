@@ -34,7 +34,7 @@ Run = Callable[[int], list[tuple[float, float]]]
 
 
 def settings(folder: Path, steps: int, device: str, rows: int) -> Any:
-    """The run, whose settings transformers follows too."""
+    """Return the run, whose settings transformers follows too."""
     from transect.train.config import TrainConfig
 
     return TrainConfig.from_dict(
@@ -54,7 +54,8 @@ def settings(folder: Path, steps: int, device: str, rows: int) -> Any:
 
 
 def prepare(folder: Path, text: bytes, device: str, layers: int, dim: int) -> None:
-    """The model's directory with first weights, and a token file whose documents are rows of ``SEQUENCE`` tokens."""
+    """Write the model's directory with first weights, and a token file whose documents are rows of ``SEQUENCE``
+    tokens."""
     import numpy as np
     from byte_model import ROWS, Shape, write_model
 
@@ -76,7 +77,7 @@ def prepare(folder: Path, text: bytes, device: str, layers: int, dim: int) -> No
 
 
 def transect(config: Any) -> Run:
-    """This trainer. Its first weights follow from the seed."""
+    """Run this trainer. Its first weights follow from the seed."""
     from transect.train.loop.trainer import Trainer
 
     def run(steps: int) -> list[tuple[float, float]]:
@@ -88,7 +89,7 @@ def transect(config: Any) -> Run:
 
 
 def peer(config: Any, folder: Path, *, compiled: bool) -> Run:
-    """transformers, from the weights that were saved, on the batches that this trainer would make."""
+    """Run transformers, from the weights that were saved, on the batches that this trainer would make."""
     import torch
     import transformers
 

@@ -1,4 +1,4 @@
-"""What the GPU does in a training step, from the profiler's records: kernels, copies, and when nothing runs.
+"""GPU activity of a training step, from the profiler's records: kernels, copies, and when nothing runs.
 
 A step begins with a marker, a kernel that does nothing, launched when the GPU has nothing left to do. So the time from
 the marker to the first kernel is what the host takes to begin.
@@ -21,7 +21,7 @@ Span = tuple[float, float]
 
 
 def watched(step: Callable[[], Any], most: int = 24) -> dict[str, Any]:
-    """Milliseconds of a step on this GPU.
+    """Measure the milliseconds of a step on this GPU.
 
     Returns:
         ``communication_ms``: between GPUs. ``exposed_ms``: of these, without any other kernel beside. ``computing_ms``:
@@ -47,7 +47,7 @@ def watched(step: Callable[[], Any], most: int = 24) -> dict[str, Any]:
 
 
 def account(events: Iterable[tuple[float, float, str]], most: int = 24) -> dict[str, Any]:
-    """``watched`` of records: begin and end in microseconds, and a name."""
+    """Compute ``watched`` from records: begin and end in microseconds, and a name."""
     spans: dict[bool, list[Span]] = {True: [], False: []}
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     ordered = sorted(events)
@@ -83,7 +83,7 @@ def account(events: Iterable[tuple[float, float, str]], most: int = 24) -> dict[
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Spans of time as ones that do not touch, in order."""
+    """Merge spans of time into ones that do not touch, in order."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -94,7 +94,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlap(a: list[Span], b: list[Span]) -> float:
-    """The time that is in both of two lists of ``merged``."""
+    """Return the time that is in both of two lists of ``merged``."""
     total, i, j = 0.0, 0, 0
     while i < len(a) and j < len(b):
         total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))

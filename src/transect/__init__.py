@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .engine.executors.pooling import PoolingParams
     from .engine.frontends.async_engine import AsyncEngine
     from .engine.frontends.beam_search import BeamSearchParams
+    from .engine.frontends.inputs import LoRARequest
     from .engine.frontends.llm import LLM
     from .engine.scheduling.sampling_params import SamplingParams
     from .text.grammar.params import StructuredOutputsParams
@@ -26,6 +27,7 @@ __all__ = [
     "AsyncEngine",
     "BeamSearchParams",
     "CompletionOutput",
+    "LoRARequest",
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",
@@ -37,6 +39,7 @@ _HOMES = {
     "LLM": "transect.engine.frontends.llm",
     "AsyncEngine": "transect.engine.frontends.async_engine",
     "BeamSearchParams": "transect.engine.frontends.beam_search",
+    "LoRARequest": "transect.engine.frontends.inputs",
     "CompletionOutput": "transect.text.outputs",
     "PoolingParams": "transect.engine.executors.pooling",
     "RequestOutput": "transect.text.outputs",

@@ -200,7 +200,7 @@ def damaged(folder, target, change):
         (
             "awq",
             lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].flatten()}),
-            r"q_proj\.qweight' of shape .* no matrix",
+            r"q_proj\.qweight' of shape .* not a matrix",
         ),
         ("packed", lambda t: t.update({f"{Q}.weight_shape": torch.ones(2, 2)}), r"weight_shape says \[1, 1, 1, 1\]"),
     ],

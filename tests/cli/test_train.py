@@ -140,7 +140,7 @@ def test_a_second_ctrl_c_and_a_closed_terminal_save_too(tmp_path, capsys, number
     trainer.step = signalled
     assert _run(trainer) == 128 + numbers[0]
     assert checkpoint.newest(tmp_path / "run").step == 2
-    assert ("once more ends at once" in capsys.readouterr().err) == (len(numbers) == 2)
+    assert ("a third signal ends the run" in capsys.readouterr().err) == (len(numbers) == 2)
 
 
 @pytest.mark.parametrize(

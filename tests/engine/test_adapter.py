@@ -5,7 +5,6 @@ from peft_models import PROMPT, make_adapter
 from tiny_llm import greedy_tokens, save_tiny_llm
 
 from transect import LLM, SamplingParams
-from transect.cli.serve import lora_module
 
 
 @pytest.fixture(scope="module")
@@ -30,29 +29,8 @@ def test_its_greedy_tokens_are_those_of_peft(adapted) -> None:
     folder, plain, expected = adapted
     assert expected != plain
     assert answer(folder / "model") == plain
-    assert answer(folder / "model", adapter=str(folder / "a"), enable_lora=True, max_lora_rank=8) == expected
+    assert answer(folder / "model", adapter=str(folder / "a")) == expected
     assert answer(folder / "a") == expected
-
-
-def test_the_server_s_options_name_one_adapter() -> None:
-    assert lora_module(["mine=some/dir"], True, None, None) == ("mine", "some/dir")
-    assert lora_module(['{"name": "mine", "path": "some/dir"}'], False, None, None) == ("mine", "some/dir")
-    assert lora_module([], True, "dir", ["name"]) == (None, "dir")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (([], True, None, None), "give --lora-modules NAME=DIR"),
-        ((["a=x", "b=y"], True, None, None), "only one adapter at a time is served"),
-        ((["a=x"], True, "y", None), "only one adapter at a time is served"),
-        ((["x"], True, None, None), "takes NAME=DIR, not 'x'"),
-        ((["a=x"], True, None, ["base"]), "not served beside a"),
-    ],
-)
-def test_several_adapters_are_refused(arguments, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        lora_module(*arguments)
 
 
 def test_a_wrong_folder_is_named(adapted) -> None:

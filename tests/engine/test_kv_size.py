@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from transect.engine.config import EngineConfig
-from transect.engine.kv_size import DEFAULT_MOST_BYTES, SHARE_OF_FREE_MEMORY, KVSize, free_memory, kv_size
+from transect.engine.kv_size import DEFAULT_MOST_BYTES, SHARE_OF_FREE_MEMORY, KVSize, kv_size
+from transect.hardware.host_memory import free_memory
 
 PER_TOKEN = 1000
 GIB = 2**30

@@ -22,7 +22,7 @@ from transect.engine.scheduling.drafters.registry import METHODS, SpeculativeCon
 from transect.engine.scheduling.outputs import EngineOutput
 from transect.engine.scheduling.policies.admission import QueueFull
 from transect.engine.scheduling.policies.model_speculation import ModelSpeculation
-from transect.engine.scheduling.request import Request, Sequence, Status
+from transect.engine.scheduling.request import Rank, Request, RequestState, Sequence, Status
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler import Scheduler
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
@@ -33,6 +33,11 @@ def _stall_limit(lag: int) -> int:
     """Steps in which the running sequence of the best rank may stand still: ``lag`` to wait for blocks of the steps in
     flight, ``lag`` for its own token in flight, one because it was admitted in between."""
     return 2 * max(lag, 1) + 1
+
+
+def _begun(state: RequestState) -> bool:
+    """Whether the answers of a request were begun elsewhere."""
+    return state.spec.output_token_ids is not None
 
 
 @dataclass(frozen=True)
@@ -317,7 +322,9 @@ class Run:
         try:
             self.core.add(request)
         except QueueFull as full:
-            check(self.scheduler.stats().waiting >= self.workload.config.max_queue, "the queue is not full")
+            most = self.workload.config.max_queue
+            beyond = sum(_begun(s) and any(c.status is Status.WAITING for c in s.choices) for s in self._states())
+            check(most <= self.scheduler.stats().waiting <= most + beyond, "the queue is not full, or too full")
             check(1.0 <= full.retry_after <= 60.0, "retry_after out of range")
             return False
         except ValueError:
@@ -371,7 +378,7 @@ class Run:
 
     def _step_on(self) -> None:
         before = (self.scheduler._step, len(self.scheduler._in_flight))
-        waiting = {seq.seq_id: (seq, seq.to_compute) for seq in self._sequences() if seq.status is Status.WAITING}
+        waiting = [(seq, seq.to_compute, seq.rank) for seq in self._sequences() if seq.status is Status.WAITING]
         check(self.scheduler.coming().tokens <= self.workload.config.max_num_batched_tokens, "too much is coming")
         outputs = self.core.step()
         for output in outputs:
@@ -386,12 +393,14 @@ class Run:
 
     def _holders(self, block_id: int) -> set[int]:
         """The choices of requests that have a block; choices that are not forked yet get those of their leader."""
-        states = self.scheduler.requests.values()
-        holding = [state for state in states if any(block_id in seq.block_ids for seq in state.choices)]
+        holding = [state for state in self._states() if any(block_id in seq.block_ids for seq in state.choices)]
         return {seq.seq_id for state in holding for seq in state.choices}
 
+    def _states(self) -> list[RequestState]:
+        return list(self.scheduler.requests.values())
+
     def _sequences(self) -> list[Sequence]:
-        return [seq for state in self.scheduler.requests.values() for seq in state.choices]
+        return [seq for state in self._states() for seq in state.choices]
 
     def _take(self, output: EngineOutput) -> None:
         name, index = output.request_id, output.index
@@ -445,20 +454,22 @@ class Run:
         places = sum(self.scheduler._places_of(seq) for seq in self.scheduler.running)
         check(places == self.scheduler._places <= self.workload.config.max_num_seqs, "places are counted wrongly")
 
-    def _check_order(self, waiting: dict[int, tuple[Sequence, int]]) -> None:
+    def _check_order(self, waiting: list[tuple[Sequence, int, Rank]]) -> None:
         """What was admitted now was ahead of all that wait; or, where time sizes steps, shorter, and the first fits."""
-        admitted = [(s.rank, length) for s, length in waiting.values() if s.status is Status.RUNNING]
-        left = sorted((s.rank, length) for s, length in waiting.values() if s.status is Status.WAITING)
-        for rank, length in admitted:
-            passed = [other for before, other in left if before < rank]
+        admitted = [each for each in waiting if each[0].status is Status.RUNNING]
+        left = [each for each in waiting if each[0].status is Status.WAITING]
+        left.sort(key=lambda each: each[0].rank)
+        for seq, length, rank in admitted:
+            # Before the step and after it: an exchange of places moves a sequence to the head in between.
+            passed = [(s, tokens) for s, tokens, before in left if s.rank < seq.rank and before < rank]
             if not passed:
                 continue
             check(self.workload.config.itl_target is not None, "a waiting sequence was overtaken")
             # Where many wait at once, short ones may use up their share before a longer one does.
-            many = bool(self.workload.breaks) or any(each.begun is not None for each in self.workload.arrivals)
-            shorter = length < min(passed) or many
+            many = bool(self.workload.breaks) or any(_begun(each.request) for each in (seq, *(s for s, _ in passed)))
+            shorter = length < min(tokens for _, tokens in passed) or many
             check(shorter, "a waiting sequence was overtaken by one that is no shorter")
-            blocks = self.scheduler.blocks.blocks_for(passed[0])
+            blocks = self.scheduler.blocks.blocks_for(passed[0][1])
             check(blocks <= self.scheduler.cache.num_free, "a waiting sequence was overtaken and has no room now")
 
     def _check_progress(self) -> None:

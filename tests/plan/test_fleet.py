@@ -107,7 +107,7 @@ def test_scaling_policies():
     wants = [calm.engines(seen(at=at, ready=ready, running=running)) for at, ready, running in
              ((0, 1, 9), (10, 4, 2), (20, 4, 1), (45, 4, 1))]  # fmt: skip
     assert wants == [4, 4, 4, 1]
-    with pytest.raises(ValueError, match="no such range"):
+    with pytest.raises(ValueError, match="1 <= least <= most"):
         Scaler(Fixed(), 3, 2)
 
 

@@ -279,7 +279,7 @@ async def test_beams_are_extended_token_by_token(client, engine):
         ({"temperature": 0.7}, "temperature must be 0 or 1 with beam search", "temperature"),
         ({"top_p": 0.5}, "leave top_p out", "top_p"),
         ({"bad_words": ["x"]}, "leave bad_words out", "bad_words"),
-        ({"response_format": {"type": "json_object"}}, "a form of the answer", "use_beam_search"),
+        ({"response_format": {"type": "json_object"}}, "a response format", "use_beam_search"),
         ({"use_beam_search": False, "length_penalty": 0.5}, "set use_beam_search", "length_penalty"),
     ],
 )

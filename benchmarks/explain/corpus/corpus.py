@@ -1,4 +1,4 @@
-"""What a program of the corpus is: a slow way and a fast way to do the same work, and the finding that is right."""
+"""Programs of the corpus: a slow way and a fast way to do the same work, and the finding that is right."""
 
 from __future__ import annotations
 

@@ -2,33 +2,17 @@
 import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
+import { check, checkWeather, main, model, parameters, served, url } from "./outcomes.mjs";
 
-const [url, model] = process.argv.slice(2);
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0, timeout: 120_000 });
 const messages = [{ role: "user", content: "Name three colours." }];
-const parameters = {
-  type: "object",
-  properties: { city: { enum: ["Oslo", "Rome"] }, days: { type: "integer", minimum: 1, maximum: 9 } },
-  required: ["city", "days"],
-  additionalProperties: false,
-};
 
-class Skip extends Error {}
-
-function check(condition, said) {
-  if (!condition) throw new Error(JSON.stringify(said)?.slice(0, 300));
-}
-
-function checkWeather(found) {
-  check(["Oslo", "Rome"].includes(found.city) && found.days >= 1 && found.days <= 9, found);
-}
-
-async function served(path) {
-  const reply = await fetch(`${url}/openapi.json`);
-  if (!(path in (await reply.json()).paths)) throw new Skip(`the server has no ${path}`);
-}
-
-const features = {
+await main({
+  async models() {
+    const found = [];
+    for await (const each of client.models.list()) found.push(each.id);
+    check(found.includes(model), found);
+  },
   async chat() {
     const answer = await client.chat.completions.create({ model, messages, max_tokens: 12, temperature: 0 });
     check(answer.choices[0].message.content && answer.usage.completion_tokens === 12, answer);
@@ -96,19 +80,4 @@ const features = {
     }
     check(false, "it was accepted");
   },
-};
-
-for (const [feature, run] of Object.entries(features)) {
-  const began = performance.now();
-  let outcome = "works";
-  let said = "";
-  try {
-    await run();
-  } catch (error) {
-    outcome = error instanceof Skip ? "skipped" : "fails";
-    said = String(error.message ?? error).slice(0, 300);
-    if (outcome === "fails") console.error(error);
-  }
-  const seconds = Math.round((performance.now() - began) / 10) / 100;
-  console.log(JSON.stringify({ feature, outcome, seconds, said }));
-}
+});

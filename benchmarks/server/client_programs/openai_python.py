@@ -17,6 +17,11 @@ class Colour(pydantic.BaseModel):
     bright: bool
 
 
+@feature("models")
+def models():
+    check(MODEL in [each.id for each in client.models.list()])
+
+
 @feature("chat")
 def chat():
     answer = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=12, temperature=0)

@@ -22,7 +22,7 @@ LOG = Path(tempfile.mkdtemp()) / "log"
 
 
 def started():
-    """The proxy, once it answers."""
+    """Start the proxy, and yield once it answers."""
     program = "import sys; from optillm.server import main; sys.exit(main())"
     options = ("--base-url", BASE, "--port", str(PORT), "--host", "127.0.0.1")
     environment = {**os.environ, "OPENAI_API_KEY": "none", "HOME": tempfile.mkdtemp()}

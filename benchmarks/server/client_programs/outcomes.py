@@ -1,4 +1,4 @@
-"""What the programs of this folder share: features to try, and a line of JSON for what became of each.
+"""Shared parts of this folder's programs: features to try, and a line of JSON for the outcome of each.
 
 Each program runs in its client's own environment, where nothing of this project can be imported. Its arguments are the
 server's address and the model's name.
@@ -43,20 +43,40 @@ def feature(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]
 
 
 def served(path: str) -> None:
-    """Raises Skip where the server has no such route."""
+    """Raise Skip if the server has no such route."""
     with urllib.request.urlopen(f"{URL}/openapi.json") as reply:
         if path not in json.load(reply)["paths"]:
             raise Skip(f"the server has no {path}")
 
 
+def _sent(method: str, path: str, body: object, headers: dict[str, str]) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    everything = {"Content-Type": "application/json", **headers}
+    return urllib.request.urlopen(urllib.request.Request(BASE + path, data, everything, method=method), timeout=120)
+
+
+def call(method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> Any:
+    """The answer of a route below ``/v1``. Raises HTTPError where it is refused."""
+    with _sent(method, path, body, headers or {}) as reply:
+        return json.load(reply)
+
+
+def events(path: str, body: object, headers: dict[str, str] | None = None) -> list[Any]:
+    """The events of a stream, which must end as streams of this API do."""
+    with _sent("POST", path, body, headers or {}) as reply:
+        lines = [line.decode().strip() for line in reply if line.startswith(b"data:")]
+    check(lines and lines[-1] == "data: [DONE]", lines[-1:])
+    return [json.loads(line.removeprefix("data:")) for line in lines[:-1]]
+
+
 def check(condition: object, said: object = "") -> None:
-    """Raises AssertionError with what was found, whatever the interpreter's flags are."""
+    """Raise AssertionError with the found value, regardless of the interpreter's flags."""
     if not condition:
         raise AssertionError(str(said)[:300])
 
 
 def check_weather(arguments: Any) -> None:
-    """Raises AssertionError for arguments that are not of the schema ``WEATHER``."""
+    """Raise AssertionError for arguments that do not match the schema ``WEATHER``."""
     found = json.loads(arguments) if isinstance(arguments, str) else arguments
     check(set(found) == {"city", "days"} and found["city"] in ("Oslo", "Rome") and 1 <= found["days"] <= 9, found)
 

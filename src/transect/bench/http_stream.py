@@ -169,7 +169,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         if self._done is None or self._done.done():
-            self.reusable = False  # bytes that nobody asked for
+            self.reusable = False  # unexpected bytes
             self.close()
             return
         self.heard = True

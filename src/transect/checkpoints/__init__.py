@@ -20,5 +20,5 @@ Formats of files:
 Adapters:
 
 * ``adapter.py``: adapters on their way into weights; ``adapter_peft.py``: PEFT's files in and out; ``peft_config.py``:
-  their settings; ``adapter_start.py``: PiSSA and OLoRA as plain LoRA
+  their settings; ``adapter_start.py``: PiSSA and OLoRA as plain LoRA; ``adapter_served.py``: those that requests name
 """

@@ -133,7 +133,7 @@ def _made(
               for _, where, shape in parts]  # fmt: skip
     first = values[0]
     if isinstance(first, QuantizedTensor) and first.type_name == type_name and len(parts) == 1:
-        # In this type already: nothing is rounded anew.
+        # In this type already: no second rounding.
         kept = first if orders[0] is None else first.rows(orders[0])
         return QuantizedTensor(type_name, place.stored, kept.blocks)
     numbers = [dense_values(value).to(torch.float32) for value in values]

@@ -40,7 +40,7 @@ def save_hf(
     Args:
         model_state: ``Decoder.state_dict()``: every weight of ``weight_shapes(config)``, in any float dtypes; with tied
             embeddings a ``head.weight`` is left out.
-        directory: made if it is not there. Each file is written beside its place and moved there when it is whole;
+        directory: created if it does not exist. Each file is written beside its place and moved there when it is whole;
             config.json comes last.
         quantization: rounding of the layers' matrices, see ``quantized_out.py``; None for none.
         grids: 4-bit grids on which the matrices lie already, by canonical name; None to find them.

@@ -31,6 +31,7 @@ from ..models.native import (
     run_natively,
     take_packed,
 )
+from ..models.row_adapters import AdapterRoom, TensorAdapters
 from ..models.staging import Staging, dense_values
 from ..models.stored import ALL, Stored, StoredWeights, Values
 from ..models.streaming.stream import offload
@@ -376,6 +377,7 @@ def load_on_device(
     fusions: Fusions | None = None,
     kinds: Kinds | None = None,
     stream: StreamPlan | None = None,
+    adapters: AdapterRoom | None = None,
 ) -> Decoder:
     """Build the model on a GPU, with joined weights and the fused stack, and fill it, for inference.
 
@@ -390,6 +392,7 @@ def load_on_device(
         fusions: fusions of the layers' operations; None for all that are possible.
         kinds: of weight, as in ``Decoder``.
         stream: layers that live elsewhere and come in their turn.
+        adapters: room for adapters of rows.
 
     Raises:
         ValueError: files that are damaged or do not fit the configuration.
@@ -404,6 +407,8 @@ def load_on_device(
         fill(model, stored_weights(source, seed, dtype, device, beside=beside), advance=advance)
     if beside is not None:
         put_beside(model, beside)
+    if adapters is not None:
+        TensorAdapters(model, *adapters)
     from ..models.fused_stack import FusedStack, refusal
 
     if refusal(source.config) is None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ OTHER_MATH = (
 PISSA, OLORA = "pissa", "olora"
 """Values of ``init_lora_weights`` with which PEFT derives an adapter's start from the base, by a decomposition that can
 be repeated (``adapter_start.py``)."""
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+"""Last parts of the names of matrices that a served adapter may change."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
 """Values of ``init_lora_weights`` with which PEFT leaves the base unchanged."""
 
@@ -69,6 +72,59 @@ class PeftSettings:
 def is_adapter(directory: Path) -> bool:
     """Return True if a directory holds an adapter and no model."""
     return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
+
+
+def adapter_folder(name: str) -> Path:
+    """Return the directory with an adapter: this one, or the last checkpoint of this run.
+
+    Raises:
+        ValueError: neither has one.
+    """
+    path = Path(name).expanduser()
+    for folder in (path, path / "last"):
+        if is_adapter(folder):
+            return folder.resolve()
+    raise ValueError(f"{name} has no adapter in PEFT's layout: give a directory with an adapter_config.json, or a run")
+
+
+def target_names(targets: Collection[str]) -> tuple[str, ...]:
+    """Return names of ``MATRICES`` from a setting, which may be PEFT's (``q_proj``); all of them if it is empty.
+
+    Raises:
+        ValueError: a name is of no such matrix.
+    """
+    names = tuple(dict.fromkeys(name.removesuffix("_proj") for name in targets))
+    unknown = [name for name in names if name not in MATRICES]
+    if unknown:
+        raise ValueError(f"lora_target_modules has no {unknown[0]!r}: choose among {', '.join(MATRICES)}")
+    return names or MATRICES
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """A directory with an adapter, and the digest of its files: another adapter under the same name is not the same."""
+
+    path: Path
+    id: str
+    """BLAKE2b-256 of settings and weights, as 64 hexadecimal digits."""
+
+    @classmethod
+    def of(cls, directory: Path) -> AdapterFiles:
+        """Read the files of a directory, which takes a tenth of a second for 100 MB.
+
+        Raises:
+            ValueError: a file is missing.
+        """
+        digest = blake2b(digest_size=32)
+        for name in (CONFIG, WEIGHTS):
+            try:
+                with (directory / name).open("rb") as file:
+                    while piece := file.read(2**24):
+                        digest.update(piece)
+            except OSError as error:
+                raise ValueError(f"the adapter {directory} has no {name} that can be read ({error.strerror})") from None
+            digest.update(b"\0")
+        return cls(directory, digest.hexdigest())
 
 
 def read_settings(directory: Path) -> PeftSettings:

@@ -7,7 +7,9 @@ import typer
 from . import bench_collectives, bench_latency, bench_ops, bench_serve, bench_throughput
 
 application = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Measure an engine, a server or operators, each beside its floor."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Measure an engine, a server or operators, and compare with the floor.",
 )
 application.command("latency")(bench_latency.command)
 application.command("throughput")(bench_throughput.command)

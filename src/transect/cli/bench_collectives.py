@@ -24,12 +24,12 @@ def command(
     ranks: Annotated[int | None, typer.Option(min=2, help="Ranks to start; default: every GPU here, or 2.")] = None,
     device: Annotated[str, typer.Option(help="auto (GPUs, where there are two), cpu (gloo) or cuda (NCCL).")] = "auto",
     min_bytes: Annotated[str, typer.Option(help="Smallest size, such as 8 or 1MiB.")] = "8",
-    max_bytes: Annotated[str, typer.Option(help="Largest size; 1GiB is what links are judged by.")] = "64MiB",
-    factor: Annotated[int, typer.Option(min=2, help="From a size to the next.")] = 8,
+    max_bytes: Annotated[str, typer.Option(help="Largest size, up to 1GiB.")] = "64MiB",
+    factor: Annotated[int, typer.Option(min=2, help="Factor between sizes.")] = 8,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    iterations: Annotated[int, typer.Option(min=1, help="Of each size; large ones have fewer.")] = 20,
-    graphs: Annotated[bool, typer.Option(help="On GPUs: replayed from a CUDA graph, as steps are.")] = False,
-    out: Annotated[Path | None, output_file(help="Write the results there, as JSON.")] = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Iterations per size; fewer for large sizes.")] = 20,
+    graphs: Annotated[bool, typer.Option(help="On GPUs: time inside a CUDA graph.")] = False,
+    out: Annotated[Path | None, output_file(help="Write the results as JSON.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> int:
     """Measure how fast ranks exchange data.

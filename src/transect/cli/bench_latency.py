@@ -29,16 +29,16 @@ DECODE = ("requests", "ms/token", "min - max", "step p99", "tok/s", "floor ms", 
 @takes(*engine_settings("max_num_batched_tokens", *WHERE_IT_RUNS, *HOW_IT_RUNS))
 def command(
     model: Model = BUILTIN,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; may be given again.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Concurrent requests; repeatable.")] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Random prompt tokens of each request.")] = 512,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Decode steps that are timed.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Timed decode steps.")] = 64,
     runs: Runs = 3,
     energy: MeasureEnergy = False,
     energy_gpu: EnergyGpu = 0,
     json: Json = None,
     **given: Any,
 ) -> None:
-    """Prefill and decode of one or more requests at once: time, floor, and the share of the floor."""
+    """Measure prefill and decode of one or more requests, and compare with the floor."""
     from ..engine.config import EngineConfig
 
     batches = sorted(set(batch or [1]))

@@ -24,27 +24,24 @@ def command(
     ops: Annotated[str, typer.Option(help="The same, separated by commas.")] = "",
     case: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda.")] = "auto",
-    json: Annotated[Path | None, output_file(help="Put the rows into this file; other operators' rows stay.")] = None,
+    json: Annotated[Path | None, output_file(help="Add the rows to this file.")] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Leave out cases that the file of --json holds from this commit and device."),
+        typer.Option("--resume", help="Skip cases that the file of --json has for this commit and device."),
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw into this directory (matplotlib).")] = None,
     check: Annotated[
         bool,
         typer.Option(
             "--check",
-            help="Compare results with float64 too, on a CPU also those of Triton kernels (in the interpreter); exit "
-            "code 1 if one is wrong, or nothing of a named operator could be compared.",
+            help="Also compare results with float64, on a CPU in Triton's interpreter. Exit 1 if one is wrong.",
         ),
     ] = False,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds that one contender may take at a case.")] = 30.0,
+    limit: Annotated[float, typer.Option(min=1, help="Time limit of a kernel per case, in seconds.")] = 30.0,
     workers: Annotated[int, typer.Option(min=0, help="Processes that compile kernels first, on a GPU.")] = 0,
-    list_: Annotated[
-        bool, typer.Option("--list", help="Name the operators and their cases, and measure nothing.")
-    ] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List operators and cases, without measuring.")] = False,
 ) -> int:
-    """Measure every operator at its real shapes: time, floor, % of floor, with every peer in the same run."""
+    """Measure operators at real shapes, and compare with the floor and with peers."""
     from ..hardware.device import detect
     from ..ops.registry import all_ops, get
 

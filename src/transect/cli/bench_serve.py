@@ -18,36 +18,31 @@ REQUESTS, OUTPUT_TOKENS = 100, "128"
 
 def command(
     url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
-    model: Annotated[
-        str | None, typer.Option(help="Name of the model; default: the first that the server has.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model; default: the server's first.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="The key is the first line of this file (`ps` does not show it).")
-    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the key in its first line.")] = None,
     endpoint: Annotated[str, typer.Option(help="completions, or chat (needs text prompts).")] = "completions",
     request_rate: Annotated[
         list[float] | None,
         typer.Option(
-            help="Requests per second, with random arrival times (open loop); inf: all at once. May be given again. "
-            "Default: 1, unless --concurrency or --trace is given."
+            help="Requests per second at random times (open loop); inf: all at once. Repeatable. Default: 1, unless "
+            "--concurrency or --trace is given."
         ),
     ] = None,
     concurrency: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Number of requests in flight (closed loop). May be given again."),
+        typer.Option(min=1, help="Requests in flight (closed loop). Repeatable."),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Requests at recorded times: JSON lines with arrival_s, output_tokens, and prompt_tokens or a prompt; "
-            "Mooncake's lines; Azure's CSV; a folder of ServeGen's; or what --json of this command wrote."
+            help="Trace to replay: JSON lines, Mooncake's lines, Azure's CSV, a ServeGen folder, or output of --json."
         ),
     ] = None,
     trace_start: Annotated[
-        float | None, typer.Option(help="Second of a trace at which to begin; ServeGen: default is the busiest window.")
+        float | None, typer.Option(help="Start second of a trace; ServeGen's default: the busiest window.")
     ] = None,
-    speed: Annotated[float, typer.Option(help="Replay a trace this many times as fast.")] = 1.0,
+    speed: Annotated[float, typer.Option(help="Speed-up of a trace.")] = 1.0,
     burstiness: Annotated[
         float, typer.Option(help="Burstiness of arrivals: 1 is Poisson, 0 an even beat, more is bursts.")
     ] = 1.0,
@@ -58,7 +53,7 @@ def command(
             help="Requests at each rate or concurrency (100), or of the trace (all). No fewer than the concurrency.",
         ),
     ] = None,
-    warm_up: Annotated[int, typer.Option(min=0, help="Requests before, which are not counted.")] = 8,
+    warm_up: Annotated[int, typer.Option(min=0, help="Uncounted requests at the start.")] = 8,
     prompt_tokens: Annotated[str, typer.Option(help="512, uniform:100-1024 or lognormal:MEDIAN,SIGMA[,MOST].")] = "256",
     output_tokens: Annotated[
         str | None, typer.Option(help="Likewise. Default: 128, or the lengths of the conversations' answers.")
@@ -69,21 +64,26 @@ def command(
     highest_id: Annotated[int, typer.Option(min=0, help="Random token ids are 0 to this.")] = 10000,
     seed: Annotated[
         int,
-        typer.Option(help="Decides prompts, lengths and arrivals. A server may have cached the prompts of a seed."),
+        typer.Option(help="Seed of prompts, lengths and arrivals. A server may have cached the prompts of a seed."),
     ] = 0,
     temperature: Annotated[float, typer.Option(help="Temperature of every request.")] = 0.0,
-    ignore_eos: Annotated[bool, typer.Option(help="Ask for exactly the output tokens of the workload.")] = True,
+    ignore_eos: Annotated[bool, typer.Option(help="Generate exactly the output tokens of the workload.")] = True,
     extra_body: Annotated[str, typer.Option(help="More fields of every request, as a JSON object.")] = "{}",
-    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Time limit of a request in seconds.")] = 600.0,
     slo: Annotated[
         str | None, typer.Option(help="Objectives for goodput, such as ttft=500ms,itl=50ms,e2e=10s.")
     ] = None,
-    energy: Annotated[bool, typer.Option("--energy", help="Joules per token, where the server's GPU is here.")] = False,
-    energy_gpu: Annotated[int, typer.Option(min=0, help="Its number, as nvidia-smi counts.")] = 0,
+    energy: Annotated[
+        bool, typer.Option("--energy", help="Measure joules per token, if the server's GPU is in this machine.")
+    ] = False,
+    energy_gpu: Annotated[int, typer.Option(min=0, help="Index of that GPU in nvidia-smi.")] = 0,
     json: Json = None,
     plot: Annotated[Path | None, output_file(help="Write a picture to this file (.png, .svg, .pdf).")] = None,
 ) -> int:
-    """Load any OpenAI-compatible server and report latencies, rates and goodput. Exits with 1 where none succeeded."""
+    """Put load on any OpenAI-compatible server, and report latencies, rates and goodput.
+
+    Exit 1 if no request succeeded.
+    """
     import asyncio
 
     from ..bench import plots

@@ -29,9 +29,9 @@ WIDTH = 132
 """Width of tables in a file or a narrow terminal, so that no number is split."""
 
 Model = Annotated[str, typer.Option(help="A built-in name, a .gguf file, a directory or a hub id.")]
-Runs = Annotated[int, typer.Option(min=1, help="Measured runs, after one that warms up; the median is shown.")]
-MeasureEnergy = Annotated[bool, typer.Option("--energy", help="Joules per token, from NVML.")]
-EnergyGpu = Annotated[int, typer.Option(min=0, help="Number of the GPU whose energy is read, as nvidia-smi counts.")]
+Runs = Annotated[int, typer.Option(min=1, help="Measured runs after a warm-up; the median is shown.")]
+MeasureEnergy = Annotated[bool, typer.Option("--energy", help="Measure joules per token (NVML).")]
+EnergyGpu = Annotated[int, typer.Option(min=0, help="Index of that GPU in nvidia-smi.")]
 Json = Annotated[Path | None, output_file("--json", help="Write all figures to this file.")]
 
 
@@ -131,7 +131,7 @@ def meter(wanted: bool, gpu: int) -> Callable[[], AbstractContextManager[EnergyM
     """Return a function that makes an energy meter for each measured run, or one that measures nothing.
 
     Raises:
-        ValueError: energy is wanted and cannot be had here.
+        ValueError: energy was asked for and cannot be measured here.
     """
     if not wanted:
         return nullcontext

@@ -31,8 +31,8 @@ COLUMNS = (
 def command(
     model: Model = BUILTIN,
     sequences: Annotated[int, typer.Option(min=1, help="Number of sequences.")] = 256,
-    shortest: Annotated[int, typer.Option(min=1, help="Least tokens of a prompt, and of an output.")] = 100,
-    longest: Annotated[int, typer.Option(min=1, help="Most tokens of a prompt, and of an output.")] = 1024,
+    shortest: Annotated[int, typer.Option(min=1, help="Fewest tokens of a prompt and of an output.")] = 100,
+    longest: Annotated[int, typer.Option(min=1, help="Most tokens of a prompt and of an output.")] = 1024,
     runs: Runs = 1,
     warm_up: Annotated[bool, typer.Option(help="Run a few sequences first.")] = True,
     energy: MeasureEnergy = False,
@@ -40,10 +40,10 @@ def command(
     json: Json = None,
     **given: Any,
 ) -> None:
-    """Run many sequences at once: the protocol of nano-vllm's and mini-sglang's benchmarks.
+    """Measure the throughput of many sequences, by the protocol of nano-vllm and mini-sglang.
 
     256 sequences, prompts and outputs of 100 to 1024 tokens (142,827 in, 133,966 out), temperature 0.6, no early end.
-    Take fewer or shorter ones on small machines.
+    Use fewer or shorter ones on small machines.
     """
     from ..bench.offline import run_all
     from ..bench.workload import throughput_protocol

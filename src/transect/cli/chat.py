@@ -17,20 +17,22 @@ HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves"
 @takes(*engine_settings(*WHERE_IT_RUNS, "adapter", "max_model_len"))
 def command(
     model: ModelArgument = BUILTIN,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of one answer at the most.")] = 512,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 512,
     temperature: Annotated[
-        float | None, typer.Option(help="0 always takes the likeliest token. Default: the model's, or 0.7.")
+        float | None, typer.Option(help="0 always takes the most likely token. Default: the model's, or 0.7.")
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Draw from the likeliest tokens that reach this probability. Default: the model's, or 0.95."),
+        typer.Option(
+            help="Draw from the most likely tokens with this total probability. Default: the model's, or 0.95."
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed, for repeatable answers.")] = None,
     config: ConfigFile = None,
     **settings: Any,
 ) -> None:
-    """Talk to a model. The whole conversation is its context; the prefix cache makes that cheap."""
+    """Chat with a model in the terminal."""
     from ..engine.scheduling.sampling_params import SamplingParams
     from ..text.inert import chat_tokens
     from ..text.template_worker import TemplateApart

@@ -26,7 +26,7 @@ application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @application.callback()
 def data() -> None:
-    """Check training data, tokenize it, and look at what a run is fed."""
+    """Check, tokenize and show training data."""
 
 
 @application.command()
@@ -34,12 +34,12 @@ def tokenize(
     inputs: Annotated[list[Path], typer.Argument(help="Text, JSON, JSON lines, CSV or parquet files, or datasets.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The token file, a directory ending in .tokens.")],
     model: Annotated[str, typer.Option(help="Whose tokenizer and chat template to use.")] = "smollm2-135m",
-    workers: Annotated[int | None, typer.Option(help="Processes; by default one for each core.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; default: one per core.")] = None,
     chat_template: Annotated[str, typer.Option(help="As data.chat_template of a run.")] = "auto",
     turns: Annotated[str, typer.Option(help="As data.turns of a run: auto, together or apart.")] = "auto",
     columns: Columns = None,
 ) -> None:
-    """Tokenize files on all cores into a file that training maps. After an interruption, run it again: it continues."""
+    """Tokenize files on all cores into a token file for training. Run it again to resume."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -70,8 +70,8 @@ def check(
     chat_template: Annotated[str, typer.Option(help="As data.chat_template of a run.")] = "auto",
     columns: Columns = None,
 ) -> None:
-    """List each file's layout, its rows, why some cannot be trained on, and keys that are ignored. Exit 1 if any
-    cannot."""
+    """List each file's layout, rows, unusable rows with reasons, and unused keys. Exit 1 if
+    any row is unusable."""
     from rich.console import Console
     from rich.table import Table
 
@@ -107,9 +107,9 @@ def check(
 @application.command()
 def show(
     config: Annotated[Path, typer.Argument(help="The TOML file of a run.")],
-    batch: Annotated[int, typer.Option(min=0, help="Which micro-batch of the first epoch.")] = 0,
+    batch: Annotated[int, typer.Option(min=0, help="Number of the micro-batch in the first epoch.")] = 0,
 ) -> None:
-    """Show a packed micro-batch of a run as text: what is trained on is highlighted, the rest is dim."""
+    """Show a packed micro-batch of a run as text, with the trained tokens highlighted."""
     from rich.console import Console
 
     from ..text.tokenizer import Tokenizer

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 @takes(*engine_settings(*WHERE_IT_RUNS, "adapter", "max_model_len", "max_num_seqs"))
 def command(
     model: ModelArgument,
-    text: Annotated[list[Path] | None, typer.Option(help="A text file to predict; may be given again.")] = None,
-    tasks: Annotated[str | None, typer.Option(help="Tasks of the harness, with commas between.")] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="A text file to predict; repeatable.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of the harness, comma-separated.")] = None,
     window: Annotated[int | None, typer.Option(help="--text: tokens of a window; default: the context.")] = None,
     stride: Annotated[int | None, typer.Option(help="--text: tokens between windows; default: half of one.")] = None,
     include: Annotated[Path | None, typer.Option(help="--tasks: a folder with task files of your own.")] = None,
@@ -29,19 +29,18 @@ def command(
     formats: Annotated[
         str | None,
         typer.Option(
-            help=f"--text: compare number formats: plain, {listed(roundings(), 'and')}, and what quantize writes "
-            "(--format)."
+            help=f"--text: compare number formats: plain, {listed(roundings(), 'and')}, and those of quantize."
         ),
     ] = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="--formats: also those of 4 to 6 bits calibrated with this text.")
     ] = None,
-    calibrate_tokens: Annotated[int, typer.Option(help="--calibrate: tokens of the text that are read.")] = 16384,
+    calibrate_tokens: Annotated[int, typer.Option(help="--calibrate: number of tokens to read.")] = 16384,
     plot: Annotated[Path | None, output_file(help="--formats: a picture, perplexity over bits.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     **settings: Any,
 ) -> None:
-    """Measure a model: how well it predicts text (--text), how it does at tasks (--tasks), or both."""
+    """Measure perplexity on a text (--text), benchmark tasks (--tasks), or both."""
     if not text and not tasks:
         raise ValueError("say what to measure: --text FILE, or --tasks NAME,...")
     names = [name.strip() for name in tasks.split(",")] if tasks else []

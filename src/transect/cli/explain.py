@@ -17,7 +17,7 @@ application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @application.callback()
 def explain() -> None:
-    """Say where the time of a request or of any PyTorch program went, replay a server's run, watch loss.backward()."""
+    """Explain the time of a request or of any PyTorch program, replay a server's run, show loss.backward()."""
 
 
 @application.command("backward")
@@ -28,7 +28,7 @@ def backward(
     precision: Annotated[str, typer.Option(help="Precision of a model: float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="Device of a model: auto, cpu or cuda.")] = "auto",
     load_format: Annotated[str, typer.Option(help="dummy: random weights in the shape of a model.")] = "auto",
-    every: Annotated[bool, typer.Option("--every", help="Every node, also of layers that are alike.")] = False,
+    every: Annotated[bool, typer.Option("--every", help="Show every node, also of equal layers.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show each node of loss.backward() in order, what it saved, its bytes, its time.
@@ -57,7 +57,7 @@ def backward(
 
 
 Log = Annotated[str, typer.Argument(help="A file that --decision-log wrote, or the URL of a server.")]
-ApiKey = Annotated[str | None, typer.Option(help="Key of the server.", envvar="TRANSECT_API_KEY")]
+ApiKey = Annotated[str | None, typer.Option(help="The server's operator key.", envvar="TRANSECT_API_KEY")]
 Preset = Annotated[str | None, typer.Option(help="Floors of this device; see `transect hardware --preset list`.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -65,13 +65,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @application.command("request")
 def request(
     source: Log,
-    request_id: Annotated[str, typer.Argument(help="The id of the answer, or that of the engine's request.")],
-    choice: Annotated[int, typer.Option(help="Which of its choices.", min=0)] = 0,
+    request_id: Annotated[str, typer.Argument(help="The id of the answer, or of the engine's request.")],
+    choice: Annotated[int, typer.Option(help="Number of the choice.", min=0)] = 0,
     preset: Preset = None,
     api_key: ApiKey = None,
     as_json: Json = False,
 ) -> None:
-    """Show a request's bill: its time by cause, from its arrival to its last token. The parts add up to the whole."""
+    """Split a request's time into parts, from its arrival to its last token."""
     import json
 
     from ..explain.engine.bill import bill
@@ -97,12 +97,12 @@ def replay(
     preset: Preset = None,
     as_json: Json = False,
     api_key: ApiKey = None,
-    engine: Annotated[int, typer.Option(help="Which engine of a server that has several.", min=0)] = 0,
+    engine: Annotated[int, typer.Option(help="Number of the engine, if there are several.", min=0)] = 0,
 ) -> None:
-    """Run a decision log through the scheduler again. With nothing changed every decision must come out the same;
-    with --set, print what latencies and tokens/s would have been. --set may be given again.
+    """Run a decision log through the scheduler again, unchanged or with other settings (--set, repeatable).
 
-    Settings are those of the scheduler; preset=NAME is another device, quantization=int4 another format.
+    Unchanged, every decision must be the same. With --set the output predicts latencies and tokens/s. Settings are
+    those of the scheduler; preset=NAME is another device, quantization=int4 another format.
     """
     import dataclasses
     import json
@@ -129,7 +129,7 @@ def replay(
 
 AGAIN_S = 10.0
 """Longest run, in seconds, of a program without steps that is repeated to time it."""
-HtmlFile = Annotated[Path | None, output_file("--html", help="Write the report as one page that loads nothing.")]
+HtmlFile = Annotated[Path | None, output_file("--html", help="Write the report as a self-contained page.")]
 JsonFile = Annotated[Path | None, output_file("--json", help="Write all figures to this file.")]
 
 
@@ -139,19 +139,19 @@ def run(
     command: Annotated[list[str], typer.Argument(help="python SCRIPT ARGUMENTS, or torchrun ..., after --.")],
     preset: Annotated[str | None, typer.Option(help="Floors of this device.")] = None,
     keep_trace: Annotated[Path | None, output_file(help="Keep the profiler's trace in this file.")] = None,
-    stacks: Annotated[bool, typer.Option(help="Sample the Python stack, to name what the host does.")] = True,
+    stacks: Annotated[bool, typer.Option(help="Sample the Python stack.")] = True,
     apply: Annotated[
-        bool, typer.Option("--apply", help="Try the changes that need no edit, and measure again.")
+        bool, typer.Option("--apply", help="Try the changes that need no edit, and measure their gains.")
     ] = False,
-    energy: Annotated[bool, typer.Option("--energy", help="Joules of the run, from RAPL or NVML.")] = False,
-    grid: Annotated[float, typer.Option(help="Grams of CO2e for a kWh of your grid.", min=0)] = 400.0,
-    seconds: Annotated[float, typer.Option(help="End the program after this time; 0 to let it end.", min=0)] = 0.0,
+    energy: Annotated[bool, typer.Option("--energy", help="Measure joules of the run (RAPL, NVML).")] = False,
+    grid: Annotated[float, typer.Option(help="Grams of CO2e per kWh of your grid.", min=0)] = 400.0,
+    seconds: Annotated[float, typer.Option(help="Stop the program after this time; 0: no limit.", min=0)] = 0.0,
     window: Annotated[float, typer.Option(help="Seconds of steps to profile; 0: the whole program.", min=0)] = 3.0,
     once: Annotated[bool, typer.Option("--once", help="Never run the program twice to time it.")] = False,
     html: HtmlFile = None,
     as_json: JsonFile = None,
 ) -> None:
-    """Run a PyTorch program and say where its time went, what it could be, and what to change.
+    """Run a PyTorch program, split its time by cause, and suggest changes.
 
     The first steps warm up, the next ones are timed without profiling, and steps of --window seconds are profiled. A
     program without steps is profiled as a whole; one of a few seconds then runs once more, without profiling.
@@ -235,11 +235,11 @@ def _script(words: list[str], stdin: Any) -> Any:
 @application.command("trace")
 def trace(
     file: Annotated[Path, typer.Argument(help="torch.profiler's .json or .json.gz, or .sqlite of nsys export.")],
-    preset: Annotated[str | None, typer.Option(help="The device that it ran on; default: this machine.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Device of the trace; default: this machine.")] = None,
     html: HtmlFile = None,
     as_json: JsonFile = None,
 ) -> None:
-    """Say where the time of a recorded trace went. Files of any size: they are read piece by piece."""
+    """Split the time of a recorded trace by cause. Files can have any size."""
     from rich.console import Console
     from rich.progress import Progress
 

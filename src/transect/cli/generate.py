@@ -15,16 +15,14 @@ from .settings import ConfigFile
 def command(
     model: ModelArgument,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
-    max_tokens: Annotated[int, typer.Option(help="Tokens at the most.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Draw from this many likeliest tokens; 0: from all.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of the answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens with this total probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this number of most likely tokens; 0: from all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed, for repeatable answers.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
-    parse_special: Annotated[
-        bool, typer.Option(help="Special tokens spelled in the prompt, such as <|im_end|>, are those tokens.")
-    ] = True,
+    parse_special: Annotated[bool, typer.Option(help="Read special tokens in the prompt, such as <|im_end|>.")] = True,
     config: ConfigFile = None,
     **settings: Any,
 ) -> None:

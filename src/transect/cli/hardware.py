@@ -17,7 +17,7 @@ def command(
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, cuda:1.")] = "auto",
     again: Annotated[bool, typer.Option("--again", help="Measure even if this device was measured before.")] = False,
     preset: Annotated[
-        str | None, typer.Option(help="Show a device that is not in this machine; `list` names the presets.")
+        str | None, typer.Option(help="Show the data sheet of a device; `list` names the presets.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes, seconds and FLOP/s.")] = False,
 ) -> None:

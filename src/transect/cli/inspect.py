@@ -9,11 +9,11 @@ import typer
 
 def command(
     op: Annotated[str, typer.Argument(help="Operator, as `transect bench ops --list` names it.")],
-    target: Annotated[list[str] | None, typer.Option(help="sm_80, sm_90 or gfx942; may be given again.")] = None,
+    target: Annotated[list[str] | None, typer.Option(help="sm_80, sm_90 or gfx942; repeatable.")] = None,
     stage: Annotated[str | None, typer.Option(help="Print this stage: ttir, ttgir, llir, ptx, sass or amdgcn.")] = None,
     kernel: Annotated[str, typer.Option(help="Only kernels whose name contains this.")] = "",
 ) -> None:
-    """Show registers, spills, shared memory, occupancy and memory accesses of an operator's kernels; no GPU needed."""
+    """Show registers, spills, shared memory, occupancy and memory accesses of an operator's kernels, without a GPU."""
     from ..ops.registry import all_ops, get
     from ..ops.tools.compile import missing_tools
     from ..ops.tools.inspection import cells, inspect, stage_text

@@ -25,7 +25,7 @@ def learn() -> None:
 
 @application.command("list")
 def list_rungs(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
-    """Show the ladder, with what you have climbed."""
+    """Show the ladder and your progress."""
     from ..learn.ladder import rows
 
     found = rows()
@@ -50,10 +50,12 @@ def list_rungs(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")]
 def start(
     rung: Name,
     folder: Folder,
-    solution: Annotated[bool, typer.Option("--solution", help="The shipped solution instead of the hole.")] = False,
+    solution: Annotated[
+        bool, typer.Option("--solution", help="Write the shipped solution instead of the gap.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing program.")] = False,
 ) -> None:
-    """Write a folder with a page to read, a program with a hole, a test and hints."""
+    """Write a folder with a page, a program with a gap, a test and hints."""
     from ..learn.folder import write
     from ..learn.registry import get
 
@@ -71,7 +73,7 @@ def check(
         bool, typer.Option("--compile/--no-compile", help="Compile kernels ahead of time for an H100.")
     ] = True,
 ) -> None:
-    """Grade your program: right, then fast. The exit code is 0 where it is right, and 1 where it is not."""
+    """Grade your program: correctness, then speed. Exit 1 if it is wrong."""
     from dataclasses import asdict
 
     from ..hardware.device import detect
@@ -127,23 +129,33 @@ def use(
     folder: Folder = Path("."),
     model: Annotated[str, typer.Option(help="Model that your piece serves.")] = BUILTIN,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one answer at the most.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a training run.")] = 12,
+    trace: Annotated[
+        Path | None, typer.Option(help="Play this trace through your autoscaler: any that bench serve --trace reads.")
+    ] = None,
 ) -> None:
-    """Run the demo's eight chats on a live server with your piece inside."""
+    """Run the server, a training run, the planner's fleet or a GPU benchmark with your piece inside."""
     from ..learn.folder import program
-    from ..learn.live import server_options
+    from ..learn.live import placed
     from ..learn.registry import get
-    from .demo import run
+    from . import learn_use
 
     found = get(rung)
-    with server_options(found, program(found, folder)) as options:
-        run(model, max_tokens, None, options)
+    with placed(found, program(found, folder)) as here:
+        try:
+            learn_use.run(here, model=model, max_tokens=max_tokens, steps=steps, trace=trace)
+        except Exception as error:
+            if failure := here.failure():
+                raise ValueError(failure) from error
+            raise
+        print(here.report())
 
 
 @application.command()
 def report(
     output: Annotated[Path, output_file("--output", "-o", help="The HTML file.")] = Path("portfolio.html"),
 ) -> None:
-    """Write a portfolio: what you have built, figures beside floors, machine and date."""
+    """Write a page of your solutions, with times, floors, machine and date."""
     from ..learn.portfolio import page
     from ..learn.progress import climbed
 
@@ -156,21 +168,29 @@ def report(
 
 @application.command()
 def new(
-    operator: Annotated[str, typer.Argument(help="Operator, as `transect bench ops --list` names it.")],
     output: Annotated[Path, output_file("--output", "-o", help="The file of the rung.")],
+    name: Annotated[
+        str | None, typer.Argument(help="Operator, as `transect bench ops --list` names it, policy or objective.")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="operator:NAME, policy:NAME or objective:NAME, as in policy:order.")
+    ] = None,
 ) -> None:
-    """Make the file of a new rung from an operator: page, hole, cases and bounds, for you to edit."""
-    from ..learn.template import rung_of_operator
+    """Make the file of a new rung from an operator, a policy or an objective: page, hole, cases and bounds, for you to
+    edit."""
+    from ..learn.template import rung_of
 
-    output.write_text(rung_of_operator(operator), encoding="utf-8")
-    print(f"{output}: put it into src/transect/learn/rungs/kernels/, and `transect learn list` shows it")
+    if (name is None) == (source is None):
+        raise ValueError("name what the rung is made from: `transect learn new gelu`, or --from policy:order")
+    output.write_text(rung_of(name or source or ""), encoding="utf-8")
+    print(f"{output}: put it into a folder of src/transect/learn/rungs/, and `transect learn list` shows it")
 
 
 @application.command("class")
 def grade_class(
     rung: Name,
     submissions: Annotated[Path, typer.Argument(help="A folder with one folder for each student.")],
-    output: Annotated[Path | None, output_file("--output", "-o", help="Write the table into this file too.")] = None,
+    output: Annotated[Path | None, output_file("--output", "-o", help="Also write the table to this file.")] = None,
 ) -> None:
     """Grade a folder of submissions in a sandbox without network, and write a table."""
     from ..learn.classroom import grade_class as graded

@@ -53,10 +53,10 @@ def command(
     ] = False,
     gpu: Annotated[
         str | None,
-        typer.Option(help="A card as sold (`transect hardware --preset list`), or a file like a preset's."),
+        typer.Option(help="A product name (`transect hardware --preset list`), or your own preset file."),
     ] = None,
     device_memory: Annotated[
-        str | None, typer.Option(help="Such as 80GB or 24GiB; default: the --gpu's, else what is free here.")
+        str | None, typer.Option(help="Such as 80GB or 24GiB; default: that of --gpu, else the free memory.")
     ] = None,
     device: Annotated[
         str, typer.Option(help="cuda, cpu, or auto: a GPU if one is here or its memory is given.")
@@ -87,7 +87,7 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
     **settings: Any,
 ) -> int:
-    """Account for memory, term by term, before a device is touched. Exit with 1 if it does not fit."""
+    """Predict the memory of an engine or a training run. Exit 1 if it does not fit."""
     from ..checkpoints.resolve import described
     from ..costs.presets import preset
     from ..costs.units import gib, parse_bytes

@@ -125,7 +125,7 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
     device = torch.device(kind)
     plan, spread = plan_of(config, source.config, device), spread_of(config, device)
     account = estimator(spread)
-    account(source.config, plan)  # a layout that cannot be is told of here
+    account(source.config, plan)  # an impossible layout is reported here
     if config.checkpointing == "auto":
         found = first_that_fits(source.config, plan, budget, account)
         plan = found[0] if found else replace(plan, checkpointing="full")

@@ -19,7 +19,7 @@ class Entry:
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
-    """List the models that can be named: built in, shapes for --load-format dummy, and hub models on this disk."""
+    """List built-in models, shapes for --load-format dummy, and hub models on this disk."""
     entries = found()
     if json:
         from json import dumps

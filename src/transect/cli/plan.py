@@ -27,7 +27,7 @@ CHOSEN = ("parallel", "accumulate", "checkpointing", "data.micro_batch")
 
 @application.callback()
 def _group() -> None:
-    """Plan a service or a training run before anything runs, and draw a pipeline's schedule."""
+    """Plan a service or a training run without running it."""
 
 
 @application.command("training")
@@ -50,7 +50,7 @@ def training(
     ] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Of a step, all devices; default: 32768 for each.")] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Masters and the optimizer's state on the host.")] = False,
-    axes: Annotated[str, typer.Option(help="Which axes may have several ranks.")] = "data,tensor,pipeline,context",
+    axes: Annotated[str, typer.Option(help="Axes that may have several ranks.")] = "data,tensor,pipeline,context",
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 8,
     changes: Annotated[
         list[str] | None,
@@ -58,7 +58,7 @@ def training(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> int:
-    """Rank every way to spread a training run over some devices by predicted tokens per second, and say why."""
+    """Rank the layouts of a training run by predicted tokens per second, and explain the ranking."""
     from dataclasses import replace
 
     from ..checkpoints.resolve import described
@@ -212,8 +212,10 @@ def schedule(
     ] = 0.0,
     json: Annotated[bool, typer.Option("--json", help="Print the actions and when they are done.")] = False,
 ) -> int:
-    """Draw what each stage of a pipeline does and when it waits, on a virtual clock: F0 is the forward pass of the
-    first micro-batch, B0b its backward pass through the rank's second run of layers."""
+    """Draw the schedule of a pipeline with its idle times.
+
+    F0 is the forward pass of the first micro-batch, B0b its backward pass through the rank's second run of layers.
+    """
     import json as encoder
 
     from ..spec.layouts.schedule import drawn, simulate

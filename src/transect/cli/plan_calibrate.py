@@ -33,10 +33,12 @@ def command(
     concurrency: Annotated[int, typer.Option(min=1, help="Most requests at a time; 1, 2, 4, ... up to it.")] = 16,
     requests: Annotated[int, typer.Option(min=1, help="Requests for each place of a level.")] = 6,
     context: Annotated[int, typer.Option(min=64, help="Longest prompt and answer together.")] = 2048,
-    seed: Annotated[int, typer.Option(help="Decides prompts and lengths.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and lengths.")] = 0,
 ) -> int:
-    """Start a server, put one synthetic sweep on it, and write its profile: step times by their work, and what requests
-    and tokens take outside of the engine. `transect plan serving --profile` simulates loads on it."""
+    """Measure a server with a synthetic load, and write its profile for `transect plan serving --profile`.
+
+    The profile has step times by work, and times of requests and tokens outside the engine.
+    """
     from ..bench.environment import environment
     from ..bench.lengths import Lengths
     from ..bench.levels import WorkSource, run_levels

@@ -24,15 +24,15 @@ OutputTokens = Annotated[str, typer.Option(help="Likewise, of an answer.")]
 Turns = Annotated[float, typer.Option(min=1, help="Mean number of turns of a conversation.")]
 Think = Annotated[float, typer.Option(min=0, help="Seconds from an answer to the same user's next question.")]
 SystemTokens = Annotated[int, typer.Option(min=0, help="Tokens of a system prompt that all prompts begin with.")]
-Burstiness = Annotated[float, typer.Option(help="Squared coefficient of variation of arrivals' gaps; 1 is Poisson.")]
-Clients = Annotated[int, typer.Option(min=1, help="Independent senders, each with bursts of its own.")]
+Burstiness = Annotated[
+    float, typer.Option(help="Squared coefficient of variation of the gaps between arrivals; 1 is Poisson.")
+]
+Clients = Annotated[int, typer.Option(min=1, help="Independent senders with separate bursts.")]
 
 
 def command(
     model: Annotated[str, typer.Argument(help="A built-in name or shape, a .gguf file, a directory, or a hub id.")],
-    gpu: Annotated[
-        list[str] | None, typer.Option(help="A card as sold (a preset), or a file of one. May be given again.")
-    ] = None,
+    gpu: Annotated[list[str] | None, typer.Option(help="A product name or a preset file. Repeatable.")] = None,
     users: Annotated[int | None, typer.Option(min=1, help="Users who ask, read, think, and ask again.")] = None,
     think: Think = THINK,
     rate: Annotated[float | None, typer.Option(help="Requests per second of the whole service.")] = None,
@@ -69,16 +69,17 @@ def command(
     acceptance: Annotated[
         float | None, typer.Option(help="Chance that a draft is right if those before it are, 0 to 1.")
     ] = None,
-    simulate: Annotated[int, typer.Option(min=1, help="Choices to simulate, the cheapest by arithmetic.")] = 3,
+    simulate: Annotated[int, typer.Option(min=1, help="Number of candidates to simulate, cheapest first.")] = 3,
     profile: Annotated[
         Path | None, typer.Option(help="A server as `transect plan calibrate` measured it, in place of cards.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Decides lengths and arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of lengths and arrivals.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON; levels have the keys of bench serve.")] = False,
     page: Annotated[Path | None, output_file(help="Write a page with curves to this file (.html).")] = None,
 ) -> int:
-    """Plan a service: how many of which card, in which layout and formats, what it costs, what bounds it, and what
-    breaks first. Runs the shipping scheduler on a virtual clock; nothing is loaded and no device is needed."""
+    """Find the GPUs, layout and formats for a load and a latency target, with costs and limits.
+
+    Runs the shipping scheduler on a virtual clock; nothing is loaded and no device is needed."""
     from dataclasses import replace
     from json import dumps, loads
 

@@ -27,10 +27,12 @@ def command(
     burstiness: Burstiness = 1.0,
     clients: Clients = 1,
     longest: Annotated[int | None, typer.Option(min=2, help="Tokens at which a conversation ends.")] = None,
-    seed: Annotated[int, typer.Option(help="Decides lengths and arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of lengths and arrivals.")] = 0,
 ) -> int:
-    """Write requests with their times, lengths and shared beginnings: `transect bench serve --trace` replays them
-    against a server, `transect plan serving --trace` simulates them."""
+    """Write a load as JSON lines: times, lengths and shared beginnings of requests.
+
+    `transect bench serve --trace` replays the file against a server, `transect plan serving --trace` simulates it.
+    """
     from ..bench.lengths import Lengths
     from ..bench.traces.asked import rate_of
     from ..bench.traces.json_lines import write_lines

@@ -14,9 +14,7 @@ def command(
     window: Annotated[int, typer.Option(help="Steps to average the loss over.", min=1)] = 1,
     by: Annotated[str, typer.Option(help="Horizontal axis: step, tokens or time.")] = "step",
     bits: Annotated[bool, typer.Option("--bits", help="Bits per byte in place of nats per token.")] = False,
-    level: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE: a line to compare with; may be repeated.")
-    ] = None,
+    level: Annotated[list[str] | None, typer.Option(help="NAME=VALUE: a reference line; repeatable.")] = None,
 ) -> None:
     """Draw losses and speeds of runs."""
     from ..train.loop.curves import draw

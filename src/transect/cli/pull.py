@@ -6,10 +6,10 @@ from .engine_options import BUILTIN, ModelArgument
 
 
 def command(model: ModelArgument = BUILTIN) -> None:
-    """Fetch a model into the user cache, checking it. Does nothing where it is there already."""
+    """Download a model to the cache and verify it."""
     from ..checkpoints.pull import BUILTIN_MODELS, pull
     from ..checkpoints.resolve import resolve
 
     if model in BUILTIN_MODELS:
-        pull(model)  # a damaged copy is fetched anew
+        pull(model)  # a damaged copy is fetched again
     print(f"{model}: {resolve(model).path}")

@@ -28,9 +28,9 @@ def command(
     ],
     calibrate: Annotated[
         Path | None,
-        typer.Option(help="A text to calibrate formats of 4 to 6 bits with; default: round to the nearest."),
+        typer.Option(help="Calibration text for formats of 4 to 6 bits; default: round to nearest."),
     ] = None,
-    calibrate_tokens: Annotated[int, typer.Option(help="--calibrate: tokens of the text that are read.")] = 16384,
+    calibrate_tokens: Annotated[int, typer.Option(help="--calibrate: number of tokens to read.")] = 16384,
     group_size: Annotated[
         int | None,
         typer.Option(
@@ -42,11 +42,11 @@ def command(
         bool,
         typer.Option(
             "--kv-scales",
-            help=f"{_that('kv_scales')}: scales for a KV cache in fp8, one for a key head; needs --calibrate.",
+            help=f"{_that('kv_scales')}: add scales for an fp8 KV cache, one per key head; needs --calibrate.",
         ),
     ] = False,
 ) -> None:
-    """Round the matrices of a model's layers and write it as safetensors or GGUF."""
+    """Quantize a model's layers, and write safetensors or GGUF."""
     from ..train.export.quantize import Calibration, quantize_model
     from ..train.export.write import opened
 

@@ -13,13 +13,13 @@ from .settings import output_file
 def command(
     subject: Annotated[str, typer.Argument(help="A model, an operator (see `transect bench ops`), or a trace file.")],
     preset: Annotated[str | None, typer.Option(help="Another device; `transect hardware --preset list`.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences that decode, for a model.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Decoding sequences, for a model.")] = 8,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 1024,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prefill.")] = 1024,
     svg: Annotated[Path | None, output_file(help="Write a picture to this file.")] = None,
     json: Annotated[Path | None, output_file("--json", help="Write all figures to this file.")] = None,
 ) -> None:
-    """Draw a roofline: FLOPs per byte against what the device can do, decode and prefill, 16 and 4 bits."""
+    """Draw the roofline of a model (decode and prefill, 16 and 4 bits), an operator or a trace."""
     from json import dumps
 
     from ..checkpoints.resolve import resolve

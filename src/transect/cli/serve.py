@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +12,7 @@ import typer
 from ..engine.executors.gpu.options import GPUOptions
 from ..server.options import ServerOptions
 from ..spec.settings import settings_of
-from .engine_options import BUILTIN, HOW_IT_RUNS, ModelArgument, engine_config, engine_settings, json_object, takes
+from .engine_options import BUILTIN, HOW_IT_RUNS, ModelArgument, engine_config, engine_settings, takes
 from .settings import WORDS, ConfigFile
 
 if TYPE_CHECKING:
@@ -39,42 +38,35 @@ def command(
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="Demand one of the keys in this file, one a line (`ps` does not show them); or JSON lines with key, "
+            help="Require a key from this file: one per line, or JSON lines with key, "
             "name, weight, requests_per_minute, tokens_per_minute, parallel.",
             rich_help_panel="Server",
-        ),
-    ] = None,
-    enable_lora: Annotated[
-        bool, typer.Option("--enable-lora", help="As in vLLM, before --lora-modules.", rich_help_panel="Model and text")
-    ] = False,
-    lora_modules: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="NAME=DIR: --adapter DIR, served as NAME. One, for all requests.", rich_help_panel="Model and text"
         ),
     ] = None,
     config: ConfigFile = None,
     **settings: Any,
 ) -> int:
-    """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
+    """Serve a model through an OpenAI-compatible HTTP API. SIGTERM lets running requests finish."""
     import asyncio
 
     from ..engine.frontends.replicas import Replicas, start_engines
     from ..parallel.gathering import under_torchrun
+    from ..server.hand_over import Inherited, Successor
     from ..server.http.clients import keys_in
     from ..server.operations.request_log import configure
-    from ..server.process import bind, bind_unix, serve, url_of
+    from ..server.process import abandoned, bind, bind_unix, serve, url_of
 
     names = settings.pop("model_names")
-    adapted_as, settings["adapter"] = lora_module(lora_modules or [], enable_lora, settings["adapter"], names)
     given = {each.name: settings.pop(each.name) for each in SERVER if each.name in settings}
     given = {name: value for name, value in given.items() if value is not None}
     options = ServerOptions(
         **given | {"api_keys": (*given.get("api_keys", ()), *(keys_in(api_key_file) if api_key_file else ()))},
-        model_names=names or (adapted_as or model,),
+        model_names=names or (model,),
         # More prompts than may wait would never fit, however often they came back.
         max_prompts=min(settings["max_queue"] or ServerOptions.max_prompts, ServerOptions.max_prompts),
     )
+    if (options.lora_modules or options.allowed_lora_dir) and not settings["enable_lora"]:
+        raise ValueError("--lora-modules and --allowed-lora-dir serve adapters beside the model: add --enable-lora")
     rereads = context.meta.get(REREADS)
     if rereads is not None:
         rereads.append((engine_config(model, **settings), options.drain_timeout_s))
@@ -82,7 +74,10 @@ def command(
     configure(options.request_log, options.log_level)
     follows = under_torchrun() and os.environ["RANK"] != "0"
     uds = options.uds
-    sock = None if follows else (bind(options.host, options.port) if uds is None else bind_unix(uds))
+    inherited = Inherited()
+    sock = None if follows else inherited.socket()
+    if sock is None and not follows:
+        sock = bind(options.host, options.port) if uds is None else bind_unix(uds)
     engine_settings = engine_config(model, **settings)
     if follows:
         from ..engine.ranks import follow_rank_0
@@ -106,6 +101,7 @@ def command(
             str(engine_settings),
         )
         print(" | ".join(filter(None, said)), flush=True)
+        inherited.say_ready()
 
     async def reload(engine: Any) -> None:
         if not isinstance(engine, Replicas):
@@ -115,12 +111,16 @@ def command(
     def start() -> Any:
         return start_engines(engine_settings, replaceable=True)
 
+    def restart() -> Successor:
+        return Successor(sock)
+
     # Of a closed terminal SIGHUP means the end, as ever.
     again = None if sys.stdin is not None and sys.stdin.isatty() else reload
+    alone = not under_torchrun()
     try:
-        return asyncio.run(serve(start, options, sock, ready=ready, reload=again))
+        return asyncio.run(serve(start, options, sock, ready=ready, reload=again, restart=restart if alone else None))
     finally:
-        if uds is not None:
+        if uds is not None and abandoned(uds):  # else a successor listens there
             Path(uds).unlink(missing_ok=True)
 
 
@@ -137,36 +137,3 @@ def reread(context: Any) -> tuple[EngineConfig, float]:
     with fresh:
         context.command.invoke(fresh)
     return found[0]
-
-
-def lora_module(
-    modules: list[str], enabled: bool, adapter: str | None, names: Sequence[str] | None
-) -> tuple[str | None, str | None]:
-    """Convert vLLM's ``--lora-modules`` to (served name, adapter); or return ``adapter`` without a name of its own.
-
-    Raises:
-        ValueError: several adapters, which are not served together, or options that contradict each other.
-    """
-    if not modules:
-        if enabled and adapter is None:
-            raise ValueError("--enable-lora loads nothing by itself: give --lora-modules NAME=DIR, or --adapter DIR")
-        return None, adapter
-    if len(modules) > 1 or adapter is not None:
-        given = f"--lora-modules names {len(modules)}" if len(modules) > 1 else "--adapter names another"
-        raise ValueError(
-            f"{given}, and only one adapter at a time is served, for all requests: start a server for each of them, or "
-            "merge them into models of their own with `transect export --merge`"
-        )
-    if modules[0].startswith("{"):
-        module = json_object(modules[0], "--lora-modules")
-        name, path = module.get("name"), module.get("path")
-    else:
-        name, _, path = modules[0].partition("=")
-    if not (isinstance(name, str) and isinstance(path, str) and name and path):
-        raise ValueError(f"--lora-modules takes NAME=DIR, not {modules[0]!r}")
-    if names:
-        raise ValueError(
-            f"--served-model-name would be the model without the adapter, which is not served beside {name}: leave it "
-            "out, or give --adapter in place of --lora-modules"
-        )
-    return name, path

@@ -39,7 +39,7 @@ COMMANDS = {
         "models": "List models.",
     },
     "Measure": {
-        "bench": "Measure an engine, a server or operators, each beside its floor.",
+        "bench": "Measure an engine, a server or operators, and compare with the floor.",
         "eval": "Measure how well a model predicts text and does tasks.",
         "hardware": "Show what this machine can do.",
         "memory": "Account for memory before anything runs.",
@@ -248,7 +248,7 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="A YAML or TOML file of options: `port: 8000`. The command line and the environment take precedence.",
+        help="A YAML or TOML file of options: `port: 8000`. The command line and the environment override it.",
         is_eager=True,
         callback=_read_config,
         allow_from_autoenv=True,

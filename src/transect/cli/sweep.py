@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def command(
     grid: Annotated[Path, typer.Argument(help="A TOML file with base and [grid]; see docs/train/training.md.")],
 ) -> int:
-    """Train a run for each point of a grid, one after another, then print a table, best first. Run it again to resume
-    after an interruption. Exit 1 if a run failed."""
+    """Train a run for each point of a grid and print a table, best first. Run it again to resume.
+    Exit 1 if a run failed."""
     from ..parallel.gathering import under_torchrun
     from ..train.loop.sweep import read_grid, sweep
 

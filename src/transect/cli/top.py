@@ -9,19 +9,18 @@ import typer
 
 def command(
     url: Annotated[str, typer.Argument(help="The server, such as http://localhost:8000; or a decision log.")],
-    window: Annotated[float, typer.Option(help="Seconds that are looked at.", min=0.1)] = 10.0,
-    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    window: Annotated[float, typer.Option(help="Seconds to show.", min=0.1)] = 10.0,
+    every: Annotated[float, typer.Option(help="Seconds between updates.", min=0.1)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show once and exit.")] = False,
     preset: Annotated[str | None, typer.Option(help="Floors of this device.")] = None,
     api_key: Annotated[
         str | None, typer.Option(help="The operator's key of the server.", envvar="TRANSECT_API_KEY")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
-    """Show a live view of a server: its step time by cause, MBU and MFU, the queue, KV blocks, waiting requests and
-    reasons.
+    """Watch a server: the time of its steps by cause, MBU and MFU, the queue, KV blocks, waiting requests.
 
-    A server that answered once is asked again when it is silent. Each of several engines is shown.
+    Each engine is shown. A server that answered once is polled again when it is silent.
     """
     import sys
     import time

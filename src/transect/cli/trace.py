@@ -15,12 +15,12 @@ from .settings import output_file
 def command(
     op: Annotated[str, typer.Argument(help="Operator, as `transect bench ops --list` names it.")],
     program: Annotated[
-        int | None, typer.Option(min=0, help="The program to look at closely; else the first of the busiest.")
+        int | None, typer.Option(min=0, help="The program to show in detail; default: the first of the busiest.")
     ] = None,
-    row: Annotated[int, typer.Option(min=0, help="The row of its tile whose watched variables are shown.")] = 0,
+    row: Annotated[int, typer.Option(min=0, help="The row of the tile to show.")] = 0,
     plot: Annotated[Path | None, output_file(help="Also draw into this file (png; matplotlib).")] = None,
 ) -> None:
-    """Show which program touches which tile, the operations of one program in order, and its running values."""
+    """Trace an operator's kernel: tiles per program, one program's steps, and its running values."""
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"  # read once, when triton is imported
     import numpy

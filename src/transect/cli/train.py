@@ -29,7 +29,7 @@ def command(
         str, typer.Option(help="Resume although these have changed: data, masks, base, sizes; comma-separated.")
     ] = "",
 ) -> int:
-    """Train a model. Ctrl-C, SIGTERM and SIGHUP write a checkpoint; --resume continues to the same bits."""
+    """Train a model. Ctrl-C, SIGTERM and SIGHUP write a checkpoint; --resume continues the run exactly."""
     from ..train.config import TrainConfig
     from ..train.loop import checkpoint
     from ..train.loop.follow import RunArguments, crew, follow, started_again
@@ -45,7 +45,7 @@ def command(
         raise ValueError("give the TOML file of a run, or --resume")
     else:
         settings = TrainConfig.from_toml(config, changes)
-        # torchrun starts the same command again after a rank has ended: the run goes on.
+        # torchrun restarts the same command after a rank has ended: the run continues.
         if started_again(settings) and checkpoint.list_steps(settings.run_dir):
             found = checkpoint.newest(settings.run_dir)
             print(f"transect: started again by torchrun, resumes from {found.path.name}", file=sys.stderr)

@@ -24,17 +24,15 @@ def command(
     launcher: Annotated[str, typer.Option(help="Only launchers whose name contains this.")] = "",
     seconds: Annotated[
         float | None,
-        typer.Option(
-            min=1, help="At most this long at each shape (60); of a model, begin nothing after it (no limit)."
-        ),
+        typer.Option(min=1, help="Time limit per shape (60); for a model, of the whole search (none)."),
     ] = None,
-    rows: Annotated[str, typer.Option(help="Of a model: numbers of rows, 1 to 256, with commas between them.")] = "",
+    rows: Annotated[str, typer.Option(help="For a model: numbers of rows, 1 to 256, comma-separated.")] = "",
     workers: Annotated[int, typer.Option(min=0, help="Processes that compile configurations first.")] = 0,
     load: Annotated[
-        bool, typer.Option("--load", help="Time the quickest again under sustained load (not yet run on a GPU).")
+        bool, typer.Option("--load", help="Time the fastest again under sustained load (not yet run on a GPU).")
     ] = False,
     keep: Annotated[bool, typer.Option(help="Keep the best in the user's tuning file.")] = True,
-    ship: Annotated[bool, typer.Option("--ship", help="Keep it in the source tree instead, for everyone.")] = False,
+    ship: Annotated[bool, typer.Option("--ship", help="Write to the source tree instead.")] = False,
     json: Annotated[Path | None, output_file(help="Write every trial here.")] = None,
 ) -> None:
     """Try operators' knobs (tile sizes, warps, stages, ...), or the kernels for a model's products, on this GPU; show

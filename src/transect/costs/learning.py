@@ -7,8 +7,8 @@ A step's time is a sum of parts:
 ``base`` is the time of any step: a model's weights are read however few tokens there are. ``f`` rises from knot to knot
 (1, 16, 64, ... tokens): nearly flat where weights are read anyway, then as steep as arithmetic makes it. ``keys`` are
 positions of the cache that rows read, once for each row, and ``pairs`` those that each token of a prompt attends to:
-bytes and arithmetic of attention. ``scored`` are tokens of prompts whose log-probabilities are wanted: their logits are
-computed and ranked.
+bytes and arithmetic of attention. ``scored`` are tokens of prompts whose log-probabilities are requested: their logits
+are computed and ranked.
 
 The parts are the state of a Kalman filter (Kalman 1960). Every measured step corrects the parts that it consists of, in
 proportion to their uncertainty. Nothing is assumed of the device: the first step sets the scale, and a token of a part
@@ -135,7 +135,7 @@ class StepTimes:
             beside: the part of the step that is fixed; its tokens are part of the answer.
             context: positions before the tokens beyond those, all of which each of them attends to.
             limit: the largest answer.
-            scored: tokens beyond those of ``beside`` may be of prompts whose log-probabilities are wanted.
+            scored: tokens beyond those of ``beside`` may be of prompts whose log-probabilities are requested.
         """
         least = beside.tokens
 

@@ -10,6 +10,7 @@ From settings to a running engine:
   ``build``: from it to a running engine.
 * ``kv_size``: the number of KV blocks. ``offload``: layers that stream from host memory or a file.
   ``numerics``: a fingerprint of what its bits depend on.
+* ``adapters``: adapters in host memory, for requests that name them.
 * ``drafting``: the model that drafts, beside the engine's own.
 * ``decision_setup``: the decision log's header.
 * ``ranks``: one engine on several ranks. ``leading``: the cores of the leading rank and of the following ones.

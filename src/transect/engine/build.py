@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,9 +22,12 @@ from ..costs.memory.streaming import StreamPlan
 from ..costs.model import kv_bytes_per_token, weight_bytes
 from ..costs.storage import Storage, storage_for, storage_held
 from ..costs.units import GIB
+from ..hardware.host_memory import free_memory
 from ..models.decoder import Decoder
 from ..models.native import NativeStack
+from ..models.row_adapters import add_row_adapters
 from ..models.weights.kinds import rounded_values
+from ..models.weights.row_adapted import RowAdapters
 from ..parallel.launch import Ranks
 from ..parallel.load import load_shard, shard_of
 from ..parallel.mesh import Mesh
@@ -34,15 +38,17 @@ from ..text.grammar.params import CACHE_BYTES
 from ..text.grammar.vocabulary import Vocabulary
 from ..text.number_text import NumberText
 from ..text.tokenizer import Tokenizer
+from .adapters import AdapterStore, adapter_room
 from .config import EngineConfig
 from .decision_setup import decision_log
 from .device import device_for
 from .drafting import attach, draft_config, draft_source, planned_size
+from .executors.adapter_slots import AdapterSlots
 from .executors.drafted import Drafted
 from .executors.gpu.compilers import Compilers
 from .executors.runner import Runner
 from .executors.stage_runner import StageRunner
-from .kv_size import KVSize, default_cache_bytes, free_memory, kv_size
+from .kv_size import KVSize, default_cache_bytes, kv_size
 from .numerics import UNKNOWN, Numerics, is_batch_invariant, numerics_of
 from .offload import stream_plan
 from .scheduling.batch import Executor
@@ -73,6 +79,8 @@ class BuiltEngine:
     """All ranks, and the coordinates of this one; None if there is only one."""
     numerics: Numerics = UNKNOWN
     """Fingerprint of everything that its bits depend on."""
+    adapters: AdapterStore | None = None
+    """Adapters for requests that name them, with ``enable_lora``."""
     grammar_cache_bytes: int = CACHE_BYTES
     """Memory of compiled grammars that are kept."""
     speaks: bool = True
@@ -112,6 +120,10 @@ def build_engine(
     Raises:
         ValueError: the model, a setting or the memory is at fault; the message says what to change.
     """
+    if config.enable_lora and mesh is not None:
+        raise ValueError(
+            "enable_lora runs on one device so far: leave out data_parallel_size, or serve (transect serve)"
+        )
     source = resolve(config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter)
     ends = source.config.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
     device, reason = device_for(config)
@@ -167,6 +179,7 @@ def build_engine(
             max_queue=config.max_queue,
             max_queue_bytes=config.max_queue_bytes,
             max_queue_wait=config.max_queue_wait,
+            max_adapters=config.max_loras if config.enable_lora else None,
             pipeline_depth=config.pipeline_parallel_size,
             seed=config.seed if seed is None else seed,
         ),
@@ -176,6 +189,7 @@ def build_engine(
     lag = int(ahead) if config.pipeline_parallel_size == 1 else config.pipeline_parallel_size - 1
     padding = getattr(executor, "padding", None)
     log_of = decision_log(config, scheduler, lag, source.config, storage, device, padding)
+    store = _adapter_store(config, source, executor, scheduler)
     if config.speculation is not None:
         executor = Drafted(executor)
     if drafting is not None:
@@ -198,8 +212,22 @@ def build_engine(
         why,
         report,
         numerics=numerics,
+        adapters=store,
         grammar_cache_bytes=config.grammar_cache_bytes,
     )
+
+
+def _adapter_store(
+    config: EngineConfig, source: ModelSource, executor: Any, scheduler: Scheduler
+) -> AdapterStore | None:
+    """Create the store of adapters in host memory, from which the executor fills the slots of its model."""
+    if not config.enable_lora:
+        return None
+    adapters: RowAdapters = executor.model.adapters
+    store = AdapterStore(source, adapters, config)
+    store.in_use = lambda: {state.spec.adapter for state in scheduler.requests.values() if state.spec.adapter}
+    executor.adapters = AdapterSlots(adapters, store.get)
+    return store
 
 
 def scheduler_class(name: str | None) -> type[Scheduler]:
@@ -263,7 +291,7 @@ def _build_cpu(
     torch.set_num_threads(threads)
     free = free_memory()
     if mesh is not None:
-        free = min(mesh.world.exchange(free))  # nobody fills it before all have looked, and all say the same
+        free = min(mesh.world.exchange(free))  # no rank fills it before all have measured, and all report the same
     stream = _cpu_stream(config, source, mesh)
     if stream is None:
         shapes = None if mesh is None else shard_of(source.config, mesh).shapes()
@@ -323,6 +351,9 @@ def _build_cpu(
     exact = is_batch_invariant(model)
     if mesh is not None and mesh.pipeline.size > 1:
         return StageRunner(model, *caches, mesh, fill_masks=MaskFiller()), size, why, storage, computes, exact
+    if config.enable_lora:
+        add_row_adapters(model, adapter_room(config), half=config.dtype != "float32")
+        why = f"{why}, up to {config.max_loras} adapters in a step"
     return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage, computes, exact
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+from ..checkpoints.peft_config import target_names
 from ..hardware.cores import usable_cores
 from ..spec.layouts.ranks import RankLayout
 from ..spec.numbers.registry import AUTO, cache_format, cache_formats, dtype_name, rounding, roundings
@@ -54,17 +55,24 @@ class EngineConfig:
 
     Attributes:
         model: A built-in name, a ``.gguf`` file, a directory in Hugging Face layout, or a hub id.
-        load_format: Load weights, or draw random ones (``dummy``). ``dummy`` draws from ``seed`` (or 0) in the shape of
-            ``model``, which is a directory with a config.json or a built-in shape.
+        load_format: Load weights, or generate random ones (``dummy``). ``dummy`` draws from ``seed`` (or 0) in the
+            shape of ``model``, which is a directory with a config.json or a built-in shape.
         revision: Branch, tag or commit of a hub id.
         adapter: An adapter in PEFT's layout for all requests: a directory or a hub id. It is added to the weights when
             they are loaded; beside packed weights (a GGUF file on the C++ kernels, ``int4``) it stays separate.
-        tokenizer: Place of the tokenizer and its chat template, if not with the model; a name as for ``model``.
+        enable_lora: Serve adapters beside the base, each to the requests that name it (``LoRARequest`` in Python,
+            ``--lora-modules`` and ``model`` in a server). Rows of different adapters and of none share a batch.
+        max_loras: Different adapters of sequences that run at the same time. Each takes a slot in the device's memory.
+        max_lora_rank: Largest rank of an adapter.
+        max_cpu_loras: Adapters kept in host memory; default: four times max_loras. The least recently used leave.
+        lora_target_modules: Matrix that adapters may change, such as ``q_proj``; repeatable. Default: all of the
+            layers. Fewer take less memory, and less time in each step.
+        tokenizer: Location of the tokenizer and chat template, if not with the model; named like ``model``.
         tokenizer_revision: Branch, tag or commit of ``tokenizer``, if it is a hub id.
         chat_template: A file with a Jinja template, or the template itself, in place of the model's.
         generation_config: Sampling defaults: ``auto`` (the model's), ``none``, or a folder with a
             generation_config.json. The model's are in its generation_config.json or its GGUF file.
-        override_generation_config: Keys of generation_config.json that replace those: ``{"temperature": 0.5}``.
+        override_generation_config: Keys of generation_config.json to override: ``{"temperature": 0.5}``.
         eos_token_ids: Tokens that end an answer; default: those in the model's files.
         dtype: Number format of the computation. ``auto``: on a GPU bfloat16, on a CPU the file's own formats with a KV
             cache in bfloat16. ``float32`` computes exactly the dequantized model; ``float16`` needs plain torch on a
@@ -75,15 +83,15 @@ class EngineConfig:
             of bfloat16; values are divided by the checkpoint's scales if it has any, and clipped to 448. ``int8`` has a
             scale for each head of a token. On a CPU ``fp8`` runs in the C++ kernels unless ranks share the model.
         device: Device to run on. ``auto``: a CUDA GPU if there is one and Triton is installed.
-        deterministic: A request's logits are the same to the bit alone and in any batch, at any chunk size. Slower on a
+        deterministic: Make a request's logits bit-identical in any batch and at any chunk size. Slower on a
             GPU; the C++ CPU kernels are always deterministic.
-        max_model_len: Longest prompt and output together, in tokens; default: the model's context, or less if the KV
+        max_model_len: Longest prompt plus output, in tokens; default: the model's context, or less if the KV
             cache holds less.
-        max_num_seqs: Sequences that run at the same time; default: 64, on a GPU 256, or 512 where a time limits steps.
+        max_num_seqs: Concurrent sequences; default: 64, on a GPU 256, or 512 if steps are limited by time.
             The others wait.
-        max_num_batched_tokens: Tokens in one step, prefill and decode together; default: 256, on a GPU 8192, or
+        max_num_batched_tokens: Tokens per step, prefill plus decode; default: 256, on a GPU 8192, or
             max_num_seqs if larger. More make prefill faster, and the gaps between tokens longer.
-        mixed_step_limit: Limit of steps in which sequences decode: ``full``, ``fill``, ``auto``, ``30ms`` or
+        mixed_step_limit: Limit of steps with decoding sequences: ``full``, ``fill``, ``auto``, ``30ms`` or
             ``512tokens``; default: ``auto`` in a server, ``fill`` in ``LLM``. Running sequences get no token before the
             step ends, so shorter steps make the gaps between tokens shorter and the throughput lower. ``full``: no
             limit but ``max_num_batched_tokens``. ``512tokens``: a number of tokens. ``30ms``: a time; the engine learns
@@ -97,47 +105,48 @@ class EngineConfig:
         kv_cache_tokens: Size of the KV cache in tokens; default: as much as max_num_seqs and the memory allow. That is
             max_num_seqs sequences of max_model_len, in at most a quarter of the free memory and 2 GiB; on a GPU all
             memory that gpu_memory_utilization leaves.
-        enable_prefix_caching: Keep the KV of finished prompts for later prompts that begin alike.
+        enable_prefix_caching: Keep the KV of finished prompts for later prompts with the same beginning.
         batching: Batch continuously, or in fixed batches (``static``) to compare with.
-        scheduling_policy: Serve requests in the order of arrival (``fcfs``), or the more urgent ones first
+        scheduling_policy: Serve requests in order of arrival (``fcfs``), or by priority
             (``priority``). Under ``priority`` lower numbers run earlier, and waiting raises the rank; under ``fcfs`` a
             priority is an error. In both, the clients of a server share it by their weights.
         longest_first: Begin with the requests that may draw the most tokens; default: in ``LLM``, not in a server. Work
             that is all there ends sooner; in a server short requests would wait for long ones.
-        scheduler_cls: A scheduler of your own, ``FILE.py:Class`` or ``package.module.Class``: a subclass of
+        scheduler_cls: Your own scheduler, ``FILE.py:Class`` or ``package.module.Class``: a subclass of
             ``engine.scheduling.scheduler.Scheduler``.
         speculative_config: Speculative decoding: ``{"method": "ngram"}``, ``"suffix"``, or ``"draft_model"`` with a
             smaller ``"model"``; the answers are the same. Names are vLLM's: ``num_speculative_tokens`` (at most),
             ``prompt_lookup_min``, ``prompt_lookup_max``. The number of drafts of each step is chosen by expected gain.
-        jump_ahead: Compute tokens that a grammar forces together; off: draw them one by one.
+        jump_ahead: Compute runs of tokens that a grammar forces in one step; off: draw each.
         grammar_cache_bytes: Memory in bytes of compiled grammars that are kept for later requests; the least recently
             used go first.
-        max_queue: Requests that may wait; a server answers more with 503. Default: no limit.
-        max_queue_bytes: Memory in bytes of requests that wait; one client may have half of it. Default: no limit in
+        max_queue: Maximum number of waiting requests; a server answers more with 503. Default: no limit.
+        max_queue_bytes: Maximum memory of waiting requests in bytes; half of it per client. Default: no limit in
             ``LLM``.
-        max_queue_wait: Predicted wait in seconds beyond which a server answers with 503. Default: no limit in ``LLM``.
-        async_scheduling: Plan a step before the tokens of the last one are known; default: on a GPU.
-        threads: CPU threads of the model; default: the cores that this process may use. torch gets as many threads in
+        max_queue_wait: Maximum predicted wait in seconds; beyond it a server answers with 503. Default: no limit in
+            ``LLM``.
+        async_scheduling: Plan a step before the previous tokens are known; default: on a GPU.
+        threads: CPU threads of the model; default: this process's cores. torch gets as many threads in
             this process, or 1 where the C++ kernels run, which have their own.
-        native: Demand the compiled CPU kernels, or do without them; default: use them if they can run.
-        seed: Seed of requests that bring none; default: a random one.
-        tensor_parallel_size: Devices between which every matrix is cut; on a CPU, processes.
+        native: Require or disable the compiled CPU kernels; default: use them if possible.
+        seed: Seed of requests without one; default: random.
+        tensor_parallel_size: Devices (on a CPU, processes) that share every matrix.
         pipeline_parallel_size: Groups of devices, each with some of the layers.
         data_parallel_size: Groups of devices, each with the whole model and its own requests. Behind a server these are
             separate engines; in an ``LLM`` they are one engine, whose steps they take together.
         enable_expert_parallel: Ranks of the tensor and data axes share the experts of a mixture, each whole on one
             rank. With data_parallel_size the ranks are one engine behind a server, too.
         first_device: Number of the GPU of the first rank; the others have those after it.
-        check_plans: To find errors: the ranks compare their plans in every step.
+        check_plans: Compare the ranks' plans in every step, to find errors.
         decisions: Keep a log of the scheduler's decisions in memory (``engine/scheduling/decisions.py``).
         decision_log: Write the scheduler's decisions to this file; see ``transect explain``.
-        hung_after_s: Seconds of silence of the engine process after which it counts as hung; default: 60, or 20 with
+        hung_after_s: Seconds of silence after which the engine process counts as hung; default: 60, or 20 with
             replicas. ``/health`` says so, or another replica takes over its requests.
-        fail_over: Continue the requests of a replica that has ended or hangs in the others, and start it again.
-        cuda_graphs: Capture steps that only decode at the start (``on``), when each first comes (``lazy``), or never.
+        fail_over: Continue the requests of a dead or hung replica on the others, and restart it.
+        cuda_graphs: Capture decode steps at the start (``on``), at first use (``lazy``), or never.
         gpu: Optimizations on a GPU, which can be switched off to compare.
         gpu_memory_utilization: Share of the GPU's memory that the engine may fill.
-        cpu_offload_gb: GiB by which the weights on each device shrink, because layers stream from host memory. If it is
+        cpu_offload_gb: GiB of weights to move off each device; these layers stream from host memory. If it is
             more than the layers have, all of them stream (``models/streaming/``).
         offload_folder: Stream layers from a file in this folder on a fast disk, not from host memory.
 
@@ -159,6 +168,11 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     revision: str | None = None
     adapter: str | None = None
+    enable_lora: bool = False
+    max_loras: Annotated[int, ONE_OR_MORE] = 8
+    max_lora_rank: Annotated[int, ONE_OR_MORE] = 16
+    max_cpu_loras: Annotated[int | None, ONE_OR_MORE] = None
+    lora_target_modules: tuple[str, ...] = ()
     tokenizer: str | None = None
     tokenizer_revision: str | None = None
     chat_template: str | None = None
@@ -227,6 +241,7 @@ class EngineConfig:
             self._check_steps(self.max_num_seqs)
         self._check_layout()
         self._check_speculation()
+        self._check_lora()
         if self.decision_log is not None and not self.decisions:
             raise ValueError("decision_log names a file, but decisions is off: leave one of them out")
 
@@ -284,6 +299,36 @@ class EngineConfig:
                 "enable_expert_parallel shares experts between the ranks of the tensor and data axes, and there is one "
                 "such rank: give tensor_parallel_size or data_parallel_size, or leave it out"
             )
+
+    def _check_lora(self) -> None:
+        object.__setattr__(self, "lora_target_modules", tuple(self.lora_target_modules))
+        target_names(self.lora_target_modules)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): raise it or "
+                "lower that"
+            )
+        if not self.enable_lora:
+            return
+        if self.adapter is not None:
+            raise ValueError(
+                "adapter is for all requests and enable_lora for those that name one: leave one of them out"
+            )
+        if self.tensor_parallel_size * self.pipeline_parallel_size > 1 or self.enable_expert_parallel:
+            raise ValueError(
+                "enable_lora runs on one device so far: leave out tensor_parallel_size, pipeline_parallel_size and "
+                "enable_expert_parallel (replicas by data_parallel_size are possible), or merge the adapter "
+                "(transect export --merge)"
+            )
+        if self.cpu_offload_gb or self.offload_folder:
+            raise ValueError(
+                "layers that stream take no adapters: leave out cpu_offload_gb and offload_folder, or enable_lora"
+            )
+
+    @property
+    def cpu_loras(self) -> int:
+        """``max_cpu_loras``, or its default."""
+        return self.max_cpu_loras or 4 * self.max_loras
 
     def _check_cache(self) -> None:
         form = cache_format(self.kv_cache_dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from .config import EngineConfig
 
@@ -92,40 +91,3 @@ def kv_size(
 def default_cache_bytes(free_bytes: int) -> int:
     """Return the bytes that the cache takes on a CPU if the configuration gives no size."""
     return min(free_bytes // SHARE_OF_FREE_MEMORY, DEFAULT_MOST_BYTES)
-
-
-def free_memory() -> int:
-    """Return the bytes that this process can still allocate: the machine's free memory, or its container's if that is
-    less (Linux).
-
-    Raises:
-        ValueError: the system does not say; give the size of the KV cache.
-    """
-    free = _meminfo_available()
-    if free is None:
-        raise ValueError("this system does not report its free memory: give num_kv_blocks or kv_cache_bytes")
-    container = _cgroup_available()
-    return free if container is None else min(free, container)
-
-
-def _meminfo_available() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
-
-
-def _cgroup_available() -> int | None:
-    root = Path("/sys/fs/cgroup")
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            return int((root / limit).read_text()) - int((root / used).read_text())
-        except (OSError, ValueError):  # no such control group, or "max"
-            continue
-    return None

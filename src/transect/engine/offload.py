@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from ..costs.memory.streaming import StreamPlan, layer_bytes, plan_stream
 from ..costs.storage import Storage
 from ..costs.units import GIB
+from ..hardware.host_memory import free_memory
 from ..spec.model import ModelConfig
 from .config import EngineConfig
-from .kv_size import free_memory
 
 
 def stream_plan(

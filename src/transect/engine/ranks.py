@@ -2,7 +2,7 @@
 
 The scheduler reads no wall clock to decide, and draws are stateless (``ops/lang/philox.py``). So ranks that are told
 the same plan the same batches, compute together, and draw the same tokens: only requests, aborts and "step" travel
-between them. Rank 0 has the callers (``leading.py``). The others do as they are told (``follow``). Ranks along the
+between them. Rank 0 has the callers (``leading.py``). The others follow its instructions (``follow``). Ranks along the
 data axis have requests of their own (``sharing.py``).
 
 Before the first request the ranks show each other what they must have in common: version, configuration, model, seed,

@@ -8,7 +8,7 @@
 * ``cpu.py``       measures this machine's processor and memory
 * ``gpu.py``       measures bandwidth, matrix rates, launch cost and the host link of a GPU
 * ``topology.py``  NUMA nodes, and the links between GPUs
-* ``host_memory.py``  memory that a GPU and a disk can read and write directly
+* ``host_memory.py``  free memory, and buffers that a GPU and a disk can read and write directly
 * ``direct_file.py``  files that are read and written past the page cache, asynchronously
 * ``environment.py``  machine, versions and commit, as every recorded result has them
 """

@@ -5,7 +5,7 @@ them once more and push other pages out. With O_DIRECT the disk moves bytes stra
 asks for one part at a time, and a disk is fast only with many requests under way; so each read or write is cut into
 parts that a team works on.
 
-O_DIRECT wants offsets, lengths and addresses to be multiples of ``host_memory.ALIGNMENT``. File systems that do not
+O_DIRECT needs offsets, lengths and addresses to be multiples of ``host_memory.ALIGNMENT``. File systems that do not
 know it (tmpfs before Linux 6.6, some network mounts) are used through the page cache; ``direct`` says which it is.
 """
 

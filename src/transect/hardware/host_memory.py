@@ -1,4 +1,4 @@
-"""Allocate host memory that a GPU and a disk can read and write directly.
+"""Host memory: how much is free, and buffers that a GPU and a disk can read and write directly.
 
 A GPU copies beside its other work only from and to pages that stay where they are (pinned, or page-locked). A disk
 moves bytes past the page cache only to and from memory that is aligned. ``host_memory`` gives both. The system
@@ -17,6 +17,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def host_memory(nbytes: int, *, pin: bool = False, threads: int = 0) -> Tensor:
         threads: number of threads that touch the pages at once; 0 for the number of cores.
 
     Raises:
-        ValueError: there is not so much memory, or the system does not let this process pin it.
+        ValueError: there is not enough memory, or the system does not let this process pin it.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -137,3 +138,39 @@ class Ring:
         self._next = (self._next + 1) % len(self.slots)
         slot.wait()
         return slot
+
+
+def free_memory() -> int:
+    """Return the bytes that this process can still take: the machine's, or its container's if that allows less (Linux).
+
+    Raises:
+        ValueError: the system does not say; give the size of the KV cache.
+    """
+    free = _meminfo_available()
+    if free is None:
+        raise ValueError("this system does not say how much memory is free: give num_kv_blocks or kv_cache_bytes")
+    container = _cgroup_available()
+    return free if container is None else min(free, container)
+
+
+def _meminfo_available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _cgroup_available() -> int | None:
+    root = Path("/sys/fs/cgroup")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return int((root / limit).read_text()) - int((root / used).read_text())
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+    return None

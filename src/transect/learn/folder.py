@@ -24,7 +24,7 @@ def write(rung: Rung, folder: Path, *, solution: bool = False, force: bool = Fal
 
     Args:
         solution: the shipped solution instead of the program with the hole.
-        force: write over a program that is there.
+        force: overwrite an existing program.
 
     Raises:
         ValueError: the program is there already, and would be lost.

@@ -38,7 +38,7 @@ def map_page() -> str:
         lines += [
             f"### {road.capitalize()}",
             "",
-            "| rung | what you build | minutes | after | unlocks |",
+            "| rung | exercise | minutes | after | unlocks |",
             "|---|---|---|---|---|",
         ]
         for rung in (each for each in all_rungs().values() if each.road == road):

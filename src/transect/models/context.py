@@ -126,8 +126,8 @@ class PagedContext:
     ``VarlenContext``; ``max_query_len`` as in ``PagedBatch``. Slots that no row owns are never looked at.
 
     ``whole``: rows whose keys and values are all in this step attend to those, not to the cache. ``wanted``: see there.
-    ``chunk_rows``: as in ``PagedBatch``. ``positions_T`` int64: the tokens' positions, where somebody has worked them
-    out; a CUDA graph needs them given, because the batch reads lengths on the host for that.
+    ``chunk_rows``: as in ``PagedBatch``. ``positions_T`` int64: the tokens' positions, where they have been computed
+    already; a CUDA graph needs them given, because the batch reads lengths on the host for that.
     """
 
     def __init__(

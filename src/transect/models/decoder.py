@@ -30,7 +30,7 @@ from .stored import StoredWeights, stored_tensor
 from .streaming.stream import LayerStream
 from .weights.dense import Dense
 from .weights.projection import Projection
-from .weights.row_adapted import StepRows
+from .weights.row_adapted import RowAdapters
 from .weights.weight import Kinds, Weight, draw_normal
 
 Stack = Callable[[Tensor, Tensor, AttentionContext], Tensor]
@@ -126,8 +126,8 @@ class Decoder(nn.Module):
         """True if the head is the embedding's table itself, not a copy in another format."""
         self.tie_weights()
         self.offloaded: LayerStream | None = None
-        self.rows: StepRows | None = None
-        """Which adapter each row of a step has, where rows may have different ones (``row_adapters.py``)."""
+        self.adapters: RowAdapters | None = None
+        """Slots for adapters, where each row of a step may have another one."""
         self.stack: Stack = self.run_layers
 
     def forward(

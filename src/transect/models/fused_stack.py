@@ -85,7 +85,7 @@ class FusedStack:
             raise ValueError(reason)
         assert model.rope is not None
         self._run_layers, self._in_turn = model.run_layers, model.in_turn
-        self._rows = model.rows
+        self._rows = None if model.adapters is None else model.adapters.rows
         assert isinstance(model.norm, RMSNorm)
         self._embed, self._norm = model.embed, model.norm
         self._config = config

@@ -214,7 +214,7 @@ class MoE(Half):
             # A pass that launches none of our kernels (gpu/warm_kernels.py) finds anything in their results.
             pairs = order_R.long().clamp(0, max(0, weights_Tk.numel() - 1))
             x_TD = (x_TD[pairs // self.moe.per_token] * weights_Tk.flatten()[pairs, None]).to(x_TD.dtype)
-            weights_Tk, sorted_by = (weights_Tk != 0).to(weights_Tk.dtype), None  # rows of nobody hold anything
+            weights_Tk, sorted_by = (weights_Tk != 0).to(weights_Tk.dtype), None  # rows of no expert are undefined
         y_RD = self.experts_down.grouped(self._inner(x_TD, starts_E1, sorted_by), starts_E1)
         out_TD: Tensor = self.ops.expert_combine(y_RD, places_R, weights_Tk)
         return out_TD

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,23 +18,16 @@ from ..ops.cpu.library import StackAdapter
 from .decoder import Decoder
 from .native import NativeStack
 from .weights.low_rank import Factors, packed_adapter
-from .weights.row_adapted import RowAdapted, StepRows
+from .weights.row_adapted import RowAdapted, RowAdapters, StepRows
 
 
-class RowAdapters(Protocol):
-    """Slots for the adapters of a model."""
+class AdapterRoom(NamedTuple):
+    """Room for adapters: ``slots``, each of a rank up to ``rank``, beside the matrices whose names end in one of
+    ``targets``."""
 
     slots: int
-    rows: StepRows
-
-    def prepare(self, factors: Factors) -> Any:
-        """Return factors in host memory in the form that ``put`` takes, as they are kept; may be called in any
-        thread."""
-        ...
-
-    def put(self, slot: int, prepared: Any) -> None:
-        """Fill a slot that no step in flight reads on the host."""
-        ...
+    rank: int
+    targets: Collection[str]
 
 
 class TensorAdapters:
@@ -59,14 +52,20 @@ class TensorAdapters:
                 made = RowAdapted.over(weight, self.rows, model.ops, **options)
                 model.replace(name, made)
                 self._places[name] = made
-        model.rows = self.rows
+        model.adapters = self
 
     def prepare(self, factors: Factors) -> Factors:
         """Return the same factors in the model's dtype, pinned if they are copied to a GPU."""
 
+        count = sum(low.a.numel() + low.b.numel() for low in factors.values())
+        memory = torch.empty(count, dtype=self._dtype, pin_memory=self._device.type == "cuda")
+        at = 0
+
         def held(tensor: Tensor) -> Tensor:
-            tensor = tensor.to(self._dtype).contiguous()
-            return tensor.pin_memory() if self._device.type == "cuda" else tensor
+            nonlocal at
+            part = memory[at : at + tensor.numel()].view(tensor.shape)
+            at += tensor.numel()
+            return part.copy_(tensor)
 
         return {name: replace(low, a=held(low.a), b=held(low.b)) for name, low in factors.items()}
 
@@ -91,8 +90,9 @@ class NativeAdapters:
         self.slots, self.rows = slots, StepRows()
         self._stack, self._half = model.stack, half
         self._layers = model.config.n_layers
-        model.rows = model.stack.rows = self.rows
+        model.stack.rows = self.rows
         model.stack.adapters = [None] * slots
+        model.adapters = self
 
     def prepare(self, factors: Factors) -> StackAdapter:
         """Pack the factors for the kernels."""
@@ -103,10 +103,10 @@ class NativeAdapters:
         self._stack.adapters[slot] = prepared
 
 
-def add_row_adapters(
-    model: Decoder, slots: int, rank: int, targets: Collection[str], *, half: bool = False
-) -> RowAdapters:
-    """Give a filled model on a CPU slots for adapters; arguments as of ``TensorAdapters`` and ``NativeAdapters``."""
-    if isinstance(model.stack, NativeStack):
-        return NativeAdapters(model, slots, half=half)
-    return TensorAdapters(model, slots, rank, targets)
+def add_row_adapters(model: Decoder, room: AdapterRoom, *, half: bool = False) -> RowAdapters:
+    """Give a filled model on a CPU slots for adapters; ``half`` as of ``NativeAdapters``."""
+    return (
+        NativeAdapters(model, room.slots, half=half)
+        if isinstance(model.stack, NativeStack)
+        else TensorAdapters(model, *room)
+    )

@@ -171,7 +171,7 @@ class Op:
     error_ratio: float = 2.0
     """The largest error allowed, as a multiple of what torch's own operator makes in the same dtype."""
     error_note: str = ""
-    """Why ``error_ratio`` is not 2, where it is not."""
+    """Reason why ``error_ratio`` is not 2, if it is not."""
 
 
 FAMILIES = (

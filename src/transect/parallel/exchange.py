@@ -1,7 +1,7 @@
 """All-to-all exchange of tokens with the ranks that have their experts, with gradients.
 
-A rank sends each of its tokens once to every rank that has one of the token's k experts, and gets back what the experts
-there say of it together::
+A rank sends each of its tokens once to every rank that has one of the token's k experts, and gets back the sum of
+what the experts there compute::
 
     own tokens [T, D] ── sent, by rank ──► tokens of all ranks for the experts here [S, D] ── experts ──┐
     their sums [T, D] ◄── added up, in the order of the ranks ── back by rank ◄──────────────────────── [S, D]

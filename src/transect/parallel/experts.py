@@ -6,7 +6,7 @@ or some experts whole) for all of them, and one sum a layer, with that of shared
 With ``Layout.expert`` the data axis shares the experts too, and each rank along it has tokens of its own. There are two
 ways to bring tokens and experts together:
 
-* **gather**: a layer gathers the tokens of all, computes what its own experts say, and adds up and hands back
+* **gather**: a layer gathers the tokens of all, computes the outputs of its own experts, and adds up and hands back
   (reduce-scatter). This moves ``(n - 1) / n`` of all tokens, twice. Every shape follows from the largest number of
   tokens that a rank has in the step, which ``meet`` agrees on once, before the layers, so a CUDA graph can capture it.
   Serving always goes this way. A rank without tokens takes part with none of its own (``idle``).

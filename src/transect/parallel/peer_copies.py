@@ -134,7 +134,7 @@ class PeerCopies:
             if parts[other].numel():
                 copies.copy(there, parts[other].data_ptr(), parts[other].nbytes, pushing)
             copies.post(self._signal(other, ARRIVED, slot, rank), turn, pushing)
-        for other in self._others:  # nobody reads the outbox any more, and the inbox is full
+        for other in self._others:  # no rank reads the outbox any more, and the inbox is full
             copies.wait(self._signal(rank, FREE, slot, other), turn - 1, pulling)
             copies.wait(self._signal(rank, ARRIVED, slot, other), turn, pulling)
         if out.numel():

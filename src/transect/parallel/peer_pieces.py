@@ -1,6 +1,6 @@
 """``PeerPieces``: the pieces of sharded weights in memory that other GPUs of the host read, by copy engines.
 
-To gather a layer a rank copies everybody's piece of it (``ops/comm/copy_engine.py``); no multiprocessor and no other
+To gather a layer a rank copies every rank's piece of it (``ops/comm/copy_engine.py``); no multiprocessor and no other
 rank has a part in that. Pieces change once in a step, in the optimizer. So it is enough that
 
 * after its step a rank posts how many steps it has taken, and waits on the stream of its copies for the others';

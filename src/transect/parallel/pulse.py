@@ -137,7 +137,7 @@ class Pulse:
         while not self._over.wait(self.interval):
             try:
                 message = self.look()
-            except RuntimeError:  # the store has gone with another rank: that is told elsewhere
+            except RuntimeError:  # the store has ended with another rank, which is reported elsewhere
                 return
             if message is not None and not self._over.is_set():
                 self.end(message)

@@ -38,7 +38,7 @@ def main() -> None:
         arrived(folder, rank).touch()
         serve_jobs(meet(folder, rank, size, device, first_device))
     except Exception as error:
-        if broken(error):  # another rank has ended; rank 0 hears of that first, and says so
+        if broken(error):  # another rank has ended; rank 0 notices that first, and reports it
             time.sleep(PATIENCE_S)
         else:
             traceback.print_exc()

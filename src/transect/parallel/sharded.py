@@ -69,7 +69,7 @@ class Sharded:
         tiles: number of parts in which each matrix of a layer comes to the device (``tiled.py``).
 
     Raises:
-        ValueError: a parameter is frozen, or there is not so much host memory.
+        ValueError: a parameter is frozen, or there is not enough host memory.
     """
 
     zero = 3
@@ -97,7 +97,7 @@ class Sharded:
             raise ValueError(f"{frozen[0]} is frozen, and sharding is for models that are trained whole: set zero to 2")
         self.group, self.model, self.recompute = group, model, recompute
         layers = [f"layers.{number}." for number in range(len(model.layers))]
-        # Matrices first, so that those that share an input lie behind each other, and can be one product.
+        # Matrices first, so that those that share an input are contiguous, and can be one product.
         order = sorted(self.parameters.items(), key=lambda item: item[1].ndim < 2)
         inside = [{n: p for n, p in order if n.startswith(layer)} for layer in layers]
         outside = {n: p for n, p in self.parameters.items() if not n.startswith("layers.")}

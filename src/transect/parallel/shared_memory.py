@@ -20,7 +20,7 @@ def shared_memory(world: World, group: Group, nbytes: int, refusal: str | None =
     Every rank of the world must call this, and either all groups get memory or none does.
 
     Args:
-        refusal: reason that this rank wants none.
+        refusal: reason why this rank takes no part.
     """
     made: PeerMemory | None = None
     said: bytes | str
@@ -42,7 +42,7 @@ def shared_memory(world: World, group: Group, nbytes: int, refusal: str | None =
                 opened.append(made.address if own else PeerMemory.opened(bytes(handles[rank][1])))  # type: ignore[arg-type]
         except RuntimeError as error:
             reason = str(error)
-    # One answer for all groups: those that go on exchange more messages.
+    # One answer for all groups: those that continue exchange more messages.
     reason = next((each for each in world.exchange(reason) if each is not None), None)
     if reason is None:
         assert made is not None
@@ -61,7 +61,7 @@ def _free(world: World, opened: Sequence[int], made: PeerMemory | None) -> None:
     for address in opened:
         if made is None or address != made.address:
             PeerMemory.close(address)
-    world.exchange(None)  # nobody has it open any more
+    world.exchange(None)  # no rank has it open any more
     if made is not None:
         made.free()
 

@@ -2,7 +2,7 @@
 
 Every rank makes memory that the others of its group can write to; the handles travel with the messages. Then both ways
 are timed at a few sizes, in CUDA graphs as steps have them, and from the size on at which NCCL is quicker it sums. All
-ranks decide the same, from everybody's times. Where the memory cannot be shared, NCCL does all, and a line says why.
+ranks decide the same, from the times of all ranks. If the memory cannot be shared, NCCL does all, and the log says why.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ MOST_ENGINES = 64
 CAUSES = {
     "kv": "the KV cache is full",
     "places": "max_num_seqs sequences run",
+    "adapters": "sequences with max_loras adapters run",
     "budget": "prompts fill the steps",
     "": "each step takes too long",
 }

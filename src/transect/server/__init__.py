@@ -1,12 +1,14 @@
 """The OpenAI-compatible HTTP server around an ``AsyncEngine``.
 
-* ``process``: bind, serve, drain on SIGTERM, end with the engine. ``app``: the table of routes.
+* ``process``: bind, serve, drain on SIGTERM, end with the engine. ``hand_over``: the socket's way to a successor.
+* ``app``: the table of routes.
 * ``http/``: connections, limits, bodies, errors, streams.
 * ``openai/``, ``anthropic/``, ``retrieval/``: the APIs. ``operations/``: metrics, health, logs and operators' routes.
 
 The APIs share:
 
 * ``options``: the settings. ``serving``: the server's state.
+* ``adapters``: adapters that requests choose by name.
 * ``prompts``: chat templates and tokenizers. ``rendering``, ``encoding``: both in bounded time.
 * ``generation``: the engine requests behind one HTTP request. ``beams``: those of a beam search.
 * ``structured``: the form of an answer. ``answers``: its thoughts, text and tool calls, whole or in pieces.

@@ -41,6 +41,7 @@ from .openai.replies import (
 from .openai.responses import Responses, ResponseStore
 from .openai.responses import error_event as response_error
 from .openai.responses_protocol import ResponsesRequest
+from .operations.adapter_routes import adapter_routes
 from .operations.bills import bills
 from .operations.health import health_of, scrape
 from .operations.routes import operations
@@ -98,6 +99,7 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     app.include_router(operations)
     app.include_router(retrieval, responses=REFUSALS)
     app.include_router(bills)
+    app.include_router(adapter_routes, responses=REFUSALS)
     app.add_middleware(Gate, serving=serving)
     if options.allowed_origins:
         # Outside the gate: a browser asks first whether it may send the key, and does so without the key.
@@ -205,7 +207,8 @@ async def count_message_tokens(request: Request, body: CountRequest) -> dict[str
 async def models(request: Request) -> ModelList:
     """List the names that requests may give as ``model``."""
     serving = _serving(request)
-    return ModelList(data=[_model(serving, name) for name in serving.options.model_names])
+    names = [*serving.options.model_names, *(each.name for each in serving.adapters.entries())]
+    return ModelList(data=[_model(serving, name) for name in names])
 
 
 @api.get("/v1/models/{name:path}", response_model=Model, tags=["OpenAI"])
@@ -215,7 +218,11 @@ async def model(request: Request, name: str) -> Model:
 
 
 def _model(serving: Serving, name: str) -> Model:
-    return Model(id=name, created=serving.started, max_model_len=serving.engine.max_model_len)
+    limit, names = serving.engine.max_model_len, serving.options.model_names
+    entry = None if name in names else serving.adapters.find(name)
+    if entry is None:
+        return Model(id=name, created=serving.started, root=name, max_model_len=limit)
+    return Model(id=name, created=entry.created, root=str(entry.path), parent=names[0], max_model_len=limit)
 
 
 @api.post("/tokenize", response_model=TokenizeResponse, tags=["tokenizer"])

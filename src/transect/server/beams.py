@@ -38,7 +38,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def beam_params(body: SamplingBody, params: SamplingParams, width: int, longest: int) -> BeamSearchParams | None:
-    """Read the beam-search settings of a request; None if it wants no beam search.
+    """Read the beam-search settings of a request; None if it asks for no beam search.
 
     Args:
         params: of the request; form, stop strings and lengths have been checked.

@@ -19,6 +19,7 @@ from ..engine.frontends.async_engine import EngineDeadError
 from ..engine.frontends.mailbox import Mailbox
 from ..engine.scheduling.policies.admission import QueueFull
 from ..engine.scheduling.sampling_params import SamplingParams
+from .adapters import current_adapter
 from .http.clients import current_client
 from .http.deadline import Deadline
 from .http.errors import ApiError, bad_value
@@ -29,6 +30,7 @@ from .operations.metrics import RequestTimer
 from .serving import Serving
 
 if TYPE_CHECKING:
+    from ..checkpoints.peft_config import AdapterFiles
     from ..engine.scheduling.outputs import RequestTimes
     from ..text.output_processor import Update
     from ..text.outputs import RequestOutput
@@ -93,7 +95,7 @@ class Generation:
         self._counted = False
         self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
-        self._client = current_client()
+        self._client, self._adapter = current_client(), current_adapter()
         serving.owners.note(self.id)
         self._deadline = deadline or Deadline(serving.options.request_timeout_s)
 
@@ -167,6 +169,7 @@ class Generation:
         if not self._counted:
             self._counted = True
             self._serving.accounts.spend(self._client, usage.prompt_tokens, usage.completion_tokens)
+            self._serving.adapters.count(self._adapter, usage.prompt_tokens, usage.completion_tokens)
         request_log.note(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
@@ -192,6 +195,17 @@ class Generation:
         return _watched(span, updates)
 
     async def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
+        """Yield the updates of one engine request, with the adapter that was chosen."""
+        async with (
+            self._serving.adapters.use(self._adapter) as adapter,
+            aclosing(self._updates_with(adapter, index, prompt)) as events,
+        ):
+            async for event in events:
+                yield event
+
+    async def _updates_with(
+        self, adapter: AdapterFiles | None, index: int, prompt: Prompt
+    ) -> AsyncGenerator[Event, None]:
         """Yield the updates of one engine request. Errors of the engine are raised as ``ApiError``."""
         params = self.params
         timer = RequestTimer(
@@ -206,6 +220,7 @@ class Generation:
             pooling=self._pooling,
             client=self._client.name,
             weight=self._client.weight,
+            **({} if adapter is None else {"adapter": adapter}),
         )
         try:
             async with aclosing(stream) as updates:  # type: ignore[type-var]

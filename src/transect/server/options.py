@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -19,40 +20,44 @@ class ServerOptions:
     """Settings of the HTTP server.
 
     Attributes:
-        model_names: Name that requests use; may be given again. Default: the model's. The first one is in answers.
+        model_names: Model name in requests; repeatable. Default: the model's. The first one is in answers.
+        lora_modules: Adapter to serve beside the model, ``NAME=DIR``; repeatable. Requests choose it by ``model``. It
+            needs ``--enable-lora``.
+        allowed_lora_dir: Directory below which adapters may be loaded while the server runs. The adapters in it are
+            served by their directories' names, and loaded when first asked for. Default: none.
         host: Local address to listen on; 0.0.0.0 for all.
         port: Port to listen on; 0 for any free one.
         uds: Listen on this Unix socket, not on host and port.
-        api_keys: Demand this key; may be given again. ``/v1`` and the tokenizer routes want a key as a bearer token.
-        admin_api_keys: Key of the operator, for routes that change state or show all requests; may be given again.
+        api_keys: Require this key; repeatable. ``/v1`` and the tokenizer routes want a key as a bearer token.
+        admin_api_keys: Operator's key, for routes that change state or show all requests; repeatable.
             Without it these routes are shut if there are other keys, and open if there are none.
-        protect_metrics: Demand a key for ``/metrics`` too.
-        trusted_proxies: Address or network of a proxy whose ``X-Forwarded-For`` is believed; may be given again.
+        protect_metrics: Require a key for ``/metrics`` too.
+        trusted_proxies: Address or network of a proxy whose ``X-Forwarded-For`` is trusted; repeatable.
         max_body_bytes: Longest request body in bytes.
-        request_timeout_s: Seconds from a request's arrival to its last token, rendering and encoding included. Then the
-            answer is a 504. Default: no limit.
+        request_timeout_s: Seconds from a request's arrival to its last token, including rendering and encoding. Then
+            the answer is a 504. Default: no limit.
         max_prompts: Prompts in one completions request.
         max_connections: Clients connected at the same time; default: as many as ``ulimit -n`` allows. Beyond that only
             ``/health`` and ``/metrics`` are answered.
         receive_timeout_s: Seconds for the head of a request, and the beginning of its body, to arrive. A body gets a
             second more for each 16 KiB. Then the answer is a 408.
-        keep_alive_s: Seconds that a connection stays open after an answer, for the next request. Give more than a proxy
-            in front of the server does, which otherwise sends a request on a connection that just ended.
+        keep_alive_s: Seconds that an idle connection stays open. Set it above the idle time of a proxy
+            in front of the server, which otherwise sends a request on a closed connection.
         grace_s: Seconds for running requests after SIGTERM.
         drain_timeout_s: Seconds for the streams of replaced engines after ``transect reload``.
-        allowed_origins: Origin of web pages that may ask; may be given again, or a JSON list; '' for none.
-        allowed_methods: Method of requests of web pages of other origins; may be given again.
-        allowed_headers: Header of requests of web pages of other origins; may be given again.
-        allow_credentials: Allow credentials, such as cookies, in requests of other origins (CORS).
-        root_path: Path below which a proxy shows this server, such as ``/llm``.
+        allowed_origins: Allowed origin of web pages (CORS); repeatable, or a JSON list; '' for none.
+        allowed_methods: Allowed method of cross-origin requests; repeatable.
+        allowed_headers: Allowed header of cross-origin requests; repeatable.
+        allow_credentials: Allow credentials, such as cookies, in cross-origin requests.
+        root_path: Path prefix under which a proxy serves this server, such as ``/llm``.
         ssl_certfile: Speak TLS with this certificate (PEM).
-        ssl_keyfile: Key of the certificate (PEM), if it is in a file of its own.
-        tool_call_parser: Form of tool calls: hermes, qwen3_coder, mistral_v11 ...; auto reads the chat template.
+        ssl_keyfile: Key of the certificate (PEM), if in a separate file.
+        tool_call_parser: Syntax of tool calls: hermes, qwen3_coder, mistral_v11 ...; auto reads the chat template.
             ``text/tools/`` has them all.
-        reasoning_parser: Marks of thoughts: qwen3, mistral ...; auto reads the chat template; none: thoughts are text.
+        reasoning_parser: Reasoning markers: qwen3, mistral ...; auto reads the chat template; none: reasoning is text.
         request_log: Write a line for each request to standard error. No texts are logged.
-        log_level: Least level of these lines: warning is for 4xx, error for 5xx.
-        otlp_traces_endpoint: Send OpenTelemetry spans of requests there: ``http://HOST:4318`` or ``grpc://HOST:4317``.
+        log_level: Lowest level of these lines: warning for 4xx, error for 5xx.
+        otlp_traces_endpoint: Send OpenTelemetry spans of requests to this address: ``http://HOST:4318`` or ``grpc://HOST:4317``.
 
     Raises:
         ValueError: a value is out of its range, or a file cannot be used.
@@ -61,6 +66,8 @@ class ServerOptions:
     GROUPS: ClassVar[Mapping[str, str]] = {"model_names": "Server"}
 
     model_names: Annotated[tuple[str, ...], About(option="served-model-name")]
+    lora_modules: tuple[str, ...] = ()
+    allowed_lora_dir: str | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, About(least=0, most=65535)] = 8000
     uds: str | None = None
@@ -97,6 +104,9 @@ class ServerOptions:
         check_values(self)
         if not self.model_names or not all(self.model_names):
             raise ValueError("model_names must hold at least one non-empty name")
+        clash = sorted(named_modules(self.lora_modules).keys() & set(self.model_names))
+        if clash:
+            raise ValueError(f"{clash[0]} is the name of the model and of an adapter: give one of them another name")
         keys = [*(each.key for each in self.keys), *self.admin_api_keys]
         if any(not key or not key.isascii() for key in keys):
             raise ValueError("api keys must be non-empty and plain ASCII")
@@ -112,7 +122,7 @@ class ServerOptions:
         if self.otlp_traces_endpoint is not None:
             from .operations.tracing import exporter_for
 
-            exporter_for(self.otlp_traces_endpoint).shutdown()  # says now what is wrong with it
+            exporter_for(self.otlp_traces_endpoint).shutdown()  # reports an error now
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
@@ -123,6 +133,29 @@ class ServerOptions:
             each if isinstance(each, ApiKey) else ApiKey(each, Client(f"key-{number}"))
             for number, each in enumerate(self.api_keys, 1)
         )
+
+
+def named_modules(modules: Iterable[str]) -> dict[str, str]:
+    """Parse directories by name, from ``NAME=DIR`` or vLLM's JSON objects with ``name`` and ``path``.
+
+    Raises:
+        ValueError: a text is neither, or a name comes twice.
+    """
+    found: dict[str, str] = {}
+    for text in modules:
+        name, _, path = text.partition("=")
+        if text.startswith("{"):
+            try:
+                given = json.loads(text)
+                name, path = given["name"], given["path"]
+            except (ValueError, KeyError, TypeError):
+                name = path = ""
+        if not (isinstance(name, str) and isinstance(path, str) and name and path):
+            raise ValueError(f"--lora-modules takes NAME=DIR, not {text!r}")
+        if name in found:
+            raise ValueError(f"--lora-modules names {name} twice: give each adapter a name of its own")
+        found[name] = path
+    return found
 
 
 def _check_network(text: str) -> None:

@@ -1,9 +1,10 @@
 """The life of a server process: bind, serve, drain on SIGTERM, end with the engine.
 
-SIGHUP replaces the engines where the caller can do that, and ends the server in good order elsewhere.
+SIGHUP replaces the engines where the caller can do that, and ends the server in good order elsewhere. SIGUSR2 starts a
+new server process on the same socket; this one accepts no more connections then, and ends after its last answer.
 
-Exit codes: 0 after SIGTERM or SIGHUP, 130 after Ctrl-C, 1 when the engine died and a supervisor should start the server
-again.
+Exit codes: 0 after SIGTERM, SIGHUP or SIGUSR2, 130 after Ctrl-C, 1 when the engine died and a supervisor should start
+the server again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import uvicorn
 from ..engine.frontends.collector import keep_from_collector
 from ..text.chat_template import ChatTemplate
 from .app import create_app
+from .hand_over import Successor
 from .http.connections import Connection, Limits, log_shortages_rarely, most_connections, refuse_half_sent
 from .http.gate import DRAINING
 from .options import ServerOptions
@@ -90,7 +92,7 @@ def bind_unix(path: str) -> socket.socket:
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if _abandoned(path):
+        if abandoned(path):
             os.unlink(path)
         mask = os.umask(0o177)
         try:
@@ -103,7 +105,7 @@ def bind_unix(path: str) -> socket.socket:
     return sock
 
 
-def _abandoned(path: str) -> bool:
+def abandoned(path: str) -> bool:
     """Return True if ``path`` is a socket without a listener."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
@@ -134,7 +136,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Signals:
-    """SIGTERM, SIGHUP and Ctrl-C as awaitable events. A second signal of any kind ends the server immediately.
+    """SIGTERM, SIGHUP and Ctrl-C as awaitable events. A second signal of these ends the server immediately.
 
     SIGHUP, which a closed terminal sends, is left alone where it is ignored, as ``nohup`` wants it.
 
@@ -145,8 +147,9 @@ class _Signals:
     def __init__(self, reloads: bool = False) -> None:
         self._reloads = reloads
         self.reload = asyncio.Event()
+        self.restart = asyncio.Event()
         hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-        self._kinds = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangs_up else []))
+        self._kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, *([signal.SIGHUP] if hangs_up else []))
         self.first: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
         self.again = asyncio.Event()
 
@@ -159,6 +162,8 @@ class _Signals:
     def _caught(self, which: signal.Signals) -> None:
         if which == signal.SIGHUP and self._reloads:
             self.reload.set()
+        elif which == signal.SIGUSR2:
+            self.restart.set()
         elif self.first.done():
             self.again.set()
         else:
@@ -177,8 +182,9 @@ async def serve(
     *,
     ready: Callable[[Any], None],
     reload: Callable[[Any], Awaitable[None]] | None = None,
+    restart: Callable[[], Successor] | None = None,
 ) -> int:
-    """Start the engine, serve until a signal or the engine's death, and clean up.
+    """Start the engine, serve until a signal, the engine's death or a successor, and clean up.
 
     Args:
         start_engine: returns an awaitable that gives the running engine.
@@ -186,6 +192,7 @@ async def serve(
         sock: from ``bind``.
         ready: called once with the engine, when requests are accepted.
         reload: replaces the engine's processes, on SIGHUP; None if SIGHUP ends the server.
+        restart: starts another server on the socket, on SIGUSR2; None if SIGUSR2 does nothing.
 
     Returns:
         The process's exit code.
@@ -199,11 +206,14 @@ async def serve(
             return _code(signals)
         engine = starting.result()
         reloading = None if reload is None else asyncio.create_task(_reload(engine, signals, reload))
+        succession = asyncio.create_task(_succession(signals, restart))
         try:
-            return await _serve(engine, options, sock, signals, ready)
+            return await _serve(engine, options, sock, signals, ready, succession)
         finally:
             if reloading is not None:
                 reloading.cancel()
+            succession.cancel()
+            await asyncio.gather(succession, return_exceptions=True)
             await engine.shutdown()
 
 
@@ -215,10 +225,30 @@ async def _reload(engine: Any, signals: _Signals, reload: Callable[[Any], Awaita
         log.warning("transect: reload: new engines are started, and old ones finish their streams")
         try:
             await reload(engine)
-        except Exception as error:  # of the settings, or of an engine that does not start: the server goes on
+        except Exception as error:  # of the settings, or of an engine that does not start: the server continues
             log.error("transect: error: reload failed, and the engines stay: %s", error)
         else:
             log.warning("transect: reload: new engines take all requests")
+
+
+async def _succession(signals: _Signals, restart: Callable[[], Successor] | None) -> None:
+    """Wait until another server process has taken over the socket."""
+    while True:
+        await signals.restart.wait()
+        if restart is None or os.getpid() == 1:
+            log.error("transect: error: no restart: this is process 1 of a container, which ends with it, or one rank")
+        else:
+            log.warning("transect: restart: a new server process is started on the same socket")
+            try:
+                successor = restart()
+                if await successor.ready():
+                    log.warning("transect: restart: process %d takes all connections", successor.pid)
+                    return
+                why = "the new one ended before it was ready"
+            except OSError as error:
+                why = str(error)
+            log.error("transect: error: restart failed, and this process stays: %s", why)
+        signals.restart.clear()
 
 
 def _code(signals: _Signals) -> int:
@@ -231,10 +261,12 @@ async def _serve(
     sock: socket.socket,
     signals: _Signals,
     ready: Callable[[Any], None],
+    succession: asyncio.Task[None],
 ) -> int:
     renderer = RenderApart()
     app = create_app(engine, options, renderer)
     serving: Serving = app.state.serving
+    await serving.adapters.start()
     limits = Limits(most_connections(options.max_connections), options.receive_timeout_s)
     config = uvicorn.Config(
         app,
@@ -271,18 +303,26 @@ async def _serve(
             renderer.start(engine.chat_template)
         keep_from_collector()
         ready(engine)
-        await asyncio.wait((running, death, signals.first), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((running, death, signals.first, succession), return_when=asyncio.FIRST_COMPLETED)
         if death.done():
             code = ENGINE_DIED
             log.error("transect: error: the engine has stopped (%s): start the server again", death.result())
             server.force_exit = not await _settle(serving, SETTLE_S)
             await asyncio.sleep(RED_S)
+        elif succession.done() and not signals.first.done():
+            code = DRAINED
+            for each in server.servers:
+                each.close()  # in this process alone
+            serving.handed_over = True
+            open_ones = _until_none(server.server_state.connections)
+            await _drain(serving, engine, signals, death, options.drain_timeout_s, open_ones)
+            server.force_exit = True
         else:
             code = _code(signals)
             serving.draining = True
             refuse_half_sent(server.server_state.connections, DRAINING)
             settled = await _drain(serving, engine, signals, death, options.grace_s if code == DRAINED else 0.0)
-            server.force_exit = not settled  # whoever has not read his answer by now is not waited for
+            server.force_exit = not settled  # clients that have not read their answers by now are not waited for
         return code
     finally:
         death.cancel()
@@ -300,12 +340,23 @@ async def _death(engine: Engine) -> str | None:
     return health.detail
 
 
+async def _until_none(connections: set[Any]) -> None:
+    """Wait until there are no connections: those of idle clients are closed after ``keep_alive_s``."""
+    while connections:
+        await asyncio.sleep(0.05)
+
+
 async def _drain(
-    serving: Serving, engine: Any, signals: _Signals, death: asyncio.Task[str | None], grace_s: float
+    serving: Serving,
+    engine: Any,
+    signals: _Signals,
+    death: asyncio.Task[str | None],
+    grace_s: float,
+    done: Awaitable[object] | None = None,
 ) -> bool:
-    """Let running requests finish; after the grace period, or at a second signal, the rest get one clean error. Returns
-    True if all have ended."""
-    waiting = [asyncio.ensure_future(each) for each in (serving.idle.wait(), signals.again.wait())]
+    """Let running requests finish; after the grace period, or at a second signal, the rest get one clean error.
+    ``done`` ends the wait instead of the last request's end. Returns True if all have ended."""
+    waiting = [asyncio.ensure_future(each) for each in (done or serving.idle.wait(), signals.again.wait())]
     await asyncio.wait((*waiting, death), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
     for each in waiting:
         each.cancel()

@@ -11,6 +11,7 @@ from ..engine.executors.pooling import Pooling
 from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.reasoning import thoughts_of
 from ..text.tools.registry import shape_of
+from .adapters import Adapters, choose_adapter, current_adapter
 from .encoding import Encoder
 from .http.accounts import Accounts
 from .http.errors import ApiError, nearest
@@ -85,11 +86,14 @@ class Serving:
         self.turns = Turns()
         self.owners = Owners()
         self.accounts = Accounts(self.metrics.registry)
+        self.adapters = Adapters(engine, options, self.metrics.registry)
         self.renderer = renderer or RenderHere()
         endpoint = options.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(exporter_for(endpoint), options.model_names[0])
         self.started = int(time.time())
         self.draining = False
+        self.handed_over = False
+        """Another process has the listening socket: every answer closes its connection."""
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -107,17 +111,22 @@ class Serving:
 
     @property
     def model_name(self) -> str:
-        """Name of the model in answers."""
-        return self.options.model_names[0]
+        """Name in answers: of the request's adapter, or of the model."""
+        return current_adapter() or self.options.model_names[0]
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served; None means the served model.
+        """Refuse a model that is not served; None means the served model. An adapter is chosen for this request.
 
         Raises:
             ApiError: 404 with the names that are served.
         """
         names = self.options.model_names
-        if name is not None and name not in names:
+        if name is None or name in names:
+            return
+        if self.adapters.find(name) is not None:
+            choose_adapter(name)
+        else:
+            names = (*names, *(each.name for each in self.adapters.entries()))
             hint = nearest(name[:100], names) or f"; this server has {', '.join(map(repr, names))}"
             message = f"the model {name[:100]!r} does not exist{hint}"
             raise ApiError(404, message, param="model", code="model_not_found")

@@ -19,7 +19,7 @@ class NumberText:
     special_ids: frozenset[int] = frozenset()
     special_texts: tuple[str, ...] = ()
     drops_leading_space = False
-    longest_token = 2**31  # so that nobody counts before ``encode`` says what is wrong
+    longest_token = 2**31  # so that no length is checked before ``encode`` reports the error
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

@@ -77,7 +77,7 @@ class Update:
     """New output of one choice.
 
     ``text``, ``token_ids`` and ``logprobs`` (None when not asked for) are deltas; ``text`` may be empty while tokens
-    are not, and the other way round. ``finish_reason`` is set once for each choice: in its terminal event. ``aborts``
+    are not, and vice versa. ``finish_reason`` is set once for each choice: in its terminal event. ``aborts``
     names the (request id, choice) pairs that the engine must now end. ``final`` is the whole request, set in the event
     that ends its last choice; from then on the processor has forgotten it.
     """

@@ -47,7 +47,6 @@ def test_what_means_nothing_is_dropped_and_what_means_something_is_kept():
         ({"task": "embed"}, "task='embed' is not possible here"),
         ({"skip_tokenizer_init": 1}, "skip_tokenizer_init=1"),
         ({"max_logprobs": 50}, "requests may ask for up to 20"),
-        ({"enable_lora": True}, "enable_lora=True"),
     ],
 )
 def test_what_cannot_be_done_is_refused(given, words):

@@ -153,7 +153,7 @@ def test_hooks_are_gone_afterwards() -> None:
     ("loss", "message"),
     [
         (torch.ones(2, requires_grad=True) * 2, "single number"),
-        (torch.ones(()), "depends on nothing"),
+        (torch.ones(()), "depends on no tensor"),
         (1.5, "must be a tensor, not float"),
     ],
 )

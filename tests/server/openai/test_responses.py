@@ -40,6 +40,7 @@ async def test_without_being_asked_there_are_none(client, engine):
     [
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"max_tool_calls": 4}, "max_tool_calls"),
         ({"truncation": "middle"}, "truncation"),
         ({"reasoning": {"efort": "low"}}, "reasoning"),
         ({"background": True}, "background"),
@@ -79,9 +80,9 @@ async def test_truncation_drops_the_oldest_turns_and_keeps_the_system(client, en
     assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_calls_are_bounded_by_what_there_is(client):
-    made = await client.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 2, "max_tool_calls": 4})
-    assert made.status_code == 200 and made.json()["max_tool_calls"] == 4
+async def test_an_empty_bound_on_calls_is_no_bound(client):
+    made = await client.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 2, "max_tool_calls": None})
+    assert made.status_code == 200 and made.json()["max_tool_calls"] is None
 
 
 REFUSED = [{"type": "refusal", "refusal": "I will not."}]

@@ -198,7 +198,7 @@ def test_dropout_knows_which_tokens_a_rank_has(tmp_path, monkeypatch) -> None:
     [
         ({"targets": ["qproj"]}, "did you mean q_proj"),
         ({"targets": ["c_attn"]}, "the model has nothing called c_attn"),
-        ({"targets": ["(q"]}, "no regular expression"),
+        ({"targets": ["(q"]}, "not a regular expression"),
         ({"r": 4, "rank": 5}, "given twice"),
         ({"dropout": 1.0}, "lora.dropout is a share"),
         ({"targets": ["embed_tokens"], "dora": True}, "DoRA is for matrices"),

@@ -18,7 +18,7 @@ def read_trace(path: Path, *, limit: int | None = None, start: float | None = No
     ``bench serve --json`` wrote.
 
     Args:
-        limit: requests to read at the most.
+        limit: most requests to read.
         start: seconds from the beginning of the trace at which to begin.
         seed: decides what ServeGen's distributions give.
 

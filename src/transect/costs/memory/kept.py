@@ -129,7 +129,7 @@ def layer_kept(
     else:
         mlp += (3 * wide if backend == "cpu" else element) * ffn
     mlp += element * ffn * reads.down
-    if config.moe is not None:  # what each expert says of a token, and the router's scores
+    if config.moe is not None:  # the outputs of each expert for a token, and the router's scores
         mlp += ranks * (element * dim * config.moe.per_token + 8 * config.moe.experts)
     return LayerKept(attention, mlp, element * stream)
 

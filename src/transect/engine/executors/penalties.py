@@ -12,8 +12,8 @@ In the order of vLLM's sampler, on a copy of the model's logits:
 and last of all -inf where the grammar of an answer does not allow t, or t completes one of bad_words.
 
 Which tokens a choice has used, and how often, is kept from step to step: a step adds its new token, it does not count
-the context again. That memory is only a cache of what the batch says anyway; a choice that has been away for a while is
-forgotten and, should it return, counted once more from ``Draw.prompt_token_ids`` and ``output_token_ids``.
+the context again. That memory is only a cache of data that every batch carries; a choice that has been away for a while
+is forgotten and, should it return, counted again from ``Draw.prompt_token_ids`` and ``output_token_ids``.
 """
 
 from __future__ import annotations

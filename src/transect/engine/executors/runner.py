@@ -1,13 +1,13 @@
 """``Runner``: the executor of production. A scheduled batch becomes one ragged forward pass and its drawn tokens.
 
 The step's tokens lie flat in one axis, row after row. One forward pass writes their keys and values to the paged cache
-and attends through the block tables. Logits are computed only where a token is drawn or a prompt logprob is wanted.
+and attends through the block tables. Logits are computed only where a token is drawn or a prompt logprob is requested.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from ...models.decoder import Decoder
 from ...parallel.experts import idle, meeting
 from ..scheduling.batch import PLACEHOLDER, Handle, ScheduledBatch, StepResult
 from ..scheduling.constraint import MaskFiller, fill_each
+from .adapter_slots import AdapterSlots
 from .penalties import Pick
 from .prompt_results import prompt_results
 from .sampler import Sampler
@@ -74,13 +75,15 @@ class Runner:
 
     Args:
         model: computes hidden states and logits.
-        k_cache, v_cache: ``[layers, blocks, kv_heads, block_size, head_dim]``, in the layout that the model wants
+        k_cache, v_cache: ``[layers, blocks, kv_heads, block_size, head_dim]``, in the layout that the model needs
             (``Decoder.new_kv_cache``).
         fill_masks: makes the masks of draws under a grammar.
     """
 
     def __init__(self, model: Decoder, k_cache: Tensor, v_cache: Tensor, *, fill_masks: MaskFiller = fill_each) -> None:
-        self._model = model
+        self.adapters: AdapterSlots | None = None
+        """Slots for the adapters of rows; None if no row has one."""
+        self.model = self._model = model
         self._k_cache, self._v_cache = k_cache, v_cache
         self._block_size = v_cache.shape[3]
         self._sampler = Sampler(fill_masks)
@@ -103,10 +106,26 @@ class Runner:
         """Copy blocks, compute the rows, draw (under a grammar: when ``draw`` is called). A row whose logits are not
         finite fails alone."""
         copy_blocks(self._k_cache, self._v_cache, batch.block_copies)
+        if self.adapters is not None:
+            batch = self._with_adapters(batch, self.adapters)
         tokens_T, positions_T, context, starts = self._inputs(batch)
         if self._sharing is not None:
             self._sharing.meet(len(tokens_T))
         return self._finish(batch, self._model(tokens_T, positions_T, context), starts)
+
+    def _with_adapters(self, batch: ScheduledBatch, adapters: AdapterSlots) -> ScheduledBatch:
+        """Say which adapter each token has. Returns the batch with the rows of an adapter side by side: they are
+        multiplied together."""
+        slots = adapters.place(batch.rows)
+        if slots is None:
+            adapters.adapters.rows.slots_T = None
+            return batch
+        order = sorted(range(len(slots)), key=slots.__getitem__)
+        rows = tuple(batch.rows[index] for index in order)
+        counts = torch.tensor([row.num_tokens for row in rows])
+        ordered = torch.tensor([slots[index] for index in order], dtype=torch.int32)
+        adapters.adapters.rows.slots_T = ordered.repeat_interleave(counts)
+        return replace(batch, rows=rows)
 
     def _finish(self, batch: ScheduledBatch, hidden_TD: Tensor, starts: Sequence[int]) -> Handle:
         """Draw from the hidden states ``[T, D]``, or prepare the draws."""

@@ -5,6 +5,7 @@
 * ``async_engine``, ``process``, ``wire``: ``AsyncEngine``, the engine in another process, and the messages between.
   ``mailbox``: outputs that wait for a request's task. ``socket_folder``: the folder of their socket.
   ``collector``: the garbage collector in a process that serves. ``grammar_queue``: requests whose grammars compile.
+  ``adapter_queue``: requests whose adapters are read.
 * ``streams``: a request with what is known of its answer, carried from engine to engine. ``generating``: texts and
   embeddings on top of a stream.
 * ``replicas``: several engines behind one interface. ``supervisor``: watches, restarts and replaces them.

@@ -17,13 +17,13 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from ...checkpoints.peft_config import AdapterFiles
 from ...checkpoints.resolve import resolve
 from ...spec.layouts.shards import first_shard
 from ...text.model_text import ModelText, load_text, text_settings
@@ -40,7 +40,7 @@ from . import wire
 from .generating import Generates
 from .inputs import check_params, check_token_ids, checked_submit, default_params, text_options, with_token_ids
 from .socket_folder import NAME, make_socket_folder
-from .streams import EngineDeadError, OutputStream
+from .streams import EngineDeadError, EngineHealth, OutputStream
 from .vllm_arguments import engine_settings
 
 STOP_WAIT_S = 5.0
@@ -48,16 +48,6 @@ MOST_UNREAD = 4096
 """Most requests that the engine has not read yet."""
 UNREAD_RETRY_S = 5.0
 """Seconds after which clients may retry if the engine does not read its messages."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineHealth:
-    """``state``: ``ok``, ``hung`` (no sign of life for a while) or ``dead``; ``detail`` is a sentence."""
-
-    state: Literal["ok", "hung", "dead"]
-    detail: str
-    pids: tuple[int, ...] = ()
-    """Process ids of the engines that live."""
 
 
 class AsyncEngine(Generates):
@@ -81,6 +71,7 @@ class AsyncEngine(Generates):
         self._streams: dict[str, OutputStream] = {}
         """Requests in this engine, by id."""
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
+        self._adapter_waiters: dict[str, list[asyncio.Future[str]]] = {}
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         self._submitted = self._taken = 0
         """Number of the newest submitted request."""
@@ -217,32 +208,14 @@ class AsyncEngine(Generates):
         return self._processor.snapshot(request_id) if request_id in self._processor else None
 
     async def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str,
-        *,
-        prompt: str | None = None,
-        priority: int = 0,
-        pooling: Pooling | None = None,
-        client: str = "",
-        weight: float = 1.0,
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[Update, None]:
         """Yield deltas of all choices until each has had its terminal update. Raises as ``generate`` does.
 
         A caller that falls behind gets what came meanwhile of a choice in one delta. Clients share the engine by their
         weights.
         """
-        stream = self.open(
-            prompt_token_ids,
-            params,
-            request_id,
-            prompt=prompt,
-            priority=priority,
-            pooling=pooling,
-            client=client,
-            weight=weight,
-        )
+        stream = self.open(prompt_token_ids, params, request_id, **options)
         async with contextlib.aclosing(self.follow(stream)) as updates:
             async for update in updates:
                 yield update
@@ -258,6 +231,7 @@ class AsyncEngine(Generates):
         pooling: Pooling | None = None,
         client: str = "",
         weight: float = 1.0,
+        adapter: AdapterFiles | None = None,
     ) -> OutputStream:
         """Check a request, and build its stream for ``follow``. Raises as ``generate`` does."""
         self._check_alive()
@@ -265,7 +239,9 @@ class AsyncEngine(Generates):
         params = with_token_ids(check_params(params), self.tokenizer)
         check_token_ids(ids, params, self.vocab_size, self.info.eos_token_ids)
         check_choices(params.n, self.info.max_num_seqs)
-        return OutputStream(request_id, prompt, ids, params, priority, pooling, client, weight)
+        if adapter is not None and not self.config.enable_lora:
+            raise ValueError("this engine serves no adapters: start it with enable_lora")
+        return OutputStream(request_id, prompt, ids, params, priority, pooling, client, weight, adapter)
 
     async def follow(self, stream: OutputStream) -> AsyncGenerator[Update, None]:
         """Run a request here: a new one, or one that another engine has left unfinished. If this engine ends too,
@@ -350,6 +326,25 @@ class AsyncEngine(Generates):
         await self._send(wire.ResetPrefixCache())
         await self.stats()  # messages are taken in order: it has been done
 
+    async def load_adapter(self, files: AdapterFiles) -> None:
+        """Have the engine read an adapter in a thread, check it and keep it in host memory.
+
+        Raises:
+            ValueError: the adapter cannot be served; the message says why.
+            EngineDeadError: the engine has ended.
+        """
+        self._check_alive()
+        waiter: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._adapter_waiters.setdefault(files.id, []).append(waiter)
+        await self._send(wire.LoadAdapter(files.id, str(files.path)))
+        if error := await waiter:
+            raise ValueError(error)
+
+    async def forget_adapter(self, files: AdapterFiles) -> None:
+        """Let the engine forget an adapter that no request has."""
+        if self._death is None:
+            await self._send(wire.ForgetAdapter(files.id))
+
     async def drain(self) -> None:
         """Wait until no request is running. New ones are still accepted: refusing them is the caller's business."""
         await self._idle.wait()
@@ -400,7 +395,7 @@ class AsyncEngine(Generates):
         self._sending.add(sending)
         try:
             await sending
-        except (asyncio.CancelledError, zmq.ZMQError):  # nobody is there to take it, or the caller is cancelled
+        except (asyncio.CancelledError, zmq.ZMQError):  # the engine is gone, or the caller is cancelled
             if self._death is None or ((task := asyncio.current_task()) is not None and task.cancelling()):
                 raise
             raise EngineDeadError(self._death) from None
@@ -412,7 +407,7 @@ class AsyncEngine(Generates):
         # By the socket that receives too: a send of another one may take the signal that something has come.
         with contextlib.suppress(zmq.ZMQError):
             sent = asyncio.ensure_future(self._socket.send(wire.encode(message), zmq.NOBLOCK))
-            sent.add_done_callback(lambda each: each.cancelled() or each.exception())  # nobody is there to take it
+            sent.add_done_callback(lambda each: each.cancelled() or each.exception())  # the engine is gone
 
     async def _receive(self) -> None:
         while True:
@@ -432,6 +427,10 @@ class AsyncEngine(Generates):
                     waiter = self._stats_waiters.pop(0)
                     if not waiter.done():
                         waiter.set_result(message.stats)
+                case wire.AdapterLoaded():
+                    for each in self._adapter_waiters.pop(message.id, ()):
+                        if not each.done():
+                            each.set_result(message.error)
                 case wire.Ready():
                     self._ready.set_result(message)
                 case wire.Failed():
@@ -489,9 +488,11 @@ class AsyncEngine(Generates):
         self._death = reason
         for stream in self._streams.values():
             stream.mailbox.put(EngineDeadError(reason))
-        for waiter in self._stats_waiters:
+        loading = [each for waiters in self._adapter_waiters.values() for each in waiters]
+        for waiter in (*self._stats_waiters, *loading):
             if not waiter.done():
                 waiter.set_exception(EngineDeadError(reason))
         self._stats_waiters.clear()
+        self._adapter_waiters.clear()
         for sending in list(self._sending):
             sending.cancel()

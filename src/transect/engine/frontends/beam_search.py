@@ -33,7 +33,7 @@ class BeamSearchParams:
 
     Attributes:
         beam_width: number of beams kept, and of answers returned; 1 to 10.
-        max_tokens: tokens of an answer at the most.
+        max_tokens: most tokens of an answer.
         ignore_eos: continue past the model's end of sequence.
         temperature: must be 0 or 1: beams are compared by the model's own probabilities.
         length_penalty: see above; 0 compares whole probabilities, larger values favour long answers. In [-10, 10].

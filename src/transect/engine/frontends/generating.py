@@ -3,18 +3,20 @@ it."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
+from ...checkpoints.peft_config import AdapterFiles, adapter_folder
 from ...text.output_processor import Update
 from ...text.outputs import RequestOutput
 from ..executors.pooling import PARAMS, EmbeddingOutput, Pooling, PoolingParams, embedding_output
 from ..scheduling.sampling_params import SamplingParams
 from . import wire
-from .inputs import check_params, prompt_token_ids, truncated
+from .inputs import LoRARequest, check_params, prompt_token_ids, truncated
 
 
 class Generates(ABC):
@@ -53,6 +55,7 @@ class Generates(ABC):
         pooling: Pooling | None = None,
         client: str = "",
         weight: float = 1.0,
+        adapter: AdapterFiles | None = None,
     ) -> AsyncGenerator[Update, None]:
         """Yield deltas of all choices until each has had its terminal update. Raises as ``generate`` does."""
 
@@ -65,6 +68,7 @@ class Generates(ABC):
         priority: int = 0,
         add_special_tokens: bool = True,
         parse_special: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the state of the request after each step with new output; the last one is ``finished``.
 
@@ -74,6 +78,7 @@ class Generates(ABC):
             request_id: a random id if None.
             priority: lower runs earlier.
             add_special_tokens, parse_special: encoding of a text, see ``LLM.generate``.
+            lora_request: the adapter; needs ``enable_lora``.
 
         Raises:
             ValueError: the request cannot be served as it is.
@@ -86,7 +91,10 @@ class Generates(ABC):
         name = request_id or uuid.uuid4().hex
         params = self.default_sampling_params() if params is None else params
         ids = truncated(ids, check_params(params), self.max_model_len)
-        stream = self.stream(ids, params, name, prompt=text, priority=priority)
+        adapter = None
+        if lora_request is not None:
+            adapter = await asyncio.to_thread(AdapterFiles.of, adapter_folder(lora_request.lora_path))
+        stream = self.stream(ids, params, name, prompt=text, priority=priority, adapter=adapter)
         async with contextlib.aclosing(stream) as updates:
             async for update in updates:
                 if update.final is not None:

@@ -47,6 +47,11 @@ class GrammarQueue:
         """Count the requests that wait for their grammars."""
         return len(self._late)
 
+    @property
+    def adapters(self) -> set[str]:
+        """Content ids of the adapters of these requests."""
+        return {late.request.adapter for late in self._late.values()}
+
     def add(self, request: Request) -> None:
         """Queue a request now, or as soon as its grammar is compiled. Raises the errors of ``EngineCore.add``."""
         params = request.params.structured_outputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from ...text.grammar.bad_words import spellings
@@ -16,6 +17,28 @@ class TextEncoder(Protocol):
     """Part of a tokenizer that encoding uses."""
 
     def encode(self, text: str, add_special_tokens: bool = ..., parse_special: bool = ...) -> list[int]: ...
+
+
+class LoRARequest:
+    """An adapter for a request: ``LoRARequest(name, path)``. vLLM's form, with a number between the two, is taken too.
+
+    Args:
+        lora_name: for messages.
+        where: the directory of an adapter in PEFT's layout, or of a run; a number before it is not looked at.
+        lora_path: the same by name.
+
+    Raises:
+        ValueError: there is no path.
+    """
+
+    def __init__(self, lora_name: str, *where: Any, lora_path: str | Path = "", lora_int_id: int = 0) -> None:
+        path = lora_path or next((each for each in where if isinstance(each, str | Path)), "")
+        if not isinstance(lora_name, str) or not lora_name or not path:
+            raise ValueError("LoRARequest takes a name and the directory of an adapter")
+        self.lora_name, self.lora_path, self.lora_int_id = lora_name, str(path), lora_int_id
+
+    def __repr__(self) -> str:
+        return f"LoRARequest({self.lora_name!r}, {self.lora_path!r})"
 
 
 def prompt_token_ids(

@@ -27,6 +27,7 @@ from ..scheduling.request import Request
 from ..scheduling.sampling_params import SamplingParams
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, with_prompt
 from .inputs import (
+    LoRARequest,
     check_params,
     check_token_ids,
     default_params,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from ..scheduling.core import EngineCore
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -78,6 +80,7 @@ class LLM:
         self._core = built.core
         self._end_ranks = weakref.finalize(self, _end_ranks, built.core, built.ranks)
         self._has_ranks = built.mesh is not None
+        self._adapters = built.adapters
         self._scheduler_config = built.core.scheduler.config
         self._grammars = built.grammars(checked=False)
         self._next_id = 0
@@ -118,6 +121,7 @@ class LLM:
         priority: int = 0,
         add_special_tokens: bool = True,
         parse_special: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Continue prompts. All of them run together, those that may draw the most tokens first (``longest_first``),
         with step sizes that finish the whole batch soonest (``mixed_step_limit``).
@@ -130,6 +134,7 @@ class LLM:
             add_special_tokens: put around a text what the model expects there (often a BOS token, often nothing).
             parse_special: ``<|im_end|>`` and its like in a text are special tokens; False takes them for text, which is
                 right for text that others wrote.
+            lora_request: the adapter for all prompts, or one (or None) for each; needs ``enable_lora=True``.
 
         Returns:
             One result for each prompt, in their order.
@@ -138,7 +143,8 @@ class LLM:
             ValueError: a prompt or parameter is at fault; nothing was started.
         """
         inputs = self._inputs(prompts, add_special_tokens=add_special_tokens, parse_special=parse_special)
-        return self._run(inputs, self._params_for(len(inputs), sampling_params), use_tqdm, priority)
+        params = self._params_for(len(inputs), sampling_params)
+        return self._run(inputs, params, use_tqdm, priority, adapters=self._adapters_for(len(inputs), lora_request))
 
     def chat(
         self,
@@ -150,6 +156,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Write the next message of one conversation, or of several. Messages are ``{"role": ..., "content": ...}``.
 
@@ -177,7 +184,8 @@ class LLM:
                 **(chat_template_kwargs or {}),
             }
             inputs.append(chat_tokens(self.chat_template, self.tokenizer, conversation, **options))
-        return self._run(inputs, self._params_for(len(inputs), sampling_params), use_tqdm, priority)
+        params = self._params_for(len(inputs), sampling_params)
+        return self._run(inputs, params, use_tqdm, priority, adapters=self._adapters_for(len(inputs), lora_request))
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
@@ -217,12 +225,13 @@ class LLM:
         priority: int = 0,
         add_special_tokens: bool = True,
         parse_special: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[EmbeddingOutput]:
         """Compute a vector for each prompt (``engine/executors/pooling.py``); ``outputs.embedding`` holds its numbers.
 
         Args:
             pooling_params: parameters of the vectors; None for the pooling of the model's files, scaled to length 1.
-            prompts, use_tqdm, priority, add_special_tokens, parse_special: as for ``generate``.
+            prompts, use_tqdm, priority, add_special_tokens, parse_special, lora_request: as for ``generate``.
 
         Raises:
             ValueError: a prompt or parameter is at fault; nothing was started.
@@ -233,7 +242,8 @@ class LLM:
         inputs = self._inputs(prompts, add_special_tokens=add_special_tokens, parse_special=parse_special)
         draw = EMBED.with_(truncate_prompt_tokens=params.truncate_prompt_tokens)
         pooling = params.pooling or self._default_pooling
-        results = self._run(inputs, [draw] * len(inputs), use_tqdm, priority, pooling)
+        adapters = self._adapters_for(len(inputs), lora_request)
+        results = self._run(inputs, [draw] * len(inputs), use_tqdm, priority, pooling, adapters)
         return [embedding_output(result, params) for result in results]
 
     def score(
@@ -273,6 +283,17 @@ class LLM:
             raise ValueError(f"there are {count} prompts and {len(params)} sampling_params: give one, or one for each")
         return [check_params(each) for each in params]
 
+    def _adapters_for(self, count: int, asked: LoRARequests) -> Sequence[str]:
+        """Load the adapters of a call. Returns the content id of each prompt's, empty for none."""
+        each = list(asked) if isinstance(asked, Sequence) else [asked] * count
+        if len(each) != count:
+            raise ValueError(f"there are {count} prompts and {len(each)} lora_requests: give one, or one for each")
+        if all(one is None for one in each):
+            return [""] * count
+        if self._adapters is None:
+            raise ValueError("lora_request needs an engine with adapters: make the LLM with enable_lora=True")
+        return self._adapters.load_all(each)
+
     def _run(
         self,
         inputs: Sequence[tuple[str | None, list[int]]],
@@ -280,11 +301,13 @@ class LLM:
         show_progress: bool,
         priority: int,
         pooling: Pooling | None = None,
+        adapters: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         limit = self.max_model_len
         inputs = [(text, truncated(ids, each, limit)) for (text, ids), each in zip(inputs, params, strict=True)]
         requests = [
-            self._request(ids, each, priority, pooling) for (_, ids), each in zip(inputs, params, strict=True)
+            self._request(ids, each, priority, pooling, adapter)
+            for (_, ids), each, adapter in zip(inputs, params, adapters or [""] * len(inputs), strict=True)
         ]  # all are checked before the first one starts
         finals: dict[str, RequestOutput] = {}
         with HeldInterrupts(lambda: self._core.on_device) as interrupts:
@@ -321,7 +344,12 @@ class LLM:
         return finals
 
     def _request(
-        self, ids: list[int], params: SamplingParams, priority: int = 0, pooling: Pooling | None = None
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        pooling: Pooling | None = None,
+        adapter: str = "",
     ) -> Request:
         params = with_token_ids(params, self.tokenizer)
         check_token_ids(ids, params, self.vocab_size, self._eos)
@@ -329,7 +357,7 @@ class LLM:
         self._next_id += 1
         structured = params.structured_outputs
         constraint = None if structured is None else self._grammars.compile(structured)
-        more = {"eos_token_ids": self._eos, "constraint": constraint, "pooling": pooling}
+        more = {"eos_token_ids": self._eos, "constraint": constraint, "pooling": pooling, "adapter": adapter}
         request = Request(name, tuple(ids), params, priority, **more)  # type: ignore[arg-type]
         max_length(request, self._scheduler_config)
         return request
@@ -345,14 +373,21 @@ class LLM:
 
     # ---- step by step ------------------------------------------------------------------------------------------------
 
-    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, priority: int = 0) -> str:
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+    ) -> str:
         """Queue token ids and return the request's id; then call ``step`` while ``has_work``. Stop strings are ignored,
         because this level of the engine has no text.
 
         Raises:
             ValueError: the request cannot run, or an engine on several ranks has been closed.
         """
-        request = self._request(list(prompt_token_ids), params, priority)
+        (adapter,) = self._adapters_for(1, lora_request)
+        request = self._request(list(prompt_token_ids), params, priority, adapter=adapter)
         self._check_open()
         self._core.add(request)
         return request.request_id

@@ -14,11 +14,13 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
+from ...checkpoints.peft_config import AdapterFiles
 from ...parallel.children import starting
 from ...parallel.gathering import under_torchrun
 from ...text.grammar.checker import Busy
@@ -30,6 +32,7 @@ from ..scheduling.policies.admission import QueueFull
 from ..scheduling.request import Request
 from ..scheduling.sampling_params import SamplingParams
 from . import wire
+from .adapter_queue import AdapterQueue
 from .collector import keep_from_collector
 from .grammar_queue import GrammarQueue
 
@@ -127,6 +130,10 @@ class _Loop:
         self._core: EngineCore = built.core
         self._compiler = built.grammars(checked=True)
         self._grammars = GrammarQueue(self._core, self._compiler)
+        self._adapters = AdapterQueue(built.adapters, self._grammars.add)
+        if built.adapters is not None:
+            running = built.adapters.in_use
+            built.adapters.in_use = lambda: {*running(), *self._grammars.adapters}
         self._eos = built.eos_token_ids
         self._ranks = built.ranks
         self._stopping = False
@@ -145,13 +152,17 @@ class _Loop:
         while not self._stopping:
             if self._ranks is not None:
                 self._ranks.check()
-            patience = GRAMMAR_POLL_MS if self._grammars else int(wire.HEARTBEAT_S * 1000)
+            patience = GRAMMAR_POLL_MS if self._grammars or self._adapters else int(wire.HEARTBEAT_S * 1000)
             if self._core.has_work:
                 self._wait_to_plan()
             if self._core.has_work or self._socket.poll(patience):
                 self._take_messages()
-            for request_id, error in self._grammars.admit() if self._grammars else ():
+            refused = self._adapters.admit() if self._adapters else []
+            refused += self._grammars.admit() if self._grammars else []
+            for request_id, error in refused:
                 self._refuse(request_id, error)
+            while self._adapters.loaded:
+                self._send(wire.AdapterLoaded(*self._adapters.loaded.pop(0)))
             if self._core.has_work and not self._stopping:
                 outputs = self._core.step()
                 if outputs or len(self._decided) > MOST_DECISIONS:
@@ -160,6 +171,7 @@ class _Loop:
             if time.monotonic() - self._last_sent >= wire.HEARTBEAT_S:
                 self._send(wire.Alive())
         self._compiler.close()
+        self._adapters.close()
         if self._core.decisions is not None:
             self._core.decisions.close()
 
@@ -187,33 +199,41 @@ class _Loop:
                 case wire.Submit():
                     self._submit(message)
                 case wire.Abort():
-                    self._grammars.abort(message.request_id, message.choice)
+                    if not self._adapters.abort(message.request_id, message.choice):
+                        self._grammars.abort(message.request_id, message.choice)
                 case wire.StatsQuery():
                     stats = self._core.stats()
                     stats.grammar_cache_bytes = self._compiler.kept_bytes
                     self._send(wire.Stats(stats))
                 case wire.ResetPrefixCache():
                     self._core.reset_prefix_cache()
+                case wire.LoadAdapter():
+                    self._adapters.load(AdapterFiles(Path(message.path), message.id))
+                case wire.ForgetAdapter():
+                    self._adapters.forget(message.id)
                 case wire.Shutdown():
                     self._stopping = True
 
     def _submit(self, message: wire.Submit) -> None:
         self._read = message.number
         try:
-            self._grammars.add(
-                Request(
-                    message.request_id,
-                    tuple(message.prompt_token_ids),
-                    SamplingParams(**message.params),
-                    priority=message.priority,
-                    arrival_time=message.arrival,
-                    eos_token_ids=self._eos,
-                    pooling=message.pooling,
-                    client=message.client,
-                    weight=message.weight,
-                    output_token_ids=message.output_token_ids,
-                )
+            request = Request(
+                message.request_id,
+                tuple(message.prompt_token_ids),
+                SamplingParams(**message.params),
+                priority=message.priority,
+                arrival_time=message.arrival,
+                eos_token_ids=self._eos,
+                pooling=message.pooling,
+                client=message.client,
+                weight=message.weight,
+                output_token_ids=message.output_token_ids,
+                adapter=message.adapter,
             )
+            if message.adapter:
+                self._adapters.add(request, AdapterFiles(Path(message.adapter_path), message.adapter))
+            else:
+                self._grammars.add(request)
         except (QueueFull, ValueError) as error:
             self._send(wire.Taken(self._read))
             self._refuse(message.request_id, error)

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
+from ...checkpoints.peft_config import AdapterFiles
 from ...text.output_processor import Update
 from ...text.outputs import RequestOutput
 from ..config import EngineConfig
@@ -30,10 +31,10 @@ from ..scheduling.policies.admission import QueueFull
 from ..scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
 from ..scheduling.sampling_params import SamplingParams
 from . import wire
-from .async_engine import AsyncEngine, EngineHealth
+from .async_engine import AsyncEngine
 from .generating import Generates
 from .inputs import check_params
-from .streams import EngineDeadError, OutputStream
+from .streams import EngineDeadError, EngineHealth, OutputStream
 from .supervisor import Supervisor
 from .vllm_arguments import engine_settings
 
@@ -395,6 +396,14 @@ class Replicas(Generates):
         """Empty the prefix caches of all replicas."""
         self._router.forget()
         await asyncio.gather(*(self.engines[index].reset_prefix_cache() for index in self.alive()))
+
+    async def load_adapter(self, files: AdapterFiles) -> None:
+        """Load an adapter as ``AsyncEngine.load_adapter`` does, on all living replicas."""
+        await asyncio.gather(*(self.engines[index].load_adapter(files) for index in await self._living()))
+
+    async def forget_adapter(self, files: AdapterFiles) -> None:
+        """Let the replicas forget an adapter that no request has."""
+        await asyncio.gather(*(self.engines[index].forget_adapter(files) for index in self.alive()))
 
     async def reload(self, config: EngineConfig | None = None, drain_s: float = 60.0) -> None:
         """Replace all replicas, with another configuration or changed weights, without dropping a stream: each old one

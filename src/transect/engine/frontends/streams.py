@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from ...checkpoints.peft_config import AdapterFiles
 from ...text.output_processor import RunningRequest, Update, together
 from ..executors.pooling import Pooling
 from ..scheduling.outputs import RequestTimes
@@ -25,6 +26,16 @@ class EngineDeadError(RuntimeError):
     """The engine process has ended; the message says what is known of the cause."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """``state``: ``ok``, ``hung`` (no sign of life for a while) or ``dead``; ``detail`` is a sentence."""
+
+    state: Literal["ok", "hung", "dead"]
+    detail: str
+    pids: tuple[int, ...] = ()
+    """Process ids of the engines that live."""
+
+
 class OutputStream:
     """A request that has passed all checks, with its updates for one task.
 
@@ -35,6 +46,7 @@ class OutputStream:
         params: with the seed, where the answer may be continued elsewhere.
         priority: lower runs earlier.
         pooling, client, weight: see ``Request``.
+        adapter: files of its adapter; None for none.
     """
 
     def __init__(
@@ -47,10 +59,11 @@ class OutputStream:
         pooling: Pooling | None = None,
         client: str = "",
         weight: float = 1.0,
+        adapter: AdapterFiles | None = None,
     ) -> None:
         self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
         self.params, self.priority, self.pooling = params, priority, pooling
-        self.client, self.weight = client, weight
+        self.client, self.weight, self.adapter = client, weight, adapter
         self.mailbox: Mailbox[Update | Exception] = Mailbox()
         self.state: RunningRequest | None = None
         """The answer so far, while no engine has the request; None before the first engine and after the end."""
@@ -83,6 +96,8 @@ class OutputStream:
         fields = {field.name: getattr(self.params, field.name) for field in dataclasses.fields(self.params)}
         sharing = self.priority, self.pooling, self.client, self.weight
         message = wire.Submit(self.request_id, self.prompt_token_ids, fields, self.number, *sharing)
+        if self.adapter is not None:
+            message.adapter, message.adapter_path = self.adapter.id, str(self.adapter.path)
         if self.state is not None:
             message.output_token_ids, message.arrival = self.state.output_token_ids(), self._arrival
         return message

@@ -21,8 +21,6 @@ MEANS_NOTHING = frozenset(
         "disable_log_stats",
         "guided_decoding_backend",
         "lora_dtype",
-        "max_cpu_loras",
-        "max_lora_rank",
         "max_seq_len_to_capture",
         "swap_space",
         "trust_remote_code",
@@ -41,7 +39,6 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "hf_config_path": (None,),
     "hf_overrides": (None, {}),
     "hf_token": (None,),
-    "max_loras": (None, 1),
     "limit_mm_per_prompt": (None, {}),
     "logits_processors": (None, []),
     "mm_processor_kwargs": (None, {}),
@@ -77,11 +74,6 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
             if not any(type(value) is type(nothing) and value == nothing for nothing in NOTHING[name]):
                 allowed = " or ".join(repr(nothing) for nothing in NOTHING[name] if nothing is not None) or "None"
                 raise ValueError(f"{name}={value!r} is not possible here: leave it out, or give {allowed}")
-        elif name == "enable_lora":
-            if value and arguments.get("adapter") is None:
-                raise ValueError(
-                    "enable_lora=True is not possible here without adapter=DIR: one adapter, which is for all requests"
-                )
         elif name == "enforce_eager":
             if value:
                 settings.setdefault("cuda_graphs", "off")

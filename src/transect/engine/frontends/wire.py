@@ -27,6 +27,10 @@ class Submit(msgspec.Struct, tag="submit"):
     """See ``Request``; None unless another engine has begun the request."""
     arrival: float | None = None
     """Arrival at the first engine, on the machine's monotonic clock; None for now."""
+    adapter: str = ""
+    """Content id of its adapter; empty for none."""
+    adapter_path: str = ""
+    """Directory of the adapter, from which it is read unless it is in memory."""
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -44,11 +48,24 @@ class ResetPrefixCache(msgspec.Struct, tag="reset"):
     """Forget the KV of finished prompts; not answered."""
 
 
+class LoadAdapter(msgspec.Struct, tag="load"):
+    """Read an adapter from a directory and keep it; answered by ``AdapterLoaded``."""
+
+    id: str
+    path: str
+
+
+class ForgetAdapter(msgspec.Struct, tag="forget"):
+    """Let go of an adapter in memory, unless a request has it; not answered."""
+
+    id: str
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """End the process; requests still running are dropped."""
 
 
-ToEngine = Submit | Abort | StatsQuery | ResetPrefixCache | Shutdown
+ToEngine = Submit | Abort | StatsQuery | ResetPrefixCache | LoadAdapter | ForgetAdapter | Shutdown
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -110,11 +127,18 @@ class Stats(msgspec.Struct, tag="stats"):
     stats: SchedulerStats
 
 
+class AdapterLoaded(msgspec.Struct, tag="loaded"):
+    """Answer to ``LoadAdapter``; ``error`` says what is wrong with the adapter, and is empty if nothing is."""
+
+    id: str
+    error: str = ""
+
+
 class Alive(msgspec.Struct, tag="alive"):
     """Sent between steps, at least every ``HEARTBEAT_S``, so that silence means a hung step."""
 
 
-FromEngine = Ready | Failed | Refused | Taken | Outputs | Stats | Alive
+FromEngine = Ready | Failed | Refused | Taken | Outputs | Stats | AdapterLoaded | Alive
 
 HEARTBEAT_S = 0.5
 CONFIG_LENGTH_BYTES = 8

@@ -94,6 +94,8 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     drafts: tuple[int, ...] = ()
     """Guesses at the end of the ``num_tokens`` tokens. The row draws after its last known token and after each draft;
     see ``StepResult.accepted``. Executors below ``executors/drafted.py`` see rows of one token instead."""
+    adapter: str = ""
+    """See ``Request``."""
 
     @property
     def end(self) -> int:

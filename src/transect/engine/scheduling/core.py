@@ -287,7 +287,7 @@ class EngineCore:
         """Learn how long a step took. Returns the seconds."""
         work = self._work_of(done.batch)
         seconds = ended - max(done.submitted, self._ended)
-        if late:  # it was over before, nobody knows when: sooner than predicted, or the next took long to launch
+        if late:  # it ended earlier, at an unknown time: sooner than predicted, or the next took long to launch
             seconds = min(seconds, (1.0 if self._launched_large else EARLIER) * self.scheduler.times.predict(work))
         lesson = Lesson(work, seconds)
         if self.scheduler.speculation is not None:

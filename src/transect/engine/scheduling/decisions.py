@@ -6,7 +6,7 @@ where one is asked for. They hold counts, times and positions, and no token: of 
 of full KV blocks, by which the prefix cache finds them. So a log is enough to run the shipping scheduler again
 (``explain/engine/replay.py``) and to split a request's time (``explain/engine/bill.py``), without any text.
 
-A file is a sequence of records, each behind its length (4 bytes, little endian). The first one is the ``Header``. A
+A file is a sequence of records, each after its length (4 bytes, little endian). The first one is the ``Header``. A
 file whose end is torn off can be read up to there.
 """
 
@@ -69,6 +69,8 @@ class Added(msgspec.Struct, tag="a", array_like=True):
     pooling: str | None = None
     known: list[int] | None = None
     """Known tokens of each choice, -1 if it has ended; None for a request that did not begin elsewhere."""
+    adapter: str = ""
+    """See ``Request``."""
 
 
 class Aborted(msgspec.Struct, tag="x", array_like=True):
@@ -199,7 +201,7 @@ class DecisionLog:
     Args:
         scheduler: whose decisions these are.
         header: description of the engine.
-        sink: gets each record behind its length; by default ``self.ring`` does.
+        sink: gets each record, preceded by its length; by default ``self.ring`` does.
         file: also written there, as steps are done, and at least every second.
         now: the clock of the times, in seconds; it has to be that of the scheduler.
 
@@ -257,6 +259,7 @@ class DecisionLog:
                 request.weight,
                 request.pooling,
                 None if given is None else [-1 if tokens is None else len(tokens) for tokens in given],
+                request.adapter,
             )
         )
 

@@ -5,7 +5,8 @@ has a reference count. When the count falls to zero the block is free, but until
 under the hash of all tokens up to its end; the block unused for the longest time is reused first (LRU).
 
 The hash of a block is BLAKE2b-256 over the hash of the block before it and its own tokens, so it identifies the
-whole prefix. Collisions are infeasible, even for an attacker who searches for them.
+whole prefix. Before the first block stands the content id of the request's adapter, if it has one. Collisions are
+infeasible, even for an attacker who searches for them.
 
 This file is bookkeeping only: block numbers in, block numbers out, no tensor.
 """
@@ -21,8 +22,8 @@ ROOT_HASH = b""
 
 
 def chain_hash(parent: bytes, token_ids: Iterable[int]) -> bytes:
-    """Hash (32 bytes) of a full block: of ``parent``, the hash of the block before (``ROOT_HASH`` for the first), and
-    the block's own tokens (each below 2**31)."""
+    """Hash (32 bytes) of a full block: of ``parent``, the hash of the block before (for the first ``ROOT_HASH``, or the
+    32 bytes of an adapter's id), and the block's own tokens (each below 2**31)."""
     return blake2b(parent + array("i", token_ids).tobytes(), digest_size=32).digest()
 
 

@@ -6,6 +6,7 @@ ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -46,6 +47,8 @@ def leap(core: EngineCore, device: VirtualDevice, until: float, seconds: DecodeS
         return []
     if lag and not (core._in_flight[0].batch.again and scheduler._last[-1] == running):
         return []
+    if scheduler.arrivals.order.shared and scheduler.budget.rows(running, scheduler.waiting).seconds < math.inf:
+        return []  # clients with more rows than others may have to take turns
     if scheduler.blocks.returns_pending or device.clock.time >= until:
         return []
     most = min(seq.max_length - seq.length for seq in running) - 2

@@ -45,6 +45,8 @@ class Request(msgspec.Struct, frozen=True):
             that it has drawn already, () for none, or None if the choice has ended. They count as output for penalties,
             ``min_tokens``, ``max_tokens`` and the grammar, and the next tokens are those of an undisturbed run with the
             same seed. Internal: no client can set it. None for a new request.
+        adapter: content id of the adapter that computes it, 64 hexadecimal digits (``checkpoints/adapter_served.py``);
+            empty for the base. The prefix cache keeps the keys and values of each apart.
 
     Raises:
         ValueError: the prompt is empty or holds something that is not a token id, or ``output_token_ids`` does not fit
@@ -62,6 +64,7 @@ class Request(msgspec.Struct, frozen=True):
     client: str = ""
     weight: float = 1.0
     output_token_ids: tuple[tuple[int, ...] | None, ...] | None = None
+    adapter: str = ""
 
     @property
     def in_one_piece(self) -> bool:
@@ -140,6 +143,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter",
         "block_hashes",
         "block_ids",
         "cached",
@@ -179,6 +183,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.output_token_ids: list[int] = []
         self.request_id = spec.request_id
+        self.adapter = spec.adapter
         self.prompt_token_ids = spec.prompt_token_ids
         self.stop_ids = request.stop_ids
         self.prompt_len = len(spec.prompt_token_ids)
@@ -341,7 +346,7 @@ class RequestState:
             entries = result.prompt_logprobs.get(row.seq_id, ())
             self.prompt_logprobs[row.start + 1 : row.start + 1 + len(entries)] = entries
         part = result.pooled.get(row.seq_id)
-        if part is not None:  # a prompt that was preempted begins anew
+        if part is not None:  # a preempted prompt restarts
             begins = row.pooling == "last" or row.start == 0
             self.pooled = part if begins else self.pooled + part
 

@@ -27,6 +27,7 @@ that sequence.
 from __future__ import annotations
 
 from bisect import insort
+from itertools import islice
 from operator import attrgetter
 
 from . import limits
@@ -34,14 +35,14 @@ from .batch import Draw, ScheduledBatch, ScheduledRow
 from .bookkeeping import Bookkeeping
 from .policies.budget import Budget, Coming
 from .policies.places import LOOKED_AT, exchange
-from .request import Sequence, Status
+from .request import Rank, Sequence, Status
 
 _by_rank = attrgetter("rank")
 
 BEHIND = 2**32
 """Offset of the choice in a rank: added, the sequence ranks after all choices of its request; subtracted, before
 them."""
-BARRED = ("kv", "places")
+BARRED = ("kv", "places", "adapters")
 """Reasons that hold back the queue's head at any step size."""
 
 
@@ -102,14 +103,19 @@ class Scheduler(Bookkeeping):
         if self.held_back == "places" and self.arrivals.order.shared:
             self._yield_places()
         most = -(-len(running) // depth)
-        budget = self.budget.of_next(running, self.waiting, self._cut, self.held_back in BARRED)
-        spare = budget.tokens - len(running)
+        paused = self.budget.rows(running, self.waiting).paused if self.arrivals.order.shared else ()
+        active = [seq for seq in running if seq.seq_id not in paused] if paused else running
+        budget = self.budget.of_next(active, self.waiting, self._cut, self.held_back in BARRED)
+        spare = budget.tokens - len(active)
+        others_wait = len(self.waiting) > 0 and self.arrivals.order.shared and self.held_back not in BARRED
         plan = Plan(self._step + 1, budget)
         step, rows, sequences = plan.step, plan.rows, plan.sequences
         drafts = self._draft(spare, most) if self.speculation is not None and spare > 0 else None
         again = True  # as long as all rows are of the kind that most are
         starved = False
         for seq in running:  # preemption takes sequences from the end of this list while it is walked
+            if paused and seq.seq_id in paused:
+                continue
             length = seq.length
             if length == seq.max_length:  # its last token is being drawn
                 spare += 1
@@ -132,11 +138,22 @@ class Scheduler(Bookkeeping):
                     spare, again = spare - len(tokens), False
                     rows.append(
                         ScheduledRow(
-                            seq.seq_id, length - 1, count, prompt, output, seq.block_ids, seq.draws, drafts=tokens
+                            seq.seq_id,
+                            length - 1,
+                            count,
+                            prompt,
+                            output,
+                            seq.block_ids,
+                            seq.draws,
+                            drafts=tokens,
+                            adapter=seq.adapter,
                         )
                     )
                 else:
-                    rows.append(ScheduledRow(seq.seq_id, length - 1, 1, prompt, output, seq.block_ids, seq.draws))
+                    row = ScheduledRow(
+                        seq.seq_id, length - 1, 1, prompt, output, seq.block_ids, seq.draws, adapter=seq.adapter
+                    )
+                    rows.append(row)
                 sequences.append(seq)
                 seq.scheduled = length
                 seq.length = length + 1
@@ -147,7 +164,8 @@ class Scheduler(Bookkeeping):
                 continue
             again = False
             if take > 1:
-                take = plan.take(take, 1 + spare)
+                ahead = self._ahead(seq) if others_wait else 0
+                take = plan.take(take, 1 + max(0, spare - ahead))
                 spare -= take - 1
             end = seq.scheduled + take
             if (seq.shared_block is not None or end > len(seq.block_ids) * block_size) and not self._make_room(
@@ -241,7 +259,15 @@ class Scheduler(Bookkeeping):
             seq.length = end + 1
         plan.rows.append(
             ScheduledRow(
-                seq.seq_id, start, end - start, seq.prompt_token_ids, seq.output_token_ids, block_ids, draws, *asked
+                seq.seq_id,
+                start,
+                end - start,
+                seq.prompt_token_ids,
+                seq.output_token_ids,
+                block_ids,
+                draws,
+                *asked,
+                adapter=seq.adapter,
             )
         )
         plan.sequences.append(seq)
@@ -299,12 +325,32 @@ class Scheduler(Bookkeeping):
         if newcomer is not front[0]:
             self.waiting.move(newcomer, (*front[0].rank[:4], newcomer.seq_id - BEHIND))
         while self._places + self._places_of(newcomer) > most:
-            loser.rank = (*newcomer.rank[:4], BEHIND + loser.seq_id)
+            loser.rank = self._rank_of_loser(loser, newcomer)
             self._preempt(loser)
             found = exchange(self.running, front, self._places_of, most)
             if found is None or found[0] is not newcomer:
                 return
             loser = found[1]
+
+    def _rank_of_loser(self, loser: Sequence, newcomer: Sequence) -> Rank:
+        """Return the rank of a sequence that loses its place: before the others of its client that wait, or as a new
+        request of it, and behind ``newcomer`` in any case. Right behind that it would go before all later newcomers."""
+        client = loser.request.spec.client
+        others = (seq for seq in self.waiting.in_order() if seq.request.spec.client == client)
+        first = next(others, None)
+        if first is not None and first.rank[:4] > newcomer.rank[:4]:
+            return (*first.rank[:4], loser.seq_id - 2 * BEHIND)
+        start = self.arrivals.order.key(client, 0, 0)[0]
+        return (max(start, newcomer.rank[0]), *newcomer.rank[1:4], BEHIND + loser.seq_id)
+
+    def _ahead(self, seq: Sequence) -> int:
+        """Return the tokens of a step that a started prompt leaves to prompts of other clients in front of it."""
+        tokens = 0
+        for other in islice(self.waiting, LOOKED_AT):
+            if other.rank > seq.rank:
+                break
+            tokens += other.to_compute if other.request.spec.client != seq.request.spec.client else 0
+        return tokens
 
     def _preempt(self, seq: Sequence) -> None:
         """Free the blocks of a running sequence, which then waits to be recomputed."""
@@ -362,6 +408,9 @@ class Scheduler(Bookkeeping):
         if others + self._places_of(seq) > self.config.max_num_seqs:
             self.held_back = "places"
             return None
+        if seq.adapter and self._lacks_slot(seq.adapter):
+            self.held_back = "adapters"
+            return None
         computes_all = not state.prompt_done and state.spec.whole_prompt
         cached = blocks.find_prefix(seq)
         needed = blocks.blocks_for(seq.length) - len(cached) + self.cache.count_unused(cached)
@@ -386,3 +435,11 @@ class Scheduler(Bookkeeping):
         if take:
             self._plan_row(seq, seq.scheduled + take, plan)
         return take
+
+    def _lacks_slot(self, adapter: str) -> bool:
+        """Return True if sequences with as many other adapters run as there may be."""
+        most = self.config.max_adapters
+        if most is None:
+            return False
+        others = {seq.adapter for seq in self.running if seq.adapter}
+        return adapter not in others and len(others) >= most

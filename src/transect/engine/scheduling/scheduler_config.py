@@ -55,6 +55,7 @@ class SchedulerConfig:
         speculation: speculative decoding: drafts that steps verify (``policies/speculation.py``), or its fields as a
             mapping; None for none.
         jump_ahead: take tokens that a grammar forces as given, and compute them together (``jump_ahead.py``).
+        max_adapters: different adapters of sequences that run at the same time; None for no bound.
         pipeline_depth: steps that are under way at the same time. With more than 1 a step has only sequences whose last
             token is known, and at most its share of those that run, so that the others can be in the next.
         seed: requests without a seed of their own get one that depends on this number and on how many requests came
@@ -85,6 +86,7 @@ class SchedulerConfig:
     speculation: SpeculativeConfig | Mapping[str, Any] | None = None
     jump_ahead: bool = True
     watermark: float = 0.01
+    max_adapters: int | None = None
     pipeline_depth: int = 1
     seed: int | None = None
 
@@ -101,7 +103,7 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_queue", "max_queue_bytes", "max_prefill_chunk", "graph_prompts"):
+        for name in ("max_queue", "max_queue_bytes", "max_prefill_chunk", "graph_prompts", "max_adapters"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, or None for no bound, got {value}")

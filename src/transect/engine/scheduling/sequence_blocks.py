@@ -148,6 +148,7 @@ class SequenceBlocks:
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
         hashes = seq.block_hashes
+        root = bytes.fromhex(seq.adapter) if seq.adapter else ROOT_HASH
         for i in range(len(hashes), num_blocks):
             start = i * self.block_size
-            hashes.append(chain_hash(hashes[-1] if hashes else ROOT_HASH, seq.tokens(start, start + self.block_size)))
+            hashes.append(chain_hash(hashes[-1] if hashes else root, seq.tokens(start, start + self.block_size)))

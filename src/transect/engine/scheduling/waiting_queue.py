@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from operator import attrgetter
 
 from .policies.admission import LEAST_RETRY_S, MOST_RETRY_S, Admission, Claim, Ledger
@@ -79,6 +80,10 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Iterate in the order of their turns; the queue must not change meanwhile."""
+        return iter(self._sequences)
 
     def in_order(self) -> list[Sequence]:
         """Return all waiting sequences, in the order of their turns."""

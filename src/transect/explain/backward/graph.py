@@ -45,7 +45,7 @@ class Node:
 
     ``module``: in whose forward pass it was made, or whose weight it is; "" for none. ``seconds``: on a GPU between two
     events. ``held``: bytes of activations that the graph holds when the node starts. ``feeds``: the nodes, by place in
-    the order, that get its results. ``hidden``: saved things behind hooks (recomputed or moved elsewhere), of a size
+    the order, that get its results. ``hidden``: tensors saved by hooks (recomputed or moved elsewhere), of a size
     that is not known.
     """
 

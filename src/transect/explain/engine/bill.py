@@ -24,6 +24,7 @@ PARTS: Mapping[str, str] = {
     "grammar": "its grammar was being compiled",
     "queue: places": "queue: max_num_seqs sequences ran",
     "queue: kv": "queue: too few free KV blocks",
+    "queue: adapters": "queue: max_loras other adapters ran",
     "queue: budget": "queue: the step was full of tokens",
     "queue: batch": "queue: the static batch ran",
     "queue: flight": "queue: the step under way had to end first",

@@ -1,7 +1,7 @@
 """A decision log after reading: steps with their rows and times, requests with their lives (no torch).
 
 The engine writes events (``engine/scheduling/decisions.py``). Here they become ``LoggedStep`` and ``Life`` objects, and
-the events stay beside them in their order, for who wants to run them again.
+the events stay beside them in their order, for a replay.
 """
 
 from __future__ import annotations

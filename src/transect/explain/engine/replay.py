@@ -93,6 +93,7 @@ class ReplayScript:
             weight=added.weight,
             pooling=added.pooling,
             output_token_ids=given,
+            adapter=added.adapter,
         )
 
     def output(self, life: Life, choice: int) -> Iterator[int]:

@@ -63,7 +63,7 @@ def host(material: Material) -> Iterator[Finding]:
             continue  # ``compiling`` and ``library`` have them
         if kind in HOST_ADVICE:
             title, advice = HOST_ADVICE[kind]
-            # Beside a thread that holds the lock nobody knows how long the same Python would take.
+            # Beside a thread that holds the lock it is unknown how long the same Python would take.
             alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
             yield Finding(kind, title, evidence, seconds * alone, advice)
 

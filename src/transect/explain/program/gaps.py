@@ -1,6 +1,6 @@
 """Names the gaps between operators, or between kernels, by the host's work in them.
 
-On a host without kernels the samples of the main thread's stack say it. Gaps are mostly shorter than the time between
+On a host without kernels the samples of the main thread's stack show it. Gaps are mostly shorter than the time between
 two samples, so samples are counted over all gaps together, and the time is divided by these counts. Gaps between
 kernels are named by the calls of the driver's interface and the ranges that lie in them.
 """

@@ -94,7 +94,7 @@ class Job:
                 "apply": "",
                 "ranks": [slow.name],
             }
-        least = min((rank.waiting for rank in self.ranks), default=0.0)  # the last to arrive waits for nobody
+        least = min((rank.waiting for rank in self.ranks), default=0.0)  # the last to arrive does not wait
         if step and least > WORTH * step:
             yield {
                 "kind": "communication",

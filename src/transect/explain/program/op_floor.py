@@ -402,7 +402,7 @@ def _attention(key: Key, shapes: list[list[int]], width: int) -> Cost | None:
     backward = key.name.endswith("_backward")
     shapes = shapes[backward:]
     if len(shapes) < 3 or any(len(each) != 4 for each in shapes[:3]):
-        return None  # rows of several lengths, which no shape says
+        return None  # rows of several lengths, which no shape shows
     place = 1 if key.name.startswith(TOKENS_FIRST) else 2
     queries, keys = shapes[0][place], shapes[1][place]
     pairs = queries * keys

@@ -185,7 +185,7 @@ def autograd_seconds(on_gpu: bool) -> float:
         return time.perf_counter() - began
 
     recorded, plain = [], []
-    for _ in range(5):  # in turns: other work on the machine must not hold up one of them alone
+    for _ in range(5):  # alternately: other work on the machine must not delay only one of them
         recorded.append(work())
         with torch.inference_mode():
             plain.append(work())

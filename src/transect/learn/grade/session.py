@@ -94,8 +94,8 @@ class Session:
         return {}
 
     def take_inputs(self, calls: list[tuple[str, list[Any]]], reuse: bool = False) -> dict[str, Any]:
-        """Keep the arguments of some calls, on the device. ``reuse``: later calls get theirs in the tensors of the
-        first, written over."""
+        """Keep the arguments of some calls, on the device. ``reuse``: later calls get theirs in the overwritten tensors
+        of the first."""
         self.inputs = [(entry, [_to(value, self.device) for value in arguments]) for entry, arguments in calls]
         self.reuse = reuse
         return {}

@@ -22,7 +22,7 @@ class Verdict:
     passed: list[str] = field(default_factory=list)
     """Names of cases that it solved."""
     seconds: float | None = None
-    """Time of one call by the grader's clock; None where it says nothing (Triton's interpreter)."""
+    """Time of one call by the grader's clock; None where it is meaningless (Triton's interpreter)."""
     reference_seconds: float | None = None
     peer_seconds: float | None = None
     floor_seconds: float | None = None

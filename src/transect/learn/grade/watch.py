@@ -51,7 +51,7 @@ AUDITED = {
     "os.kill": "sends signals",
     "os.putenv": "changes the environment",
 }
-"""Events of Python's audit hook, and the reason why a solution has no use for them."""
+"""Events of Python's audit hook, and the reason why a solution does not need them."""
 
 DIRECT = ("sys._getframe", "sys._current_frames")
 """Events that Python's own library raises for honest programs (dataclasses): they count from the program itself."""

@@ -1,4 +1,4 @@
-"""Messages between the grader and its child: msgpack with tensors, behind a length. Nothing in them can run.
+"""Messages between the grader and its child: msgpack with tensors, preceded by a length. Nothing in them can run.
 
 The child runs a stranger's program, so the grader never unpickles what it sends.
 """

@@ -156,7 +156,7 @@ class FileHomes:
         self._next = (place + AHEAD) % len(self._sizes)
 
     def _begin(self, place: int) -> None:
-        """Drop the reads in progress: another layer is wanted than the next one."""
+        """Drop the reads in progress: another layer is requested than the next one."""
         for _, _, pending in self._reading:
             pending.wait()
         self._reading.clear()

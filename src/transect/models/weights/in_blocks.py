@@ -16,7 +16,7 @@ def join_blocks(parts: Sequence[Any], block: int, dim: int, *, gated: bool) -> t
     Args:
         block: rows of a block.
         dim: of ``arranged``, along which blocks of rows follow one another.
-        gated: two equal parts may lie block by block in turns, as a product with a gate likes them.
+        gated: blocks of two equal parts may alternate, as a product with a gate needs them.
     """
     biases = [part.bias for part in parts if part.bias is not None]
     if len(biases) not in (0, len(parts)) or any(part.out_features % block for part in parts[:-1]):

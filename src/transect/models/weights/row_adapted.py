@@ -13,7 +13,7 @@ Shapes: T rows, I inputs, O outputs, S slots, P parts, R the largest rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,11 +22,11 @@ from ...ops.linear.gate_up import gate_halves
 from ...ops.opset import OpSet
 from ...spec.numbers.number_format import WeightFormat
 from ..staging import Staging
-from .low_rank import LowRank
+from .low_rank import Factors, LowRank
 from .weight import Chain, Gated, Product, StreamProduct, TrainingPart, Values, Weight
 
 if TYPE_CHECKING:
-    from ...ops.linear.stream_products import Size, Stream, StreamProducts
+    from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
 
 
 class StepRows:
@@ -40,6 +40,22 @@ class StepRows:
         """Continue in the last layer with these rows of the step."""
         if self.slots_T is not None:
             self.slots_T = self.slots_T.index_select(0, rows_R)
+
+
+class RowAdapters(Protocol):
+    """Slots for the adapters of a model."""
+
+    slots: int
+    rows: StepRows
+
+    def prepare(self, factors: Factors) -> Any:
+        """Return factors in host memory in the form that ``put`` takes, as they are kept; may be called in any
+        thread."""
+        ...
+
+    def put(self, slot: int, prepared: Any) -> None:
+        """Fill a slot that no step in flight reads on the host."""
+        ...
 
 
 class RowAdapted(Weight):
@@ -95,11 +111,17 @@ class RowAdapted(Weight):
         if low is None:
             self.scale[slot] = 0.0
             return
-        rank = low.a.shape[0]
-        for own, given in ((self.a[slot], low.a), (self.b[slot].mT, low.b.mT)):
-            own[:rank].copy_(given, non_blocking=True)
-            own[rank:].zero_()
+        rank, a, b = low.a.shape[0], self.a[slot], self.b[slot]
+        a[:rank].copy_(low.a, non_blocking=True)
+        b[:, :rank].copy_(low.b, non_blocking=True)
+        a[rank:].zero_()
+        b[:, rank:].zero_()
         self.scale[slot] = low.scale
+
+    @property
+    def batch_invariant(self) -> bool:  # type: ignore[override]
+        """True if the base is; the operators of the model decide the rest."""
+        return self.base.batch_invariant
 
     @property
     def bias(self) -> Any:  # type: ignore[override]
@@ -148,7 +170,7 @@ class RowAdapted(Weight):
         base = self.base.join_with([part.base for part in parts[1:]], gated=gated)
         if base is None:
             return None
-        slots, rank = self.a.shape[:2]
+        rank = self.a.shape[1]
         sizes = tuple(part.out_features for part in parts)
         a, b = torch.cat([part.a for part in parts], 1), torch.cat([part.b for part in parts], 1)
         scale = torch.cat([part.scale for part in parts], 1)
@@ -194,16 +216,16 @@ class _WithoutAdapters:
         """Return True if no row has an adapter, and the base takes the step."""
         return self._rows.slots_T is None and self.base.takes(x, sizes, wanted)
 
-    def add(self, x: Gated, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+    def add(self, x: Gated, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream:
         return self.base.add(x, residual, scale, eps)
 
-    def linear(self, stream: Stream) -> Tensor:
+    def linear(self, stream: ResidualStream) -> Tensor:
         return self.base.linear(stream)
 
     def plain(self, x: Gated) -> Tensor:
         return self.base.plain(x)
 
-    def gated(self, stream: Stream) -> Gated:
+    def gated(self, stream: ResidualStream) -> Gated:
         return self.base.gated(stream)
 
     def chain(self, after: Sequence[StreamProduct]) -> Chain | None:

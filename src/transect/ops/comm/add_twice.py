@@ -1,4 +1,4 @@
-"""A sum that is wanted in two places: in a gradient, and in the memory that another rank reads.
+"""A sum that is written to two places: in a gradient, and in the memory that another rank reads.
 
     first = second = a + b        and where they are asked for, sums of the squares of that, one for each BLOCK numbers
 
@@ -72,7 +72,7 @@ def triton_add_twice(a: Tensor, b: Tensor, first: Tensor, second: Tensor, square
     """Compute ``reference`` in one launch.
 
     Raises:
-        ValueError: ``refusal`` says why.
+        ValueError: ``refusal`` gives the reason.
     """
     require("add_twice", a, b, first, second)
     reason = refusal(a, b, first, second, squares)

@@ -89,7 +89,7 @@ class Peers:
         memory: address of each rank's memory, with empty lines to begin with.
         rank: the own place among them.
         lines: of a region.
-        stop: int32 ``[1]`` in pinned memory of the host, 0; not 0 ends all waiting, and sums are then worth nothing.
+        stop: int32 ``[1]`` in pinned memory of the host, 0; another value ends all waiting, and sums are then invalid.
         played: number of ranks that this GPU simulates; more than one only to test the kernels.
 
     Raises:
@@ -125,7 +125,7 @@ class Peers:
         has given it to the others (``push``). ``delay``: the most nanoseconds to wait at several places, for tests.
 
         Raises:
-            ValueError: ``refusal`` says why.
+            ValueError: ``refusal`` gives the reason.
         """
         self._check(x, False)
         out = torch.empty_like(x) if out is None else out
@@ -146,7 +146,7 @@ class Peers:
         """Return (RMSNorm of total, total) with total = residual + the sum of every rank's ``x``.
 
         Raises:
-            ValueError: ``refusal`` says why, or the tensors do not fit each other.
+            ValueError: ``refusal`` gives the reason, or the tensors do not fit each other.
         """
         self._check(x, True)
         if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
@@ -210,7 +210,7 @@ def cuda_all_reduce(
     """Compute ``reference`` by the kernels, with one GPU as all ranks.
 
     Raises:
-        ValueError: ``refusal`` says why.
+        ValueError: ``refusal`` gives the reason.
     """
     if reason := _refusal(parts, residual, weight, eps):
         raise ValueError(reason)

@@ -67,10 +67,10 @@ class SharedMemory:
 
 
 class Push(NamedTuple):
-    """Where a product leaves its result for the other ranks at once, before the sum (``all_reduce.py``) behind it."""
+    """Where a product writes its result for the other ranks, before the sum (``all_reduce.py``) that follows it."""
 
     memory: int
-    """Where the addresses of all ranks' memory are, as a C array."""
+    """Address of a C array with the addresses of all ranks' memory."""
     ranks: int
     rank: int
     """The own place."""

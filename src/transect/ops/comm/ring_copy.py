@@ -82,7 +82,7 @@ def triton_ring_copy(
     has ended.
 
     Raises:
-        ValueError: ``refusal`` says why.
+        ValueError: ``refusal`` gives the reason.
     """
     reason = refusal(source, target, turn, advance)
     if reason:

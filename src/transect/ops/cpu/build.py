@@ -41,7 +41,7 @@ BUILD_TIMEOUT = 300
 
 
 def library_path(march: str = "native") -> Path:
-    """Return the compiled library for this machine, built if it is not there yet.
+    """Return the compiled library for this machine, built if it does not exist yet.
 
     Args:
         march: the compiler's ``-march``: ``native`` in use; tests name older levels to try the other paths.

@@ -47,7 +47,7 @@ class _Packed(Structure):
 
 
 KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
-"""In what keys and values may be cached, by the numbers of ``attention.h``."""
+"""Dtypes that keys and values may be cached in, by the numbers of ``attention.h``."""
 
 
 class _StackConfig(Structure):

@@ -2,8 +2,8 @@
 //
 // A place is a product of a layer with up to three parts that share an input (q, k and v). Its A's are one packed
 // matrix, concatenated along their rows, so that one product makes the low-rank values of all parts; each part has its
-// own B. Both products are those of linear.h: an output is one chain of multiply-adds over k, whatever else is in the
-// batch, so a token's result has the same bits alone and in any batch.
+// own B. An output is summed in one order, whatever else is in the batch: a token's result has the same bits alone and in
+// any batch.
 #pragma once
 #include "packed.h"
 
@@ -34,14 +34,52 @@ inline std::vector<Run> runs_of(int tokens, const int32_t* slots, const LowRank*
   return runs;
 }
 
+// The rows of s A x: few outputs, so the inputs are shared out among CHAINS words to hide the latency of the multiply-add.
+template <bool HALF>
+inline void shrink_row(const Packed& a, const float* x, const float* scale, float* low) {
+  using W = Dense<HALF>;
+  constexpr int CHAINS = 4;
+  const int panels = a.k / W::PANEL;
+  for (int part = 0; part < a.groups() * SLICES; part++) {
+    const int row = part * LANES, slice = part % SLICES;
+    const uint8_t* base = a.data + int64_t(part / SLICES) * panels * W::PANEL_BYTES;
+    vf acc[CHAINS][W::PANEL] = {};
+    auto multiply = [&](int panel, vf* sums) {
+      const W head(base, slice);
+      const auto word = W::word(base + int64_t(panel) * W::PANEL_BYTES, 0, 0, slice);
+      unrolled<0, W::PANEL>([&]<int I>() {
+        sums[I] = fma(head.template weight<I>(word), splat(x[panel * W::PANEL + I]), sums[I]);
+      });
+    };
+    int panel = 0;
+    for (; panel + CHAINS <= panels; panel += CHAINS)
+      unrolled<0, CHAINS>([&]<int C>() { multiply(panel + C, acc[C]); });
+    for (; panel < panels; panel++) multiply(panel, acc[0]);
+    vf total = {};
+    for (int i = 0; i < W::PANEL; i++) total += (acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i]);
+    for (int r = 0; r < LANES && row + r < a.n; r++) low[row + r] = scale[row + r] * total[r];
+  }
+}
+
 // low [tokens][stride] = scale * (x A^T), for the tokens of a run.
 inline void shrink(const Run& run, int place, const float* x, int64_t ldx, float* low, int64_t stride) {
   if (!run.places || !run.places[place].a.n) return;
   const LowRank& own = run.places[place];
-  low += run.first * stride;
-  linear_span(own.a, 0, own.a.groups(), x + run.first * ldx, ldx, low, stride, run.count, STORE, nullptr);
-  for (int t = 0; t < run.count; t++, low += stride)
-    for (int r = 0; r < own.a.n; r++) low[r] *= own.scale[r];
+  for (int t = run.first; t < run.first + run.count; t++) {
+    if (own.a.kind == BF16) shrink_row<true>(own.a, x + t * ldx, own.scale, low + t * stride);
+    else shrink_row<false>(own.a, x + t * ldx, own.scale, low + t * stride);
+  }
+}
+
+// Asks for what ``expand`` will read, while the matrix beside it is multiplied: its pieces are too short for the
+// processor's own prefetch.
+inline void ask_for(const std::vector<Run>& runs, int place, int part, int group, int count) {
+  for (const Run& run : runs) {
+    if (!run.places || !run.places[place].b[part].n) continue;
+    const Packed& b = run.places[place].b[part];
+    const int64_t stride = group_bytes(b.kind, b.k);
+    for (const uint8_t *p = b.data + group * stride, *end = p + count * stride; p < end; p += 64) __builtin_prefetch(p, 0, 2);
+  }
 }
 
 // y += low B^T in some row groups of a part's outputs, for all runs.

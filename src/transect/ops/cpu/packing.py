@@ -1,6 +1,6 @@
 """Weights into the layout of ``kinds.h``, and packed models kept on disk so that the next start maps them.
 
-A packed file is a JSON header (name -> kind, n, k, offset, size, CRC-32 of the bytes) behind a magic number, the
+A packed file is a JSON header (name -> kind, n, k, offset, size, CRC-32 of the bytes) after a magic number, the
 header's length and its own CRC-32, then the matrices, each at a multiple of 64 bytes. What the kernels read they do not
 check, so a file is used only if every sum is right: whatever happened to it, the matrices are packed again.
 """

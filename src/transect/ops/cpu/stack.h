@@ -128,6 +128,7 @@ class Stack {
         if (item < here) {
           const Packed& w = *part.weight;
           const int first = item * chunk, count = std::min(chunk, w.groups() - first);
+          ask_for(runs_, place, index, first, count);
           linear_span(w, first, count, x, w.k, part.y, w.n, tokens, epilogue, scratch);
           expand(runs_, place, index, first, count, low_.data(), low_stride_, part.y, w.n);
           return;
@@ -174,9 +175,11 @@ class Stack {
     const int chunk = chunk_groups(up.groups(), pool_.threads());
     pool_.share((up.groups() + chunk - 1) / chunk, [&](int item) {
       const int first = item * chunk, count = std::min(chunk, up.groups() - first);
+      ask_for(runs_, place, 1, first, count);
       linear_span(up, first, count, normed_.data(), up.k, hidden_.data(), c_.ffn, tokens, STORE, scratch);
       expand(runs_, place, 1, first, count, low_.data(), low_stride_, hidden_.data(), c_.ffn);
       if (c_.gated) {
+        ask_for(runs_, place, 0, first, count);
         linear_span(*layer.gate, first, count, normed_.data(), up.k, gate_.data(), c_.ffn, tokens, STORE, scratch);
         expand(runs_, place, 0, first, count, low_.data(), low_stride_, gate_.data(), c_.ffn);
       }

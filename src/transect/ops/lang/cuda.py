@@ -44,7 +44,7 @@ def library(name: str) -> ctypes.CDLL:
     """Load ``NAME.cu``, built for torch's current GPU (once, and cached in the user's folder).
 
     Raises:
-        Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
+        Unavailable: no GPU, or ``cuda_build.check`` finds that nothing can be built.
     """
     return _load(name, _target())
 
@@ -70,7 +70,7 @@ def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
     arguments by letter: p pointer, i int, l long long, f float.
 
     Raises:
-        Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
+        Unavailable: no GPU, or ``cuda_build.check`` finds that nothing can be built.
     """
     target = _target()
     if not library_path(name, target).exists():
@@ -117,7 +117,7 @@ def launcher(name: str, symbol: str) -> Callable[..., None]:
     Tensors become pointers, and the current stream is added.
 
     Raises:
-        Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
+        Unavailable: no GPU, or ``cuda_build.check`` finds that nothing can be built.
 
     Raises (when called):
         RuntimeError: the launcher refused the shape (-1) or CUDA reported an error.
@@ -148,7 +148,7 @@ def available(name: str, call: Callable[..., Any]) -> Callable[[], Callable[...,
     """Return the ``Implementation.load`` of a CUDA C++ implementation, which builds ``NAME.cu`` and returns ``call``.
 
     Raises (when called):
-        Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
+        Unavailable: no GPU, or ``cuda_build.check`` finds that nothing can be built.
     """
 
     def load() -> Callable[..., Any]:

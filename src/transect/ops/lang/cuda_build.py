@@ -148,7 +148,7 @@ def compile_library(source: Path, target: str, output: Path) -> None:
     """Compile to a shared library.
 
     A source that says ``#define TRANSECT_PARTS n`` is compiled in up to n parts at once (``parts.cuh``), one for every
-    two cores, because somebody waits for it. Errors as in ``compile_source``.
+    two cores, because a user waits for it. Errors as in ``compile_source``.
     """
     text = source.read_text()
     wanted = _PARTS.search(text)
@@ -203,7 +203,7 @@ def library_path(name: str, target: str) -> Path:
 
 
 def build(name: str, target: str) -> Path:
-    """Return the library of ``NAME.cu``, built if it is not there yet. One of several processes builds it; the others
+    """Return the library of ``NAME.cu``, built if it does not exist yet. One of several processes builds it; the others
     wait.
 
     Errors are those of ``check`` and ``compile_source``.

@@ -85,7 +85,7 @@ except (ImportError, AttributeError) as error:
     )
 
 GLUON_MISSING = _missing
-"""Why no Gluon kernel can be compiled here; empty where they can."""
+"""Reason why no Gluon kernel can be compiled here; empty if they can."""
 
 
 def gluon_kernel(function: Callable[..., Any], sizes: Sequence[str] = ()) -> Any:

@@ -1,7 +1,7 @@
 """Where every Triton file begins: the compiler if it is installed, and where its kernels run.
 
-Triton is optional, and every version from 3.6 on will do: torch 2.11 brings 3.6, torch 2.13 brings 3.7, torch 2.15
-brings 3.9. What differs between them is in this file and in ``gluon_language.py``. Without Triton ``kernel`` leaves a
+Triton is optional, and every version from 3.6 on will do: torch 2.11 comes with 3.6, torch 2.13 with 3.7, torch 2.15
+with 3.9. What differs between them is in this file and in ``gluon_language.py``. Without Triton ``kernel`` leaves a
 function as it is, ``tl`` is None, and ``runs_triton`` is False. An operator file still imports then, and its reference
 works. With ``TRITON_INTERPRET=1`` in the environment before Triton is imported, kernels run on the CPU, one program
 after another, in numpy; that is how they are tested without a GPU.
@@ -35,7 +35,7 @@ if (
     and hasattr(triton.knobs.language, "default_fp_fusion")
     and "TRITON_DEFAULT_FP_FUSION" not in os.environ
 ):
-    # a * b + c is one instruction here. Triton up to 3.8 always fuses, 3.9 warns unless told to, 3.10 must be told.
+    # a * b + c is one instruction here. Triton up to 3.8 always fuses, 3.9 warns without the option, 3.10 requires it.
     triton.knobs.language.default_fp_fusion = True
 
 

@@ -50,7 +50,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``reference``, where a row's result depends neither on the number of rows nor on the other rows'
     values."""
-    if len(weight) == 1:  # a product by a vector sums in an order of its own, by where the row lies
+    if len(weight) == 1:  # a product by a vector sums in an order that depends on the row's place
         return fixed_rows(x, weight.expand(2, -1), bias)[:, :1]
     tokens, inputs = x.shape
     n = -(-tokens // ROWS)

@@ -8,5 +8,5 @@
 * ``grouped_gate_up.py``  gate and up of each row's expert, and the gate, in one launch
 * ``grouped_scaled8.py``  the product with experts of 8 bits, decoded in it
 * ``grouped_blocks.py``  the same with experts of 4 bits, in groups or in blocks such as MXFP4
-* ``combining.py``       the weighted sum of what a token's experts say
+* ``combining.py``       the weighted sum of the outputs of a token's experts
 """

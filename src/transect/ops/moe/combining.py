@@ -1,4 +1,4 @@
-r"""The weighted sum of what a token's experts say, which also brings the sorted rows back to their tokens.
+r"""The weighted sum of the outputs of a token's experts, which also brings the sorted rows back to their tokens.
 
     out_t = sum_j w_tj y_p(t,j)                 p = places: where pair (t, j) stands among the sorted rows
 

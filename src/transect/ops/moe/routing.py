@@ -2,7 +2,7 @@ r"""Routing: from the router's logits to the sorted rows of a step. It is ``gati
 step of few tokens one launch does both.
 
 Where other ranks have some of the experts, those here are the ``held`` from ``first`` on, numbered from 0. Pairs that
-go elsewhere have the weight 0 and stand behind all others, where no expert is.
+go elsewhere have the weight 0 and come after all others, where no expert is.
 
 Shapes: logits ``[T, E]``, bias ``[E]`` float32 or None; weights ``[T, k]`` float32, experts ``[T, k]`` int32 (numbers
 among all E), order and places ``[T k]``, starts ``[held + 1]`` int32.

@@ -36,12 +36,12 @@ from ..registry import Unavailable
 ROUND_STREAM = 2
 """Philox's stream for rounding; ``philox.py`` has those of sampling."""
 WEIGHT, SECOND, FIRST = 0, 8, 16
-"""From which bit of the word on the 16 bits are taken: for a weight, its second and its first moment."""
+"""First bit of the 16 taken from the word: for a weight, its second and its first moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Which random bits: of parameter number ``tensor`` of a run with ``seed``, in optimizer step ``step``."""
+    """Random bits of parameter number ``tensor`` of a run with ``seed``, in optimizer step ``step``."""
 
     seed: int
     step: int

@@ -18,7 +18,7 @@ Nothing is sorted:
   maximum (at least k tokens reach it), min-p's floor, or 2**-13 of the mass.
 * ``_collect`` gathers what passes the bar, usually some hundred tokens.
 * ``_choose`` settles the row on those. It finds the k-th largest by a search over bit patterns, then takes the best
-  score and checks it against top-p. If the token lies outside, it shuts out everything behind it, and the best of the
+  score and checks it against top-p. If the token lies outside, it excludes everything after it, and the best of the
   tokens before it is next, so few rounds are needed. A flat row (more than CANDIDATES above the bar, or too little
   mass) is settled the same way on all its tokens.
 
@@ -236,7 +236,7 @@ def sample(
     flags = (torch.empty(rows, dtype=torch.bool, device=device) if finite is None else finite).view(torch.uint8)
     groups = -(-vocab // GROUP)
     width, raw = max(4, next_power_of_2(groups)), logprobs is not None
-    room = -(-rows // 4) * 4  # each part begins at a multiple of 16 bytes: else kernels are compiled anew for few rows
+    room = -(-rows // 4) * 4  # each part begins at a multiple of 16 bytes: else other kernels are compiled for few rows
     stats = torch.empty((3, room, groups), dtype=torch.float32, device=device)
     peaks, masses, raw_masses = stats
     totals, lses = torch.empty((2, room), dtype=torch.float64, device=device)

@@ -179,7 +179,7 @@ def _token_of(logits, group, peak, t, V, position, choice, low, high, HOPPER: tl
     exact scores.
 
     The group's largest z is above -31 (noise spans 26, a group's mass is at most 128), so what can win is above -58:
-    there z and the sum are off by 2e-5 at the most, the noise by 1e-4.
+    there z and the sum are off by at most 2e-5, the noise by 1e-4.
     """
     per_t = 1.0 / t
     ids = group * 128 + tl.arange(0, 32) * 4
@@ -272,7 +272,7 @@ def _settle(  # type: ignore[no-untyped-def]
                     todo = 2
                 tl.store(bars + row, bar)
             else:
-                # Scores to 2e-4 name the best group, or few that can be; those are told apart by the true ones.
+                # Scores to 2e-4 name the best group, or few candidates; exact scores decide between those.
                 guess += (peak_G - peak) * (1.0 / t) + _log_nearly(mass_G, DEPENDENT_LAUNCH)
                 guess = tl.where(mass_G > 0, guess, -float("inf"))
                 near = guess + 1e-3 >= _largest(guess)
@@ -389,7 +389,7 @@ def _select(  # type: ignore[no-untyped-def]
             z, ids = _tile(logits, found_z, found_id, start, n, peak, t, away, share, DENSE, BLOCK, SPREAD)
             units += _units(z, _key(z) >= low, DENSE)
         wanted = units.to(tl.float64) * 2.2737367544323206e-13 * p
-    last_key = -2147483647  # the best of the tokens before this one, in order of (z descending, id), is what is left
+    last_key = -2147483647  # the best of the tokens before this one, in order of (z descending, id), is chosen
     last_id = 0
     settled = 0
     while settled == 0:

@@ -212,7 +212,7 @@ def at_example(
     """Return (error, torch's error, allowed) of an implementation on a small example: the worst output, or gradient.
 
     Raises:
-        ValueError: NaN or an infinity stands where float64 has none, or the other way round.
+        ValueError: NaN or an infinity where float64 has none, or vice versa.
     """
     found = list(check(op, implementation, torch.float32, examples=[inputs], layouts=LAYOUTS[:1]))
     wanted = [each for each in found if ("gradient" in each.quantity) == (direction != "forward")]
@@ -230,7 +230,7 @@ def at_case(
     Against ``op.exact`` or the reference in float64; all None where the memory for that is not there.
 
     Raises:
-        ValueError: NaN or an infinity stands where float64 has none, or the other way round.
+        ValueError: NaN or an infinity where float64 has none, or vice versa.
     """
     dtypes = [value.dtype for key, value in inputs.items() if _floating(value) and key not in op.keeps_dtype]
     dtype = dtypes[0] if dtypes else torch.float32

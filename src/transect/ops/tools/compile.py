@@ -189,7 +189,7 @@ def _entries(ptx: str) -> dict[str, str]:
 
 @cache
 def tool(name: str) -> str | None:
-    """Return a program of the CUDA toolkit: on the PATH, or the one that Triton brings along."""
+    """Return a program of the CUDA toolkit: on the PATH, or the one that comes with Triton."""
     if triton is not None:
         path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
         if path.exists():

@@ -3,7 +3,7 @@
 It tries the heuristic's configuration first, which every other is compared with, then the one in use. So the result is
 never slower than either. A candidate is rejected when it does not compile or run, when its result is not the
 heuristic's up to rounding, or when its result differs between runs (a race). A GPU may be at its power limit for a part
-of the search, and the fastest of many is the luckiest. So the fastest few are timed again, in turns with those two:
+of the search, and the fastest of many is the luckiest. So the fastest few are timed again, alternating with those two:
 each after a pause, at the full clock, or under load (``under_load.py``). Those times count.
 """
 
@@ -64,7 +64,7 @@ class Found:
     left: int
     """Configurations that the time limit left untried."""
     finals: Sequence[Trial] = ()
-    """The heuristic's, the one in use and the fastest, timed again in turns; empty where nothing could win."""
+    """The heuristic's, the one in use and the fastest, timed again alternately; empty where nothing could win."""
 
     @property
     def best(self) -> Trial:
@@ -125,8 +125,8 @@ def search(
     Args:
         in_use: present configuration of a launcher at a size; tried right after the heuristic's, whatever the limit.
         timer: measures seconds of a call in each of several replays of a trial.
-        race: measures seconds of a call of each finalist, as ``under_load.race``; None for medians of ``timer`` in
-            turns, each after a pause.
+        race: measures seconds of a call of each finalist, as ``under_load.race``; None for alternating medians of
+            ``timer``, each after a pause.
 
     Raises:
         ValueError: nothing ran, not even the heuristic's configuration.

@@ -58,7 +58,7 @@ class HostStates:
         most: numbers of a group.
 
     Raises:
-        ValueError: there is not so much memory.
+        ValueError: there is not enough memory.
     """
 
     def __init__(self, sizes: Mapping[str, int], kinds: int, most: int = GROUP) -> None:

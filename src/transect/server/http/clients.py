@@ -93,7 +93,7 @@ class Clients:
 
     Args:
         keys: of ordinary clients. Without any, everybody may ask.
-        operators: of operators. Without any keys at all, everybody is an operator.
+        operators: of operators. Without any keys at all, every client is an operator.
     """
 
     def __init__(self, keys: Iterable[ApiKey], operators: Iterable[str] = ()) -> None:

@@ -41,7 +41,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T], tu
         gone = True
         task.cancel()
 
-    # The work runs in this task: one of its own would begin behind all requests that have come meanwhile.
+    # The work runs in this task: a separate one would begin after all requests that have arrived meanwhile.
     watcher = asyncio.ensure_future(watch())
     try:
         return await work

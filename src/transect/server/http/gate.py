@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..adapters import choose_adapter
 from ..operations import request_log
 from ..serving import Serving
 from .clients import Client, Clients
@@ -47,6 +48,17 @@ UNKNOWN = ApiError(
 )
 
 
+def _closing(send: Send) -> Send:
+    """Have the client open another connection for its next request."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+        await send(message)
+
+    return sending
+
+
 class Gate:
     """ASGI middleware in front of the whole app."""
 
@@ -62,6 +74,8 @@ class Gate:
         root = self.serving.options.root_path
         if root:
             scope["root_path"] = root  # routes are found with it before them and without
+        if self.serving.handed_over:
+            send = _closing(send)
         status = 500
         scope.setdefault("state", {})["arrival"] = asyncio.get_running_loop().time()
         name = request_id(scope)
@@ -78,6 +92,7 @@ class Gate:
 
         path = scope["path"].removeprefix(root)
         client = self._clients.of(scope)
+        choose_adapter("")
         shut = path == METRICS and self.serving.options.protect_metrics
         if path in OPEN and not (shut and client is None):
             await self.app(scope, receive, send)

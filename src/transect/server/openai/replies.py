@@ -212,6 +212,10 @@ class Model(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "transect"
+    root: str
+    """The model's name, or the directory of an adapter."""
+    parent: str | None = None
+    """The model that an adapter is beside; None for a model."""
     max_model_len: int
 
 

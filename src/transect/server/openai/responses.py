@@ -232,7 +232,7 @@ class Responses:
             "tools": body.tools or [],
             "top_p": self.conversation.params.top_p,
             "top_logprobs": body.logprobs or 0,
-            "max_tool_calls": body.max_tool_calls,
+            "max_tool_calls": None,
             "truncation": body.truncation or "disabled",
             "usage": None,
             "metadata": body.metadata or {},

@@ -49,8 +49,12 @@ class ResponsesRequest(Body):
             raise ApiError(400, "background is not supported by this server: leave it out", param="background")
         if self.truncation not in (None, "disabled", "auto"):
             raise ApiError(400, "truncation must be auto or disabled", param="truncation")
-        if self.max_tool_calls is not None and self.max_tool_calls < 1:
-            raise ApiError(400, "max_tool_calls must be at least 1", param="max_tool_calls")
+        if self.max_tool_calls is not None:
+            message = (
+                "max_tool_calls bounds calls of built-in tools, which this server does not have: leave it out; "
+                "parallel_tool_calls: false bounds the calls of functions in an answer to one"
+            )
+            raise ApiError(400, message, param="max_tool_calls")
         unknown = sorted(set(self.reasoning or ()) - {"effort", "summary", "generate_summary"})
         if unknown:
             message = f"reasoning has no field {unknown[0][:40]!r}; it has effort and summary"

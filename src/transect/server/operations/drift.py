@@ -39,7 +39,7 @@ class DriftWatch:
         """Take the newest counters, and log when the alarm starts and ends."""
         now = stats.timed_steps, stats.step_seconds, stats.predicted_step_seconds
         steps, measured, predicted = (new - old for new, old in zip(now, self._before, strict=True))
-        if steps < 0:  # the engine was started anew
+        if steps < 0:  # the engine was restarted
             self._before = now
         if steps < WINDOW or predicted <= 0:
             return

@@ -131,7 +131,7 @@ async def _embeddings(work: _Work, body: EmbeddingRequest) -> Response:
         vector = pooling.embedding(result.pooled, params)
         shown = base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
         pieces.append(EmbeddingObject(index=index, embedding=shown).model_dump_json().encode())
-        await asyncio.sleep(0)  # thousands of long vectors would stop everybody else
+        await asyncio.sleep(0)  # thousands of long vectors would stall other requests
     around = EmbeddingResponse(data=[], model=serving.model_name, usage=work.usage()).model_dump_json().encode()
     body_bytes = around.replace(NO_DATA, NO_DATA[:-1] + b",".join(pieces) + b"]", 1)
     return Response(body_bytes, media_type="application/json")

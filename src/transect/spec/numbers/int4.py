@@ -24,7 +24,7 @@ INT4 = NumberFormat(
     name="int4",
     summary="4-bit code, a scale and a zero for each group of 128 numbers of a row",
     bits=int4_format().bits,
-    accuracy="somewhat worse predictions; calibrate to keep more",
+    accuracy="slightly worse predictions; calibrate for better ones",
     methods=(COMPRESSED_TENSORS.name, "gptq", "awq"),
     rounding=Rounding(words="4 bits", native_bits=int4_format(NATIVE_GROUP).bits, kept_on_cpu=False),
     base=FrozenBase(words="in 4 bits with scale and zero for each {group}", weight=int4_format, grouped=True),

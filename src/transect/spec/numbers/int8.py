@@ -7,8 +7,8 @@ from .number_format import CacheUse, FileUse, NumberFormat, Rounding
 
 INT8 = NumberFormat(
     name="int8",
-    summary="8-bit whole number, a scale for each row",
-    accuracy="off by at most 1/254 of the largest of its row; on Hopper activations of more than 16 rows are rounded "
+    summary="8-bit integer, a scale for each row",
+    accuracy="error up to 1/254 of the row's largest number; on Hopper activations of more than 16 rows are rounded "
     "too",
     bits=8.0,
     largest=127.0,

@@ -11,6 +11,6 @@ MXFP4 = NumberFormat(
     name="mxfp4",
     summary="4-bit float (e2m1), a power of two for each 32 numbers of a row",
     bits=UNITS["MXFP4"].bits,
-    accuracy="models are trained for it; held as in GGUF files",
+    accuracy="models are trained in it; stored as in GGUF files",
     methods=(MXFP4_METHOD.name,),
 )

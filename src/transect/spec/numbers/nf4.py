@@ -49,7 +49,7 @@ NF4 = NumberFormat(
     name="nf4",
     summary="4-bit NormalFloat, a scale of 8 bits for 64 numbers",
     bits=BITS,
-    accuracy="values are made when the files are read; fp4 of bitsandbytes too",
+    accuracy="dequantized when the files are read; also fp4 of bitsandbytes",
     methods=(BITSANDBYTES.name,),
     base=FrozenBase(words="in NF4", weight=lambda group, scale_bits: nf4_format(), grouped=False),
 )

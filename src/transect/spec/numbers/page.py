@@ -14,7 +14,7 @@ def page() -> str:
 
 def _formats() -> str:
     head = (
-        "| format | a number is | bits | `--quantization` | `--kv-cache-dtype` | `quantize --format` | "
+        "| format | numbers | bits | `--quantization` | `--kv-cache-dtype` | `quantize --format` | "
         "`lora.base_format` | checkpoints | accuracy |\n|---|---|---|---|---|---|---|---|---|\n"
     )
     return head + "".join(_row(each) for each in sorted(formats().values(), key=_bits))

@@ -23,7 +23,7 @@ class Checkers:
 
     def __init__(self, vocabulary: Vocabulary, threads: int) -> None:
         self._all = [Checker(vocabulary) for _ in range(threads + 1)]
-        self._ready = self._all[1:]  # started by whoever borrows them first
+        self._ready = self._all[1:]  # started when first borrowed
         self._changed = threading.Condition()
         self._closed = False
         self._warm(self._all[0])
@@ -70,7 +70,7 @@ class Checkers:
                 if not self._closed:
                     checker.start()
             except (OSError, RuntimeError, EOFError):
-                pass  # whoever borrows it tries again, and says what is wrong
+                pass  # the next borrower tries again, and reports the error
             finally:
                 self._put(checker)
                 if self._closed:

@@ -72,7 +72,7 @@ class GrammarCompiler:
         """Hash a request, and return it with the seconds that its grammar will take as far as can be told."""
         try:
             text = msgspec.json.encode(params)
-        except (TypeError, ValueError, OverflowError, RecursionError):  # ``compile`` says what is wrong with it
+        except (TypeError, ValueError, OverflowError, RecursionError):  # ``compile`` reports the error
             return 0, LIGHT_S
         key = hash(text)
         return key, self._seconds.get(key, BYTE_S * len(text))

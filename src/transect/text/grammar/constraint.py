@@ -48,7 +48,7 @@ class GrammarConstraint:
     def accept(self, token: int) -> str | None:
         """Advance by the next token of the answer. Returns an error, or None."""
         if self._matcher.is_stopped() and not self._matcher.is_error():
-            return None  # the end itself, or a token that nobody will see
+            return None  # the end itself, or a token that is never shown
         return None if self._matcher.consume_token(token) else self._complaint()
 
     def forced(self) -> list[int]:

@@ -44,7 +44,7 @@ def schema(value: Any) -> str:
 
 
 def regex(pattern: str) -> str:
-    """Return a terminal for a regular expression: its slashes are escaped as Lark wants them, and line breaks written
+    """Return a terminal for a regular expression: its slashes are escaped as Lark requires, and line breaks written
     out."""
     escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
     return "/" + escaped.replace("\n", r"\n").replace("\r", r"\r") + "/"

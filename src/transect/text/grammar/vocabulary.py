@@ -86,7 +86,7 @@ class Vocabulary:
             sizes = range(min(len(data), LONGEST_GREEDY), 0, -1)
             size = next((size for size in sizes if data[:size] in self._ids), None)
             if size is None:
-                break  # no token has this byte; llguidance goes on from what there is
+                break  # no token has this byte; llguidance continues with the others
             found.append(self._ids[data[:size]])
             data = data[size:]
         return found

@@ -10,14 +10,13 @@ import dataclasses
 import logging
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ...checkpoints.adapter import StoredAdapter
 from ...checkpoints.adapter_peft import check_parts, module_names
-from ...checkpoints.peft_config import PeftSettings, is_adapter, read_settings
+from ...checkpoints.peft_config import PeftSettings, adapter_folder, read_settings
 from ...models.decoder import Decoder
 from ...models.weights.adapted import Adapted
 from ...models.weights.adapted_embedding import AdaptedEmbedding
@@ -124,19 +123,6 @@ def settled(lora: LoRAConfig, new_tokens: Sequence[str] = ()) -> LoRAConfig:
         rank_stabilized=settings.rank_stabilized,
         dora=settings.dora,
     )
-
-
-def adapter_folder(name: str) -> Path:
-    """Find the directory of an adapter: the given one, or the last checkpoint of the given run.
-
-    Raises:
-        ValueError: neither has one.
-    """
-    path = Path(name).expanduser()
-    for folder in (path, path / "last"):
-        if is_adapter(folder):
-            return folder.resolve()
-    raise ValueError(f"{name} has no adapter in PEFT's layout: give a directory with an adapter_config.json, or a run")
 
 
 def attach(

@@ -30,17 +30,17 @@ class LoRAConfig:
         rank: rank of an adapter: rows of A and columns of B.
         alpha: s is alpha / rank.
         rank_stabilized: s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732).
-        dora: train a magnitude for each output beside the direction (Liu et al. 2024, arXiv:2402.09353).
-        dropout: share of an adapter's inputs that are 0 in a pass with a gradient.
-        targets: which matrices have one, by our names (q, k, v, o, gate, up, down, embed, head), PEFT's (q_proj, ...,
+        dora: train a magnitude per output in addition to the direction (Liu et al. 2024, arXiv:2402.09353).
+        dropout: share of an adapter's inputs that are zeroed in a pass with a gradient.
+        targets: matrices with an adapter, by our names (q, k, v, o, gate, up, down, embed, head), PEFT's (q_proj, ...,
             embed_tokens, lm_head), ``all-linear`` (all matrices of the layers), or regular expressions for whole names
             (``model.layers.0.self_attn.q_proj``); by default those of the seven that the model has outside its experts.
         modules_to_save: modules trained in full and saved with the adapter, such as embed_tokens, lm_head, norm.
-        start: the directory of an adapter in PEFT's layout, or of a run, to continue. Its rank, alpha, targets and
-            kind take the place of these.
-        base_format: of the frozen base of ``qlora``: ``int4`` (groups with a scale and a zero) or ``nf4`` (the 4-bit
-            NormalFloat with double quantization, as bitsandbytes has it).
-        group: numbers that share a scale in an ``int4`` base.
+        start: directory of an adapter in PEFT's layout, or of a run, to continue. Its rank, alpha, targets and kind
+            replace these settings.
+        base_format: format of the frozen base of ``qlora``: ``int4`` (groups with a scale and a zero) or ``nf4`` (the
+            4-bit NormalFloat with double quantization, as in bitsandbytes).
+        group: numbers per scale in an ``int4`` base.
     """
 
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {

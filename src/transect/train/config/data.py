@@ -16,32 +16,28 @@ class DataConfig:
 
     Attributes:
         train, validation: files, by their endings: text, rows (JSON, JSON lines, CSV, parquet), directories of Hugging
-            Face ``datasets``, or a ``.tokens`` directory that ``transect data tokenize`` wrote
-            (``train/data/files.py``). Rows may be in any layout of ``train/data/layouts.py``; of a chat the assistant's
-            tokens are trained on.
-        columns: the names that the files have for columns of ``train/data/layouts.py``, such as ``{question =
-            "Frage"}``.
-        on_bad_row: action for a row that cannot be used: ``stop`` the run before its first step, or leave the row out
-            (``skip``) and counted.
+            Face ``datasets``, or ``.tokens`` directories of ``transect data tokenize`` (``train/data/files.py``).
+            ``train/data/layouts.py`` lists the layouts of rows; in a chat the assistant's tokens are trained on.
+        columns: the files' own names of columns of ``train/data/layouts.py``, such as ``{question = "Frage"}``.
+        on_bad_row: action for an unusable row: ``stop`` the run before its first step, or ``skip`` and count the row.
         chat_template: ``auto``: the model's own, or, if that template changes earlier turns with every answer, a
             version that keeps every turn (``train/data/chat.py``); ``model``: the model's own; else a file with a Jinja
             template, or the template itself.
-        turns: documents of a chat with several answers. ``together``: one; ``apart``: one for each answer, after the
-            prompt that a server would give the model at that turn, which any template can render; ``auto``: one where
-            the template renders a conversation as the continuation of its beginning, else one for each answer.
-        date: the day, such as ``2026-01-31``, that chat templates take for today; empty: the one on which the run
-            begins. A resumed run keeps it.
-        weights: for each entry of ``train`` its share of the tokens of an epoch; empty: each document once. Shares are
-            of all tokens together, so a small file comes several times and of a large one a part, another one in every
-            epoch.
-        streaming: read and tokenize ``train`` during the run, for data that is larger than memory; a run is then
-            as long as ``steps`` says. A token file needs none of it: it is mapped.
+        turns: documents of a chat with several answers: ``together``, one; ``apart``, one per answer, after the prompt
+            that a server would give the model at that turn; ``auto``, one if the template renders a conversation as the
+            continuation of its beginning, else one per answer.
+        date: today's date for chat templates, such as ``2026-01-31``; empty: the day on which the run starts. A resumed
+            run keeps it.
+        weights: share of each entry of ``train`` in the tokens of an epoch; empty: each document once. A small file is
+            repeated, and of a large one a different part is used in every epoch.
+        streaming: read and tokenize ``train`` during the run, for data larger than memory; needs ``steps``. Token files
+            are mapped and need no streaming.
         buffer_mib: MiB of files whose documents are shuffled together when they are streamed. A single text, a
-            compressed file and a row group of parquet are read whole, however large.
+            compressed file and a row group of parquet are read whole.
         seq_len: longest document, in tokens. Text is cut into pieces of that length.
         too_long: action for longer chats: ``drop`` leaves them out, ``cut`` keeps their first tokens (pairs and
             judged answers are left out), ``stop`` is an error; the run reports their number.
-        micro_batch: tokens of one forward pass; documents are packed into it and never see each other.
+        micro_batch: tokens of one forward pass; documents are packed into it and do not attend to each other.
     """
 
     train: tuple[str, ...] = ()

@@ -69,7 +69,7 @@ class DPOConfig:
         beta: strength of the pull towards the initial model.
         loss: ``sigmoid`` (DPO), ``hinge`` (SLiC), ``ipo`` (a margin of 1 / (2 beta) for each token), or ``robust``
             (unbiased under labels of which ``label_smoothing`` are wrong).
-        label_smoothing: the share of pairs whose sides are thought to be swapped; for ``sigmoid`` and ``robust``.
+        label_smoothing: assumed share of swapped pairs; for ``sigmoid`` and ``robust``.
     """
 
     beta: float = 0.1
@@ -110,7 +110,7 @@ class ORPOConfig:
 
     Attributes:
         beta: the weight of the odds ratio beside the cross entropy of the chosen side.
-        train_prompt: the cross entropy counts the prompt's tokens too, as in TRL; false: the answer's alone.
+        train_prompt: include the prompt's tokens in the cross entropy, as in TRL; false: the answer's only.
     """
 
     beta: float = 0.1
@@ -152,13 +152,13 @@ class GRPOConfig:
     """Reinforcement learning from rewards.
 
     Attributes:
-        reward: one or several functions. ``exact`` is 1 where the answer, stripped, equals the row's ``answer``,
-            and says nothing of rows without one.
-            ``module:function`` or ``path/to/file.py:function`` is called as ``function(answer_text, record)``;
-            ``record`` is the prompt's row of the data. It returns a number, or None where it has nothing to say.
+        reward: one or several functions. ``exact`` is 1 if the stripped answer equals the row's ``answer``, and None
+            for rows without one. ``module:function`` or ``path/to/file.py:function`` is called as
+            ``function(answer_text, record)``; ``record`` is the prompt's row of the data. It returns a number, or None
+            for no opinion.
         reward_weights: factor of each function's reward in the sum; empty for 1.
-        prompts, group: prompts of a rollout, and answers to each.
-        minibatches: optimizer steps in which the answers of a rollout are used once.
+        prompts, group: prompts per rollout, and answers per prompt.
+        minibatches: optimizer steps in one pass over the answers of a rollout.
         iterations: number of passes over a rollout, which lasts ``iterations * minibatches`` steps.
         max_tokens: of each answer.
         temperature, top_p, top_k, min_p: sampling of answers; the log-probabilities are those of that distribution.
@@ -171,7 +171,7 @@ class GRPOConfig:
             ``dr_grpo``: answers times ``max_tokens``. ``bnpo``: the tokens of each micro-batch.
         scale_rewards: advantages are divided by the standard deviation of the ``group``, of the whole ``batch``, or by
             ``none``.
-        mask_truncated: answers that ended at ``max_tokens`` are not trained on; they still count in their group.
+        mask_truncated: exclude answers that ended at ``max_tokens`` from training; they still count in their group.
     """
 
     reward: tuple[str, ...] = ("exact",)

@@ -17,14 +17,15 @@ class OptimizerConfig:
         learning_rate: 3e-4 to pretrain, 2e-5 to fine-tune all weights, 2e-4 for adapters; less for ``dpo``, ``kto``,
             ``orpo`` and ``grpo``.
         beta1, beta2, eps: AdamW's.
-        name: ``adamw``; ``adamw8bit`` (moments in 8 bits, by blocks); ``lamb`` (steps in proportion to each matrix,
-            for large batches); ``muon`` (matrices of the layers by Muon, the rest by AdamW). For slow links between
-            ranks: ``onebit_adam``, ``onebit_lamb`` and ``zero_one_adam``, which exchange one bit a number.
-        freeze_step: of those: the step from which on the variance stays as it is (1-bit: and compression begins).
-            15 to 25% of a run is usual.
+        name: ``adamw``, ``adamw8bit``, ``lamb`` (for large batches) or ``muon``; for slow links ``onebit_adam``,
+            ``onebit_lamb`` or ``zero_one_adam``. ``adamw8bit`` has moments in 8 bits, by blocks. ``lamb`` scales the
+            steps by the norm of each matrix. ``muon`` updates the matrices of the layers by Muon, the rest by AdamW.
+            The last three exchange one bit per number between ranks.
+        freeze_step: step from which the one-bit optimizers freeze the variance (``onebit_adam``, ``onebit_lamb``: and
+            compress). 15 to 25% of a run is usual.
         sync_every: of ``zero_one_adam``: steps between synchronizations of the ranks, from ``freeze_step`` on.
-        rounding: of weights and moments in bfloat16: ``stochastic`` keeps small steps on average; ``nearest`` loses
-            those of less than a 512th of a weight.
+        rounding: rounding of weights and moments in bfloat16: ``stochastic`` keeps small steps on average; ``nearest``
+            loses those below 1/512 of a weight.
         weight_decay: decoupled, on matrices only; norms and biases have none. 0.1 to pretrain, 0.01 to fine-tune all
             weights, 0 for adapters.
         clip: largest global norm of the gradient; 0 for none.

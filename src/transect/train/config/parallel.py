@@ -20,41 +20,37 @@ class ParallelConfig:
     Attributes:
         data: ranks that share the ``accumulate`` micro-batches of a step.
         zero: state that the ``data`` ranks shard: 0 nothing; 1 the optimizer's state; 2 gradients too; 3 weights too,
-            which are gathered layer by layer. Each needs less memory and sends more.
+            gathered layer by layer. Higher values need less memory and more communication.
         reduce: data type in which gradients are summed over the ``data`` ranks.
-        sums: transport of gradients, and with ``zero`` 3 of weights, between these: ``auto``, between GPUs of one host
-            the copy engines, beside the passes and without their multiprocessors, where that works; ``fused``, the
-            same, and a sum, its copy for the other rank and the norm are one launch, and the gradient of a table that
-            the head shares travels in two parts, the head's as soon as it is there (not yet run on a GPU); ``nccl``.
-            ``zero`` 2 and offloaded runs always take NCCL.
+        sums: transport of gradients, and with ``zero`` 3 of weights: ``auto``, between GPUs of one host the copy
+            engines, which leave the multiprocessors free, else NCCL; ``fused``, as ``auto``, with sum, copy and norm in
+            one launch, and the gradient of a tied embedding sent in two parts (not yet run on a GPU); ``nccl``.
+            ``zero`` 2 and offloaded runs always use NCCL.
         tensor: ranks that share every matrix, by heads, feed-forward units and tokens of the vocabulary.
-        sequence: the ``tensor`` ranks share the tokens too where no matrix is, so that norms and additions are not
-            computed by each of them, and their results are kept once.
-        pipeline: ranks that have some layers each; micro-batches pass through them. A step needs several, so that few
-            of the ranks wait.
-        schedule: order of their forward and backward passes, a file of ``spec/layouts/schedules/``: ``1f1b``, a
-            backward pass after each forward pass; ``gpipe``, all forward passes first; ``interleaved``, ``1f1b`` with
-            ``chunks`` runs of layers to a rank and shorter waits.
+        sequence: the ``tensor`` ranks also share the tokens between the matrices. Norms and additions are then computed
+            and stored once, not by each rank.
+        pipeline: number of stages with some layers each; micro-batches pass through them. A step needs several
+            micro-batches, so that stages are rarely idle.
+        schedule: order of forward and backward passes, a file of ``spec/layouts/schedules/``: ``1f1b``, a backward pass
+            after each forward pass; ``gpipe``, all forward passes first; ``interleaved``, ``1f1b`` with ``chunks`` runs
+            of layers per rank and shorter waits.
         chunks: runs of layers of each rank with ``interleaved``.
-        context: ranks that share the tokens of each micro-batch, for long documents: keys and values go round.
-        expert: ranks that share the experts of a mixture and have some of them each: as many as ``data``, or 1: every
-            rank has all.
-        expert_way: transport of tokens to the experts of other ranks: ``gather``, all ranks gather all tokens;
-            ``all_to_all``, a token goes to the ranks that have its experts alone; ``auto``: the second where it sends
-            at most three quarters of the first, with many ranks and few experts to a token.
-        tiles: with ``zero`` 3 or ``offload = "all"``, number of parts in which each matrix of a layer comes to the
-            device, one after the other, and its gradients leave part by part: a device never has a whole layer. It is
-            for the largest models, and slower.
-        offload: state kept in host memory, with any ``zero`` and on one device too: ``none``; ``optimizer``, whose
-            states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload); ``all``: the
-            weights to compute with too, which come to the device a layer at a time: on one device, or with ``zero`` 3
-            on several, each of which brings its piece of every layer over its own link.
-        offload_path: a folder on a fast disk (NVMe) in place of host memory, where what is offloaded is in files while
-            the run lasts (ZeRO-Infinity); empty: host memory.
-        delayed_update: the processor takes a step while the device computes the next one, at weights that are one step
-            old: another method, whose losses differ a little.
-        timeout: seconds without progress of any rank after which a run that hangs is ended, with a message that says
-            where each rank is; 0: never. A checkpoint, an evaluation and samples may take longer.
+        context: ranks that share the tokens of each micro-batch, for long documents; keys and values circulate.
+        expert: ranks that share the experts of a mixture: as many as ``data``, or 1: every rank has all experts.
+        expert_way: transport of tokens to experts on other ranks: ``gather``, all ranks gather all tokens;
+            ``all_to_all``, a token is sent only to ranks that have its experts; ``auto``, the second if it sends at
+            most three quarters of the first.
+        tiles: with ``zero`` 3 or ``offload = "all"``, number of parts in which each matrix of a layer is copied to the
+            device, so that a device never holds a whole layer. Slower; for the largest models.
+        offload: state kept in host memory: ``none``; ``optimizer``, its states and float32 weights, updated by the CPU
+            (ZeRO-Offload); ``all``, the other weights too, copied to the device layer by layer. ``all`` works on one
+            device, or with ``zero`` 3 on several.
+        offload_path: folder on a fast disk (NVMe) for offloaded state, in files while the run lasts (ZeRO-Infinity);
+            empty: host memory.
+        delayed_update: update on the CPU while the device computes the next step, with gradients of weights that are
+            one step old: another method, whose losses differ slightly.
+        timeout: seconds without progress of any rank after which a run is ended, with the state of each rank; 0: never.
+            A checkpoint, an evaluation and samples may take longer.
     """
 
     OTHER_NAMES: ClassVar[dict[str, str]] = {"nvme_path": "offload_path", "out_splits": "tiles"}

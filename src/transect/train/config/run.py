@@ -42,42 +42,38 @@ class TrainConfig:
     """Configuration of a whole run.
 
     Attributes:
-        model: name or path for ``checkpoints.resolve``; for ``pretrain`` only its shape and tokenizer are used.
-        load_format: ``auto``, or ``dummy``: random weights in the shape of ``model``, to measure with.
+        model: name or path of a model; ``pretrain`` uses only its shape and tokenizer.
+        load_format: ``auto``, or ``dummy``: random weights in the shape of ``model``, for measurements.
         task: ``pretrain`` from random weights, ``finetune`` all weights, ``lora``, or ``qlora`` (the base in 4 bits).
-        objective: loss to minimize: ``next_token``; ``dpo`` or ``orpo`` (preference pairs); ``kto`` (answers that are
-            good or bad); ``grpo`` (rewards of its own answers); ``distill`` (a larger model's distribution). Each has
-            a table of its name.
+        objective: loss to minimize: ``next_token``, ``dpo``, ``orpo``, ``kto``, ``grpo`` or ``distill``. ``dpo`` and
+            ``orpo`` take preference pairs, ``kto`` answers that are good or bad, ``grpo`` rewards of the model's own
+            answers, ``distill`` a larger model's distribution. Each has a table of its name.
         new_tokens: tokens to add to the vocabulary, such as ``<tool>``; embedding and head grow by a row for each,
-            and with adapters both are trained whole. What is written ``<|like this|>`` becomes special.
+            and with adapters both are trained whole. Tokens written ``<|like this|>`` become special.
         run_dir: folder of logs and checkpoints.
-        steps: optimizer steps in all; 100 where neither these nor ``epochs`` are given.
-        epochs: in place of ``steps``, how often the data is gone through, such as ``1.5``.
-        accumulate: micro-batches to a step.
+        steps: number of optimizer steps; 100 if neither this nor ``epochs`` is given.
+        epochs: number of passes over the data, in place of ``steps``, such as ``1.5``.
+        accumulate: micro-batches per step.
         precision: ``float32``; ``bfloat16`` for weights and optimizer alike; ``mixed``: bfloat16 weights to compute
             with and float32 master copies in the optimizer.
-        checkpointing: which activations the backward pass keeps: ``none`` recomputes nothing,
-            ``selective`` recomputes the MLP's inner activations, ``full`` whole layers; ``auto`` takes the first of
-            these that fits.
+        checkpointing: activations to recompute: ``none``, ``selective`` (inside each MLP), ``full`` (whole layers), or
+            ``auto``: the first of these that fits.
         memory: device memory that the run may use, such as ``24GB``; empty for the free memory.
-        layer_keep: the share of the last layers that is kept towards the end of a run; less than 1 leaves layers out of
-            steps, more of them the later they are in the model and the run (progressive layer dropping). Layers then
-            run operator by operator.
+        layer_keep: share of the last layers that run towards the end; below 1, steps skip layers, more often later
+            layers and later in the run (progressive layer dropping). Layers then run operator by operator.
         merged: run each layer on a GPU as one node with a hand-written backward pass
-            (``train/model/merged_layers.py``), where the model is of that kind; false: operator by operator.
-        on_spike: action when the loss jumps and the model, not the batch, is the cause: ``warn`` and continue,
-            ``skip`` the update, or ``stop`` the run. An unusual batch alone is only reported, or skipped where that is
-            asked for.
-        seed: decides initial weights, the order of the data, and adapters.
+            (``train/model/merged_layers.py``), if the model supports it; false: operator by operator.
+        on_spike: action when the loss jumps because of the model, not the batch: ``warn`` and continue, ``skip`` the
+            update, or ``stop`` the run. An unusual batch is only reported, or skipped with ``skip``.
+        seed: seed of initial weights, the order of the data, and adapters.
         save_every, keep: steps between checkpoints (0: at the end only), and how many to keep.
-        eval_every: steps between measurements of the validation loss (0: at the end only). Where the loss is lower than
-            ever before a checkpoint is saved and kept, and ``RUN/best`` points to it.
+        eval_every: steps between measurements of the validation loss (0: at the end only). At the lowest loss so far
+            a checkpoint is saved and kept, and ``RUN/best`` points to it.
         patience: stop after this number of measurements in a row without a better loss (0: never).
-        min_gain: nats by which a loss must be lower to count as better.
-        log_to: further targets of metrics beside ``RUN/log.jsonl``: any of ``tensorboard`` (where it is installed),
-            ``wandb`` and
-            ``mlflow``.
-        project: the name of the project or experiment there.
+        min_gain: smallest decrease of the loss, in nats, that counts as better.
+        log_to: further targets of metrics, in addition to ``RUN/log.jsonl``: any of ``tensorboard`` (if installed),
+            ``wandb`` and ``mlflow``.
+        project: name of the project or experiment in ``wandb`` and ``mlflow``.
         device: ``auto``, ``cpu`` or ``cuda``.
         threads: CPU threads; None for all cores of this process, or OMP_NUM_THREADS.
         own: settings of an objective that is one file (``train/objectives/``), from the table of its name.

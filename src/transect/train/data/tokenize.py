@@ -194,7 +194,7 @@ def _join(
         raise ValueError("chats and text cannot share a token file: tokenize them apart")
     if not kinds:
         raise ValueError("there is no text in the input: name files that hold some")
-    # What was made before ends here; whoever has mapped it keeps it.
+    # Earlier output ends here; processes that have mapped it keep it.
     for name in ("meta.json", "tokens.bin", "ends.bin", "trained.bin"):
         (output / name).unlink(missing_ok=True)
     with (

@@ -99,7 +99,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         rows = scored_tokens(self.llm, [tokens[-most:] for tokens in whole])
         found = []
         for (key, _context, continuation), row in zip(requests, rows, strict=True):
-            last = row[max(0, len(row) - len(continuation)) :]  # of one longer than the context: what is left of it
+            last = row[max(0, len(row) - len(continuation)) :]  # of one longer than the context: its end
             answer = sum(value for value, _ in last), all(greedy for _, greedy in last)
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)

@@ -69,7 +69,7 @@ def first_bad_number(
         order: the place of each parameter in the run's model.
 
     Returns:
-        Its name, behind a number that is smaller the earlier a step would come to it.
+        Its name, after a number that is smaller the earlier a step would come to it.
     """
     for name, weight in weights.items():
         if not bool(weight.isfinite().all()):

@@ -15,7 +15,7 @@ from ...costs.memory.terms import Estimate
 from ...costs.memory.training_plan import TrainingPlan
 from ...costs.memory.training_ranks import estimator
 from ...costs.units import gib, parse_bytes
-from ...engine.kv_size import free_memory
+from ...hardware.host_memory import free_memory
 from ...parallel.world import World
 from ...spec.layouts.spread import Spread
 from ...spec.model import ModelConfig
@@ -25,7 +25,6 @@ from ..config import TrainConfig
 from ..config.adapters import MATRICES, TABLES
 from ..model.build import teacher_of
 from ..model.merging import refusal as refusal_to_merge
-from ..objectives.rollout import BLOCK_SIZE, MOST_RUNNING
 from .crew import asked
 
 log = logging.getLogger(__name__)
@@ -56,6 +55,8 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
     """Return the memory plan of a configuration; ``auto`` checkpointing counts as none."""
     rollouts = 0
     if config.objective == "grpo":
+        from ..objectives.rollout import BLOCK_SIZE, MOST_RUNNING
+
         running = max(min(MOST_RUNNING, config.grpo.prompts * config.grpo.group), config.grpo.group)
         rollouts = running * (-(-config.data.seq_len // BLOCK_SIZE) + 1) * BLOCK_SIZE
     lora_task = config.task in ("lora", "qlora")

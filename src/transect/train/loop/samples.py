@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...engine.scheduling.sampling_params import SamplingParams
 from ...text.inert import chat_tokens
 from ..config import SamplesConfig
 from ..model.build import Trainable
-from ..objectives.rollout import roll_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +46,9 @@ class Samples:
 
     def draw(self, step: int) -> list[SampleRecord]:
         """Draw an answer to each prompt. The run's state and draws are unaffected."""
+        from ...engine.scheduling.sampling_params import SamplingParams
+        from ..objectives.rollout import roll_out
+
         config = self._config
         params = SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens)
         ends = self._tokenizer.eos_token_ids

@@ -447,7 +447,7 @@ class Trainer:
         self.crew.at("a checkpoint", alone=True)
         try:
             self._written()
-        except ValueError as error:  # whoever asks has something worse to tell
+        except ValueError as error:  # the caller reports something worse
             log.warning("%s", error)
         steps = list_steps(self.config.run_dir)
         return f"{steps[-1]} is whole and from before this step" if steps else "no checkpoint was written yet"

@@ -15,6 +15,7 @@ from ...checkpoints.adapter import StoredAdapter, merged_weights
 from ...checkpoints.adapter_peft import write_adapter
 from ...checkpoints.hf_out import save_hf
 from ...checkpoints.load import adapter_of, fill, stored_weights
+from ...checkpoints.peft_config import adapter_folder
 from ...checkpoints.resolve import ModelSource, resolve, with_adapter
 from ...models.decoder import Decoder
 from ...models.stored import StoredWeights
@@ -26,7 +27,7 @@ from ...text.chat_template import ChatTemplate
 from ...text.export import export_tokenizer
 from ...text.model_text import template_text
 from ...text.tokenizer import Tokenizer
-from ..adapters.lora import adapter_folder, attach, plain_state, settled, trained_adapter
+from ..adapters.lora import attach, plain_state, settled, trained_adapter
 from ..config import TrainConfig
 from ..config.adapters import LoRAConfig
 from ..data.chat import run_template

@@ -101,7 +101,7 @@ class OffloadedAdamW(Optimizer):
         device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
         threads = offload.threads or len(os.sched_getaffinity(0))
         # Steps beside the next pass share the cores with what takes its gradients in: two teams that have all of them
-        # would wait at every barrier for whoever has no core.
+        # would wait at every barrier for a thread without a core.
         drains = max(1, threads // DRAINS) if offload.delay else threads
         self.kernels = host_kernels(max(1, threads - drains) if offload.delay else threads)
         self.states: States

@@ -11,7 +11,7 @@ from ....text.grammar.constraint import MaskFiller
 from ...kv_size import KVSize
 from ...scheduling.batch import Draw, ScheduledBatch, ScheduledRow
 from ...scheduling.sampling_params import SamplingParams
-from .measure import runner_of
+from .measure import NO_FACTORS, runner_of, with_padding_adapter
 from .runner import GPURunner
 from .setup import Setup
 from .startup_times import StartupTimes
@@ -52,15 +52,24 @@ def capture(
         runner.warm(rows, None if setup.irregular else WARM_WIDTHS, mixed=setup.irregular)
         times.done(f"{0 if runner.graphs is None else len(runner.graphs)} CUDA graphs")
         if setup.irregular and (mesh is None or mesh.pipeline.size == 1):
-            for batch in large_steps(runner.graph_tokens, cache.num_blocks, **limits):
-                runner.submit(batch).result()
+            with_padding_adapter(runner)
+            adapters = ("",) if runner.adapters is None else ("", NO_FACTORS)
+            for adapter in adapters:
+                for batch in large_steps(runner.graph_tokens, cache.num_blocks, **limits, adapter=adapter):
+                    runner.submit(batch).result()
             times.done("large steps")
     runner.started()
     return runner, sum(each.nbytes for each in caches)
 
 
 def large_steps(
-    graph_tokens: int, padding_block: int, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+    graph_tokens: int,
+    padding_block: int,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    adapter: str = "",
 ) -> Iterator[ScheduledBatch]:
     """Yield the smallest steps that are too large for a graph; none where all steps have graphs.
 
@@ -72,6 +81,7 @@ def large_steps(
         graph_tokens: tokens of the largest step that has a graph.
         padding_block: block that all rows write to, overwriting each other.
         max_num_seqs, max_num_batched_tokens, max_model_len: the scheduler's limits.
+        adapter: adapter of all rows.
     """
     blocks = [padding_block] * max_model_len
     for decodes in (0, FEWEST_ROWS, 4 * FEWEST_ROWS, 16 * FEWEST_ROWS):
@@ -83,11 +93,11 @@ def large_steps(
             pieces = [min(longest, tokens - at) for at in range(0, tokens, longest)]
             sizes = [(start, piece) for piece in pieces] + [(BEGUN, 1)] * decodes
             if len(sizes) <= max_num_seqs:
-                yield ScheduledBatch(0, tuple(_row(index, *size, blocks) for index, size in enumerate(sizes)))
+                yield ScheduledBatch(0, tuple(_row(index, *size, blocks, adapter) for index, size in enumerate(sizes)))
 
 
-def _row(index: int, start: int, tokens: int, blocks: list[int]) -> ScheduledRow:
+def _row(index: int, start: int, tokens: int, blocks: list[int], adapter: str) -> ScheduledRow:
     """Make a row with a draw, of a sequence that no scheduler knows."""
     seq_id, prompt = -1 - index, (0,) * (start + tokens)
     draw = Draw(seq_id, 0, 0, _PARAMS, prompt, [])
-    return ScheduledRow(seq_id, start, tokens, prompt, [], blocks, (draw,))
+    return ScheduledRow(seq_id, start, tokens, prompt, [], blocks, (draw,), adapter=adapter)

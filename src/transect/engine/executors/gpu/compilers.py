@@ -79,7 +79,7 @@ class Compilers:
         # A group of its own, to be ended together.
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, process_group=0)
         assert process.stdin is not None
-        # Room for all kernels (3 KB each), so that nobody waits to send them; where that is not allowed, they do.
+        # Room for all kernels (3 KB each), so that no sender waits; where that is not allowed, they do.
         with contextlib.suppress(OSError):
             fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         return cls(process)

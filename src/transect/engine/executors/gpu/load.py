@@ -20,6 +20,7 @@ from ....parallel.load import GROUP, load_shard_on_device, shard_of
 from ....parallel.mesh import Mesh
 from ....spec.numbers.layouts import BlockLayout
 from ....spec.numbers.registry import takes_scales
+from ...adapters import adapter_room
 from . import warm_kernels
 from .compilers import Compilers
 from .setup import Setup
@@ -87,6 +88,8 @@ def load(
     if warming.collected:
         times.done(f"{warming.collected} kernels found")
     read = partial(load_on_device, device=setup.device)
+    if config.enable_lora:
+        read = partial(read, adapters=adapter_room(config))
     if mesh is not None:
         in_blocks = bool(setup.layouts) and all(isinstance(layout, BlockLayout) for _, layout in setup.layouts)
         # Files with blocks say themselves where these cannot be cut.

@@ -12,10 +12,14 @@ from ....parallel.experts import meeting
 from ....parallel.mesh import Mesh
 from ...scheduling.batch import Draw, ScheduledBatch, ScheduledRow
 from ...scheduling.sampling_params import SamplingParams
+from ..adapter_slots import AdapterSlots
 from .runner import GPURunner
 from .setup import Setup
 from .sharing_runner import GPUSharingRunner, GPUSharingStageRunner
 from .stage_runner import GPUStageRunner
+
+NO_FACTORS = "none"
+"""Name of the adapter of ``with_padding_adapter``."""
 
 
 class MeasuredBytes(NamedTuple):
@@ -33,6 +37,7 @@ def measure(setup: Setup, model: Decoder, mesh: Mesh | None = None) -> MeasuredB
     runner = trial_runner(model, setup.config.block_size, setup.cache_dtype, mesh, **setup.tricks, **setup.limits)
     tables = torch.cuda.memory_allocated(setup.device) - held
     torch.cuda.reset_peak_memory_stats(setup.device)
+    with_padding_adapter(runner)
     run_largest_steps(runner, **setup.limits)
     peak = torch.cuda.max_memory_allocated(setup.device) - held - tables
     del runner
@@ -70,6 +75,12 @@ def runner_of(model: Decoder, caches: tuple[Tensor, Tensor], mesh: Mesh | None, 
     return GPURunner(model, *caches, **options)
 
 
+def with_padding_adapter(runner: GPURunner) -> None:
+    """Let rows name an adapter without factors: the kernels of adapters run, and change nothing."""
+    adapters = runner.model.adapters
+    runner.adapters = None if adapters is None else AdapterSlots(adapters, lambda _: {})
+
+
 def run_largest_steps(runner: GPURunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
     """Run as much prefill as a step may hold, then as many decodes, all with logprobs."""
     # Every row writes to block 0, one over the other: what is measured does not depend on it.
@@ -77,11 +88,12 @@ def run_largest_steps(runner: GPURunner, *, max_num_seqs: int, max_num_batched_t
     length = min(max_num_batched_tokens // rows, max_model_len)
     params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=5)
     blocks = [0] * max_model_len
+    adapter = "" if runner.adapters is None else NO_FACTORS
     prompt = (0,) * length
     for decode in (False, True):
         start = length - 1 if decode else 0
         made = []
         for seq_id in range(rows):
             draw = Draw(seq_id, 0, seq_id, params, prompt, [])
-            made.append(ScheduledRow(seq_id, start, length - start, prompt, [], blocks, (draw,)))
+            made.append(ScheduledRow(seq_id, start, length - start, prompt, [], blocks, (draw,), adapter=adapter))
         runner.submit(ScheduledBatch(int(decode), tuple(made))).result()

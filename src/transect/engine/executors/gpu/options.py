@@ -15,7 +15,7 @@ class GPUOptions:
 
     Attributes:
         fused_operators: Run several operators in one kernel.
-        dependent_launch: Start a kernel while the one before ends (Hopper).
+        dependent_launch: Start a kernel while the previous one ends (Hopper).
         device_sampling: Draw tokens on the GPU.
         peer_sums: Add up over GPUs by our own kernels where those are faster than NCCL.
         pushed_products: Products of up to 8 rows that end in such a sum write their results to the other GPUs

@@ -35,6 +35,7 @@ from ....ops.attention.paged.batch import PagedBatch
 from ....ops.lang.jit import count_compilations
 from ...scheduling.batch import Handle, LateWork, ScheduledBatch, StepResult
 from ...scheduling.constraint import MaskFiller, fill_each
+from ..adapter_slots import AdapterSlots
 from ..penalties import Pick
 from ..prompt_results import prompt_results
 from ..runner import CompletedStep, Waiting, copy_blocks
@@ -102,7 +103,10 @@ class GPURunner:
         anyone: Callable[[bool], bool] = bool,
     ) -> None:
         pad_tokens = pad_tokens or (16 if k_cache.device.type == "cuda" else 1)
-        self._model, self._anyone = model, anyone
+        self.model = self._model = model
+        self._anyone = anyone
+        self.adapters: AdapterSlots | None = None
+        """Slots for the adapters of rows; None if no row has one."""
         self._k_cache, self._v_cache = k_cache, v_cache
         self._device = k_cache.device
         self._block_size = k_cache.shape[3]
@@ -179,7 +183,7 @@ class GPURunner:
         with self._on_stream():
             memory = self._ring.memory()
             copy_blocks(self._k_cache, self._v_cache, batch.block_copies)
-            plan = self._planner.plan(batch, memory)
+            plan = self._planner.plan(batch, memory, self.adapters)
             turn, hidden, sampled = self._run(plan)
             known = prompt_results(self._model, plan.rows, plan.starts, hidden)
             if turn is None and plan.variant.masked:
@@ -229,18 +233,23 @@ class GPURunner:
         """Capture steps that only decode with these numbers of rows, for the ``narrowest`` block tables (None for all),
         and with ``mixed`` all steps with prefill chunks. Each kind of kernel runs once on padding rows, so that it is
         compiled and loaded; then graphs are captured without being run."""
+        for adapters in (False, True) if self._model.adapters is not None else (False,):
+            self._warm_all(rows, narrowest, mixed, adapters)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _warm_all(self, rows: Sequence[int], narrowest: int | None, mixed: bool, adapters: bool) -> None:
+        """Do ``warm`` for steps in which a row has an adapter, or none has."""
         met: set[tuple[str, int]] = set()
         for width in widths(self._block_size, self._max_blocks)[:narrowest]:
             for count in rows:
                 kinds = {("decodes", count), ("width", width)}
-                self._warm(StepLayout(count, count, count, width), run=not kinds <= met)
+                self._warm(StepLayout(count, count, count, width), run=not kinds <= met, adapters=adapters)
                 met |= kinds
         for size in self.mixed_sizes() if mixed else ():
             kinds = set(zip(MixedSize._fields, size, strict=True))
-            self._run_chunks(size, self._warm, run=not kinds <= met)
+            self._run_chunks(size, self._warm, run=not kinds <= met, adapters=adapters)
             met |= kinds
-        if self._stream is not None:
-            self._stream.synchronize()
 
     def _warm(
         self, layout: StepLayout, starts: Sequence[int] | None = None, *, run: bool, decode: bool = True, **changes: Any
@@ -341,6 +350,7 @@ class GPURunner:
             fields.start[:] = np.arange(layout.rows + 1) * (layout.tokens // layout.rows) if starts is None else starts
             fields.length[:], fields.last[:] = np.diff(fields.start), np.arange(layout.draws) % layout.tokens
             fields.table[:], fields.state[:], fields.mask[:] = self._padding_block, -1, -1
+            fields.adapter[:] = -1
             fields.source[:] = self._planner.token_source(layout)
             plan = StepPlan(layout, True, [], (), Variant(), (), [])._replace(**changes)
             turn, _, _ = self._run(plan, eager)
@@ -368,7 +378,7 @@ class GPURunner:
 
     def _key(self, plan: StepPlan, waits: bool) -> Hashable:
         """Return the key shared by all steps that can replay one graph; ``waits``: the step ends with logits."""
-        return plan.layout, waits, plan.prune, plan.chunk_rows
+        return plan.layout, waits, plan.prune, plan.chunk_rows, plan.adapters
 
     def _launch(self, key: Hashable, work: Callable[[], Any], plan: StepPlan, eager: bool = False) -> Any:
         """Run the work of a step, by a graph if steps of its kind recur."""
@@ -441,6 +451,8 @@ class GPURunner:
     def _hidden(self, plan: StepPlan, context: PagedContext) -> Tensor:
         """Compute hidden states of a step's tokens, after the final norm."""
         fields = self._fields(plan.layout)
+        if self._model.adapters is not None:
+            self._model.adapters.rows.slots_T = fields.adapter if plan.adapters else None
         return self._model(self._arena.view(torch.int64), fields.position, context, fields.source)
 
     def _wanted(self, fields: StepFields) -> Wanted:

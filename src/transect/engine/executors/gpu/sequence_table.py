@@ -16,8 +16,8 @@ class SequenceTable:
     """Table of slots for sequences.
 
     Args:
-        max_num_seqs: sequences of one step at the most.
-        max_blocks: blocks of one sequence at the most.
+        max_num_seqs: most sequences of one step.
+        max_blocks: most blocks of one sequence.
         block_size: tokens of a block.
         depth: stages of the pipeline: a step may continue the sequences of the step this many steps before.
     """

@@ -38,6 +38,7 @@ def _graph_bytes(setup: Setup, loaded: Loaded, measured: MeasuredBytes) -> int:
         captured *= len(widths(block, most))
         tokens = min(setup.tricks["graph_tokens"], setup.limits["max_num_batched_tokens"])
         captured += len(mixed_sizes(tokens, block, most, seqs))
+    captured *= 1 + setup.config.enable_lora
     rebuilt = max(weight.workspace for _, weight in loaded.model.projections()) if captured else 0
     share = min(1.0, setup.tricks["graph_tokens"] / setup.limits["max_num_batched_tokens"])
     return kept_for_graphs(setup.model.vocab_size, seqs, captured) + rebuilt + int(measured.largest_step * share)

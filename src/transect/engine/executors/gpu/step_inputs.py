@@ -27,6 +27,8 @@ class StepFields(NamedTuple):
     """int64 ``[D]``; the bits of the unsigned seed."""
     token: Any
     """int64 ``[T]``: tokens that the host knows."""
+    adapter: Any
+    """int32 ``[T]``: slot of each token's adapter, or -1; read by steps in which a row has one."""
     source: Any
     """int32 ``[T]``: source of each input token, as an int64 index from the beginning of the arena: ``token``, or a
     draw of the step before."""
@@ -109,7 +111,8 @@ class StepLayout:
 def _places(layout: StepLayout) -> tuple[tuple[tuple[int, tuple[int, ...], type], ...], int]:
     tokens, rows, draws = (layout.tokens,), (layout.rows,), (layout.draws,)
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(StepFields._fields, draws)
-    shapes |= {"token": tokens, "source": tokens, "position": tokens, "start": (layout.rows + 1,), "length": rows}
+    shapes |= dict.fromkeys(("token", "adapter", "source", "position"), tokens)
+    shapes |= {"start": (layout.rows + 1,), "length": rows}
     shapes["table"] = (layout.rows, layout.width)
     found = []
     at = 0

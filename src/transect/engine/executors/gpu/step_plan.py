@@ -19,7 +19,7 @@ CUDA graphs are made for (``step_sizes.py``).
              +-----------+---------+--------------+----+----+----+--------------+
                several tokens each                  one token each                tokens of no row
 
-3. Steps with whole prompts: those that stand in the step from their first token on come last, behind all others, where
+3. Steps with whole prompts: those that stand in the step from their first token on come last, after all others, where
    an attention kernel of their own finds them (``WholePrompts``). Every token has a row.
 
        rows    0    1    2    3  ..     | whole_row ..                       |                  last
@@ -45,6 +45,7 @@ import numpy as np
 
 from ....models.context import WholePrompts
 from ...scheduling.batch import PLACEHOLDER, Draw, ScheduledBatch, ScheduledRow
+from ..adapter_slots import AdapterSlots
 from .adjust_state import AdjustState
 from .sequence_table import SequenceTable
 from .step_inputs import StepFields, StepLayout, StepMemory
@@ -83,6 +84,8 @@ class StepPlan(NamedTuple):
     """True if the last layer computes only the tokens that the draws need."""
     chunk_rows: int | None = None
     """Rows of the layout reserved for prompts, before the rows of one token; None if both kinds are mixed."""
+    adapters: bool = False
+    """A row has an adapter."""
 
 
 class _RaggedShape(NamedTuple):
@@ -125,11 +128,15 @@ class _Group:
     The longest come first: programs of attention start in this order, and the last to end should be short ones.
     """
 
-    __slots__ = ("draws", "grown", "order", "sampling", "seq_ids", "slots", "starts")
+    __slots__ = ("adapters", "draws", "grown", "order", "sampling", "seq_ids", "slots", "starts")
 
-    def __init__(self, rows: Sequence[ScheduledRow], table: SequenceTable, step: int) -> None:
+    def __init__(
+        self, rows: Sequence[ScheduledRow], table: SequenceTable, step: int, adapters: Sequence[int] | None
+    ) -> None:
         self.order = sorted(range(len(rows)), key=lambda index: rows[index].start, reverse=True)
         """Order of the rows as indices of the scheduled rows; all other fields follow this order."""
+        self.adapters = None if adapters is None else np.array([adapters[index] for index in self.order], np.int32)
+        """Slots of the rows' adapters; None if no row has one."""
         self.slots = np.array([table.row(rows[index], step) for index in self.order])
         self.starts = np.array([rows[index].start for index in self.order], np.int32)
         self.draws = [rows[index].draws[0] for index in self.order]
@@ -194,19 +201,23 @@ class StepPlanner:
         self._sequences.forget()
         self._groups.extend([None] * len(self._groups))
 
-    def plan(self, batch: ScheduledBatch, memory: StepMemory) -> StepPlan:
-        """Plan the next step, with its numbers in ``memory``."""
+    def plan(self, batch: ScheduledBatch, memory: StepMemory, slots: AdapterSlots | None = None) -> StepPlan:
+        """Plan the next step, with its numbers in ``memory``.
+
+        ``slots``: of the rows' adapters; None if no row has one.
+        """
         self.step += 1
         rows = batch.rows
         group = self._groups[0]
         if group is not None and batch.again:
             group.starts = group.starts + 1
         else:
-            group = _Group(rows, self._sequences, self.step) if _only_decode(rows) else None
+            adapters = None if slots is None else slots.place(rows)
+            group = _Group(rows, self._sequences, self.step, adapters) if _only_decode(rows) else None
         self._groups.append(group)
         if group is None:
             memory.holds = None
-            return self._ragged(batch, memory.memory)
+            return self._ragged(batch, memory.memory, adapters)
         return self._decode(rows, group, memory)
 
     def _decode(self, rows: Sequence[ScheduledRow], group: _Group, memory: StepMemory) -> StepPlan:
@@ -243,13 +254,16 @@ class StepPlanner:
             # No length: attention spends no time on these rows, and nothing of theirs is written to the cache.
             fields.position[count:], fields.length[count:], fields.table[count:] = 0, 0, self._padding_block
             fields.start[:], fields.last[:] = np.arange(bucket + 1), np.arange(bucket)
+            fields.adapter[:count] = -1 if group.adapters is None else group.adapters
+            fields.adapter[count:] = -1
             group.sampling = variant, alternatives = self._draws(fields, group.draws, slots, ends)
             # Where logits are adjusted, what is done to them may be another thing at the next position.
             memory.holds = None if variant.adjust else (group, layout)
         memory.step = step
-        return StepPlan(layout, True, group.seq_ids, group.draws, variant, alternatives, [])
+        plan = StepPlan(layout, True, group.seq_ids, group.draws, variant, alternatives, [])
+        return plan if group.adapters is None else plan._replace(adapters=True)
 
-    def _ragged(self, batch: ScheduledBatch, memory: np.ndarray) -> StepPlan:
+    def _ragged(self, batch: ScheduledBatch, memory: np.ndarray, adapters: Sequence[int] | None) -> StepPlan:
         """Plan a step with rows of any kind; tokens, rows and draws are padded."""
         table, step = self._sequences, self.step
         shape, rows = self._ragged_shape(batch)
@@ -267,7 +281,8 @@ class StepPlanner:
         fields.length[:], fields.table[:] = 0, self._padding_block
         fields.length[places], fields.table[places] = ends, table.table[slots, :width]
         fields.source[:] = self.token_source(layout)
-        fields.token[:], fields.position[:] = 0, 0
+        fields.token[:], fields.position[:], fields.adapter[:] = 0, 0, -1
+        adapter_of = dict(zip((row.seq_id for row in batch.rows), adapters or (), strict=False))
         starts: list[int] = []
         positions: list[int] = []
         last: list[int] = []
@@ -287,6 +302,7 @@ class StepPlanner:
                     fields.source[at - 1] = table.drawn_index[slot]
             fields.token[starts[-1] : at] = tokens_new
             fields.position[starts[-1] : at] = np.arange(row.start, row.end)
+            fields.adapter[starts[-1] : at] = adapter_of.get(row.seq_id, -1)
             for _ in row.draws:
                 last.append(at - 1)
                 draw_rows.append(place)
@@ -301,7 +317,8 @@ class StepPlanner:
         whole = WholePrompts(shape.whole_row, shape.whole_from) if shape.first_whole < len(rows) else None
         prune = self._prune_last_layer and all(row.prompt_logprobs is None and row.pooling is None for row in rows)
         plan = StepPlan(layout, False, [draw.seq_id for draw in draws], draws, variant, alternatives, starts)
-        return plan._replace(rows=rows, whole=whole, prune=prune, graph=shape.graph, chunk_rows=shape.chunk_rows)
+        plan = plan._replace(rows=rows, whole=whole, prune=prune, graph=shape.graph, chunk_rows=shape.chunk_rows)
+        return plan if adapters is None else plan._replace(adapters=True)
 
     def _ragged_shape(self, batch: ScheduledBatch) -> tuple[_RaggedShape, Sequence[ScheduledRow]]:
         """Place the rows of a step with prefill chunks; returns the shape, and the rows in its order.

@@ -1,7 +1,7 @@
 """Host memory of the steps in flight, and the copies to the device and back.
 
 Each step under way has a row of pinned memory for its inputs and one for what it draws, and they take turns. On the
-device the inputs lie in one place, the ``arena``, behind the tokens that steps draw.
+device the inputs lie in one place, the ``arena``, after the tokens that steps draw.
 
 With ``kernels`` both copies are kernels of the step (``ops/comm/ring_copy.py``), so of its CUDA graph, and the device
 counts the turns too: every step that is run takes and gives once, and ``ended`` follows on the host. Without, the

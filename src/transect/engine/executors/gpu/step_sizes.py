@@ -134,7 +134,7 @@ class StepPadding:
     Attributes:
         graph_tokens: tokens of the largest step with prefill chunks that has a graph.
         fine: see ``row_bucket``. multiple: of tokens, in larger steps.
-        rows: sequences at the most. context: positions of a sequence at the most.
+        rows: most sequences. context: most positions of a sequence.
     """
 
     graph_tokens: int

@@ -17,7 +17,7 @@ class Guess(NamedTuple):
     shares: tuple[float, ...] = ()
     """Share of the matches that continue with each token, given the tokens before it; 1 if there is one match."""
     matched: int = 0
-    """Length in tokens of the match behind the guess."""
+    """Length in tokens of the match that the guess is based on."""
 
 
 class Drafter(Protocol):

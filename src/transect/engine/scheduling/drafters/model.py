@@ -6,7 +6,7 @@ equals the draw of the large model.
 
 The small model has an executor and a pool of KV blocks of its own. A sequence that drafts for the first time, or again
 after steps without drafts, is caught up with: tokens that its prefix cache holds are not computed again. After wrong
-drafts the KV behind the last right one is written over. When the pool is full, sequences that have not drafted for the
+drafts the KV after the last right one is overwritten. When the pool is full, sequences that have not drafted for the
 longest time lose their blocks.
 
 Plain Python: batches go to an ``Executor``, as those of the engine do. All sequences that draft are one batch.

@@ -26,6 +26,7 @@ from ..request import Sequence
 from ..scheduler_config import SchedulerConfig
 from ..waiting_queue import WaitingQueue
 from .filling import nothing_ends_later
+from .turns import NO_PAUSES, Turns, take_turns
 
 AUTO_RATIO = 2.5
 """Time of a step with prompts over the time of its decodes alone, if no target in milliseconds is set."""
@@ -106,6 +107,7 @@ class StepBudget:
         """Smoothed share of steps with prompts."""
         self._debt = 0.0
         """Seconds by which steps with prompts were longer than the target, less those by which pauses were shorter."""
+        self._turns = NO_PAUSES
         self._next = (0.0, math.inf)
         """Seconds that the next step adds to ``_debt`` if it has prompts, and takes from it if it has none."""
         self._config = config
@@ -113,6 +115,13 @@ class StepBudget:
         self._chunk = config.max_prefill_chunk or config.max_num_batched_tokens
         graph = config.graph_tokens or 0
         self._graph = min(graph, self._mixed) if graph >= 2 * config.max_num_seqs else self._mixed
+
+    def rows(self, running: Listed[Sequence], waiting: WaitingQueue) -> Turns:
+        """Choose the decoding sequences of the next step; to be called before ``of_next``."""
+        config, self._turns = self._config, NO_PAUSES
+        if config.itl_target is not None and config.pipeline_depth == 1 and self.times.steps >= LEARN_STEPS:
+            self._turns = take_turns(running, waiting.new.by_client, self.times, AUTO_RATIO, config.itl_target)
+        return self._turns
 
     def of_next(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool = False) -> Budget:
         """Return the bounds of the next step.
@@ -123,7 +132,7 @@ class StepBudget:
                 room for waiting ones, which could not use it.
         """
         self._next = (0.0, math.inf)
-        if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # nobody decodes
+        if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # no sequence decodes
             most = self._config.max_num_batched_tokens
             prompts = [seq.length - seq.scheduled for seq in running if seq.length - seq.scheduled > 1]
             timed = self._config.itl_target is not None
@@ -174,7 +183,7 @@ class StepBudget:
         waits, longest = _felt(felt, waiting)
         most = self._graph if waits < LARGE * self._graph else self._mixed
         alone = self.times.predict(decodes)
-        seconds = target or AUTO_RATIO * alone
+        seconds = target or min(AUTO_RATIO * alone, self._turns.seconds)
         if prompts and alone < seconds:
             usual, seconds = seconds, max(seconds, alone + 2 * (self._least(beside, context, scored) - alone))
             self._next = seconds - usual, usual - alone
@@ -185,7 +194,7 @@ class StepBudget:
             cheap = self._cheap(tokens, beside)
             tokens = cheap if waits <= SHORT * (cheap - rows) else tokens  # more that waits would wait too long
         usual = tokens - rows
-        steps = (waits - longest) / max(usual, 1)
+        steps = (waits - longest) / max(usual, 1) * (1 - _share_of_one(running, waiting))
         if steps > PATIENCE:
             longer = seconds * steps / PATIENCE
             tokens = even(self.times.most_tokens(longer, beside, context, most, scored=scored), rows)
@@ -273,6 +282,17 @@ def _felt(prompts: Listed[int], waiting: WaitingQueue) -> tuple[int, int]:
         return sum(counts) + waiting.num_felt, max(counts, default=0)
     counts += [min(seq.to_compute, FELT) for seq in waiting.in_order() if not seq.request.spec.in_one_piece]
     return sum(counts), max(counts, default=0)
+
+
+def _share_of_one(running: Listed[Sequence], waiting: WaitingQueue) -> float:
+    """Return the share of the queue that one client has, whose queue lengthens no steps of others; 0 if no others
+    decode."""
+    counts = waiting.new.by_client
+    if len(running) == 0 or not counts:
+        return 0.0
+    largest = max(counts, key=lambda client: counts[client][2])
+    others = any(seq.request.spec.client != largest for seq in running if seq.request.prompt_done)
+    return counts[largest][2] / max(waiting.new.work, 1) if others else 0.0
 
 
 def _scored(running: Listed[Sequence], waiting: WaitingQueue) -> bool:

@@ -27,7 +27,7 @@ FIRST_PROBES = 3
 """Probes that need not be paid for: nothing is known of a new engine."""
 PROBE_TOKENS = 2
 HORIZON = 64
-"""Steps over which the time to catch up with a sequence is spread, at the most."""
+"""Most steps over which the time to catch up with a sequence is spread."""
 PRIOR = 0.6
 """Acceptance of a token before any was measured."""
 

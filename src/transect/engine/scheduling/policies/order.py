@@ -97,7 +97,7 @@ class Order:
 
         Args:
             prompt: tokens.
-            outputs: tokens that each of its ``n`` choices may draw at the most.
+            outputs: most tokens that each of its ``n`` choices may draw.
         """
         tokens = self.tokens(prompt, outputs, n)
         key, start = self.key(client, priority, outputs), self._start(client)

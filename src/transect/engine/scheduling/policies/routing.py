@@ -1,7 +1,7 @@
 """Choice among several engines for a request: the engine that will finish it soonest, estimated in tokens.
 
 Each engine has its own prefix cache. So the router remembers which blocks of prompts it has sent where, newest first,
-and expects them to be cached there still. A request costs an engine the tokens that are not cached there, behind the
+and expects them to be cached there still. A request costs an engine the tokens that are not cached there, after the
 tokens that the engine has to compute already; the least of these sums wins. So a long prefix draws its requests to one
 engine until that one's queue is longer than what the prefix saves. Plain arithmetic: no clock, no torch.
 """
@@ -60,7 +60,7 @@ class Router:
 
         Args:
             prompt: token ids.
-            outputs: tokens that will be drawn at the most, over all choices.
+            outputs: most tokens that will be drawn, over all choices.
             alive: the engines to choose from.
 
         Raises:

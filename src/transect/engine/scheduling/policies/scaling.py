@@ -73,8 +73,8 @@ class Queue:
     """One engine more when requests wait, one fewer when KV blocks are free.
 
     Attributes:
-        long: waiting requests for each ready engine from which on one more is wanted.
-        idle: share of KV blocks in use below which one fewer is wanted.
+        long: waiting requests for each ready engine from which one engine is added.
+        idle: share of KV blocks in use below which one engine is removed.
     """
 
     long: float = 1.0

@@ -4,7 +4,7 @@ Program p owns the elements `p * BLOCK` to `(p + 1) * BLOCK - 1`. It makes their
 two *tiles* (blocks of values that live in the registers of its threads), adds them, and stores one tile. The grid
 says how many programs run: enough to cover n elements, so `ceil(n / BLOCK)`.
 
-The last program is the one that beginners forget. When n is not a multiple of BLOCK, some of its indices lie behind
+The last program is the one that beginners forget. When n is not a multiple of BLOCK, some of its indices lie past
 the end of the vector. A *mask* (`index < n`) says which elements of a tile are real. A load without the mask reads
 memory that belongs to somebody else, and a store without it writes there.
 
@@ -20,7 +20,7 @@ kernel touches.
 """
 
 from ....costs.work import Cost
-from ...record import Case, Rung, Slip, Speed, ToCompile
+from ...record import Case, Live, Rung, Slip, Speed, ToCompile
 from ...texts import excerpt
 from ..inputs import normal
 
@@ -108,5 +108,6 @@ RUNG = Rung(
     ),
     differences="The shipped launcher picks block and warps by size (measured choices), takes float32, bfloat16 and "
     "float16 and adds in float32, and is registered with torch.library, so that autograd and torch.compile know it.",
+    live=Live("ops", {"transect.ops.first.vector_add:_add_kernel": None}, ("vector_add",)),
     shipped="ops/first/vector_add.py",
 )

@@ -3,7 +3,7 @@ dimension: how many elements to go forward for the next index. Element (i, j) of
 
     offset + i * stride[0] + j * stride[1]
 
-A fresh tensor of the shape [3, 4] has the strides [4, 1]: rows lie behind each other, the last index is the fastest
+A fresh tensor of the shape [3, 4] has the strides [4, 1]: rows follow each other, the last index is the fastest
 (*row-major*, or contiguous). So the stride of a dimension is the product of the sizes after it.
 
 Now look at what becomes free. Transposing swaps two sizes and two strides; no element moves. A slice
@@ -125,9 +125,9 @@ RUNG = Rung(
               "Go through the sizes from the last to the first, and multiply as you go.", (2, 3, 4, 5)),
         _case("transposed", "Swap the sizes and the strides, and move nothing.", (3, 4), ("transpose", 0, 1)),
         _case("a slice", "A slice moves the offset by start * stride; a step multiplies the stride.", (7, 5),
-              ("slice", 0, 1, 6, 2)),
+              ("slice", 0, 1, 7, 2)),
         _case("a slice of a slice", "The second slice starts from the offset and the strides of the first.", (9, 4),
-              ("slice", 0, 1, 8, 2), ("slice", 0, 1, 3, 1)),
+              ("slice", 0, 1, 9, 2), ("slice", 0, 1, 3, 1)),
         _case("a slice with a ragged end", "Count start, start + step, ... below stop: round the number up.", (10, 2),
               ("slice", 0, 0, 10, 3)),
         _case("one column", "Selecting moves the offset by index * stride and drops the dimension.", (4, 6),

@@ -40,7 +40,7 @@ class PagedBatch:
 
     In a CUDA graph the three tensors are buffers that are filled before each replay, and the batch is one that was made
     for this graph (what it works out is captured with it). Their shapes are then upper bounds: rows may be left over,
-    with ``seq_lens`` 0, and so may tokens behind the last query start. What the host must know is given as bounds:
+    with ``seq_lens`` 0, and so may tokens after the last query start. What the host must know is given as bounds:
 
     Args:
         max_seq_len: longest row, now or at any replay; None for what the block table holds.

@@ -58,7 +58,7 @@ def codes_of(x, scale):  # type: ignore[no-untyped-def]
 
 @kernel
 def store_scale(cache, at, scale, inside):  # type: ignore[no-untyped-def]
-    """Write ``scale [n]`` behind the codes of heads, at ``at [n, 1]``; ``inside [n, columns]``: which there are."""
+    """Write ``scale [n]`` after the codes of heads, at ``at [n, 1]``; ``inside [n, columns]``: which there are."""
     place = (cache + at).to(tl.pointer_type(tl.float32), bitcast=True)
     tl.store(place, scale[:, None], mask=(tl.max(inside.to(tl.int32), 1) > 0)[:, None])
 

@@ -112,7 +112,7 @@ def _decode(  # type: ignore[no-untyped-def]
             if SINKS:
                 acc, l = with_sink(acc, m, l, sinks, head, real)
             at_out = out + token.to(tl.int64) * (H * D) + head[:, None] * D + d[None, :]
-            # A row without a position (what is left over in a graph's buffers) gives zeros.
+            # A row without a position (an unused row of a graph's buffers) gives zeros.
             tl.store(at_out, (acc / tl.where(l == 0, 1.0, l)[:, None]).to(out.dtype.element_ty), inside)
         else:
             part = piece.to(tl.int64) * H + head

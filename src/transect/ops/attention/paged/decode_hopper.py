@@ -40,7 +40,7 @@ BLOCK_SIZE = 16
 MOST_GROUP = 16
 """Query heads of a key head."""
 WITH_SINKS = (64, 8)
-"""The size of heads with sinks, and how many a key head has at the most (gpt-oss has 8)."""
+"""The size of heads with sinks, and the most of them to a key head (gpt-oss has 8)."""
 MOST_ROWS = 1024
 PARTS = 1 << 20
 """Count of numbers that thread blocks may exchange: those of one item for each block."""

@@ -155,7 +155,7 @@ def _gathered(
     queries = q.view(rows, -1, *q.shape[1:]).transpose(1, 2)
     new = queries.shape[2]
     if new > 1 and window is None:  # the last queries of each row, by flash attention
-        from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler along, which takes a second
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes a second
 
         keys, values = (each.repeat_interleave(queries.shape[1] // kv_heads, 1) for each in (keys, values))
         out = F.scaled_dot_product_attention(queries, keys, values, causal_lower_right(new, length), scale=scale)

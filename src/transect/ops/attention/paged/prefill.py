@@ -90,7 +90,7 @@ def _prefill(  # type: ignore[no-untyped-def]
         if SINKS:
             acc, l = with_sink(acc, m, l, sinks, head, r % GP < G)
         at_out = out + token[:, None] * (H * D) + head[:, None] * D + d[None, :]
-        # A row without a position (what is left over in a graph's buffers) gives zeros.
+        # A row without a position (an unused row of a graph's buffers) gives zeros.
         tl.store(at_out, (acc / tl.where(l == 0, 1.0, l)[:, None]).to(out.dtype.element_ty), inside)
     if BESIDE:
         _wait_in_one()

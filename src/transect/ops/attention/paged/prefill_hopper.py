@@ -74,7 +74,7 @@ def _attend(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Run a warpgroup: attend with 64 rows of every tile.
 
-    Where rows are found is worked out before the loop over keys and once more behind it (``_here``). Kept, it would
+    Where rows are found is computed before the loop over keys and again after it (``_here``). Kept, it would
     leave the loop so few registers that the compiler computes the softmax of a thread's two rows one after the other.
     """
     DP: gl.constexpr = q_tiles.shape[3]
@@ -262,7 +262,7 @@ def prefill(
     programs = work if work <= 2 * units else units
     shared_out = work > programs
     counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared_out else lengths  # else not looked at
-    # Key heads are worked on so many at a time: keys and values of 16 MB together leave most of the L2 cache free.
+    # This many key heads are processed at a time: keys and values of 16 MB together leave most of the L2 cache free.
     fit = max(1, 2**24 // (4 * d * max(1, longest)))
     share = max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= fit)
     sizes = _sizes(d, group)

@@ -49,7 +49,7 @@ def attend(  # type: ignore[no-untyped-def]
     """Process one tile of keys and values, at the positions ``j``, in the cache's blocks ``block``, and return the
     updated (acc, m, l).
 
-    Without MASK every query sees all of them, and they all exist. A cache in int8 has a scale behind each head's codes
+    Without MASK every query sees all of them, and they all exist. A cache in int8 has a scale after each head's codes
     (``cache_codes.py``): those of keys multiply scores, those of values the weights of the sum.
     """
     d = tl.arange(0, DP)

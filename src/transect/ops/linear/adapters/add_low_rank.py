@@ -37,8 +37,6 @@ from ...registry import Case, Implementation, Kernel, Op, register
 from ..linear import fixed_rows
 
 KERNELS = f"{__package__}.triton"
-FEW = 256
-"""Rows up to which each is a program of its own."""
 
 
 def reference(

@@ -11,13 +11,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...lang.jit import INTERPRETED, kernel, kernel_of_numbers, multiprocessors, require, tl
+from ...lang.jit import INTERPRETED, kernel, kernel_of_numbers, require, tl
 from ...lang.tiles import dot, let_next_begin, wait_for_previous
-from .add_low_rank import FEW
 
+FEW = 256
+"""Rows up to which each is a program of its own."""
 MOST_SPLITS = 8
 SPAN = 512
-"""Inputs of a part of the sum, at the least."""
+"""Fewest inputs of a part of the sum."""
+MANY = 2048
+"""Rows above which tiles of rows occupy the whole device."""
 
 
 @kernel
@@ -176,8 +179,8 @@ def triton_add_low_rank(
     height = 1 if alone else 16
     tiles = -(-rows // height)
     most = max(1, min(MOST_SPLITS, inputs // SPAN))
-    if not alone:  # the order of a row's sums depends on the number of rows then
-        most = max(1, min(most, 4 * multiprocessors(x.device) // (tiles * parts)))
+    if not alone:  # two numbers, so that few kernels are compiled
+        most = min(most, 4) if rows <= MANY else 1
     wide = max(16, min(256, 4096 // rank)) if alone else 128 if rank <= 32 else 64
     deep = 16 if INTERPRETED else wide
     span = deep * -(-inputs // (most * deep))

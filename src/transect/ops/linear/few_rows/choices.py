@@ -32,7 +32,7 @@ ROWS = (1, 8, 16, 32, 48, 64, 96, 128, 160, 192, 208, 224, 256)
 FEW = 16
 """Rows up to which ``small_matmul.cu`` runs every weight."""
 OR_ELSE = {48: 64, 96: 128}
-"""Whose choice is taken where one of ``ROWS`` has none."""
+"""Number of rows whose choice is used where one of ``ROWS`` has none."""
 TILINGS: Mapping[str, type] = {
     "hopper": HopperTiling, "cuda": CudaTiling, "triton": TritonTiling, "gluon": GluonTiling
 }  # fmt: skip

@@ -27,7 +27,7 @@ class CudaTiling:
     """Rows of W in a group, in sixteens."""
     stages: int
     per: int
-    """Sixteens of rows of W for a block."""
+    """Groups of 16 rows of W for a block."""
     warps: int = 8
     ranks: int = 1
     """Blocks of a cluster that share K."""

@@ -33,7 +33,7 @@ class Costs:
     memory: float
     """Bytes of a weight a second."""
     intake: float
-    """Bytes that all multiprocessors take in a second."""
+    """Bytes that all multiprocessors read per second."""
     tensor: float
     """FLOP/s of all tensor cores, in bfloat16."""
     start: float
@@ -50,18 +50,18 @@ class Costs:
     cluster_sum: float
     """The same in a cluster's shared memory."""
     clustered: float
-    """Share of the multiprocessors that clusters of three blocks and more find."""
+    """Share of the multiprocessors that clusters of three or more blocks can use."""
     same: float = 1.0
-    """Share of the bytes of the operand that all blocks read which counts, where they read the same k at a time: the L2
-    cache answers neighbours at once."""
+    """Fraction of the bytes of the shared operand that counts, if the blocks read the same k at a time, which the L2
+    cache serves together."""
     apart: float = 1.0
-    """The same where they read different k."""
+    """The same if they read different k."""
     tail: float = 0.0
     """Share of the last wave's idle capacity that is lost for streaming the weight."""
     sharpness: float = math.inf
-    """p of the turn between the two bounds, a weight's bytes and work: the time is (bytes^p + work^p)^(1/p)."""
+    """p of the transition between the two bounds, a weight's bytes and work: the time is (bytes^p + work^p)^(1/p)."""
     most_ranks: int = 8
-    """Blocks of a cluster that share k: what more take varies too much."""
+    """Most blocks of a cluster that share k; the time of more varies too much."""
 
 
 BF16 = Costs(3.83e12, 7.73e12, 7.23e14, 2.9e-6, 37e-9, 4.4e-12, 1.2e-6, 8.2e-11, 1.2e-6, 1.2e-10, 2.4e-6, 5.9e-11, 0.83)
@@ -72,7 +72,7 @@ FP8 = Costs(
 CUBLAS_START, CUBLAS_STEP, CUBLAS_MEMORY, CUBLAS_TENSOR = 3.1e-6, 25.7e-9, 3.96e12, 8.7e14
 GATE_START, GATE_BYTES = 1.5e-6, 3.5e12
 MOST_PARTS = 4
-"""Blocks of the grid that add over memory: what more take varies too much."""
+"""Most blocks of the grid that add over memory; the time of more varies too much."""
 
 
 def seconds(tiling: HopperTiling, m: int, n: int, k: int, units: int = 132, costs: Costs = BF16) -> float:

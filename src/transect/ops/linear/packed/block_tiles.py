@@ -19,7 +19,7 @@ from ...lang.jit import multiprocessors
 from .gguf.gguf_layout import units_of
 
 MOST_ROWS = 512
-"""More rows are quicker with a weight that is rebuilt."""
+"""Most rows; for more it is faster to dequantize the weight first."""
 CUTS = ((16, 2, 2), (32, 2, 2), (64, 2, 2), (128, 2, 1), (128, 3, 1), (256, 2, 1))
 """(rows, groups, resident) that are compiled for every type; see ``BlockTiling``."""
 SHARED = 225 * 1024

@@ -30,11 +30,11 @@ from ...lang.jit import multiprocessors
 
 MOST_INPUTS = 16384
 TURNS = 16
-"""Rows of gate and up in turn, in weights that hold them so."""
+"""Rows of gate and up that alternate, in weights stored in this order."""
 
 
 class ChainWeights(NamedTuple):
-    """The matrices in the order of the products, as a kind of weight holds them, and the norms after the first and the
+    """The matrices in the order of the products, in the form of a kind of weight, and the norms after the first and the
     third."""
 
     o: Any
@@ -52,7 +52,7 @@ class ChainWeights(NamedTuple):
 
 
 def in_turns(both: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gate's part and the other of ``[..., N]`` where sixteens of both are in turns, ``[..., N / 2]``
+    """Return the gate's part and the other of ``[..., N]`` where groups of 16 of both alternate, ``[..., N / 2]``
     each."""
     turns = both.unflatten(-1, (-1, 2, TURNS))
     return turns[..., 0, :].flatten(-2), turns[..., 1, :].flatten(-2)

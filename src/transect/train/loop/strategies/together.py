@@ -96,7 +96,7 @@ class Together(Alone):
             shapes = self.parallel.shapes
             gc.collect()  # the whole model, which is in a cycle with its stack, would stay for many steps
         own = self.parallel.share(trainable.parameters, recompute)
-        self.world.exchange(None)  # a rank that has no room for its part says so before others wait for it
+        self.world.exchange(None)  # a rank that has no room for its part fails before others wait for it
         return own, shapes
 
     def connect(self, optimizer: Optimizer, trainable: Trainable) -> None:

@@ -47,7 +47,7 @@ def test_what_the_kernel_does_not_take_is_said():
     assert "multiples of 16" in gguf_chain.refusal(matrix(("Q4_K", 24), k=256))
     assert "three parts" in gguf_chain.refusal(weights.qkv * 2).replace("3", "three")
     assert "as far across" in gguf_chain.refusal((*weights.o, *weights.down))
-    assert "no units of Q5_K" in gguf_chain.refusal((weights.o[0]._replace(name="Q5_K"),))
+    assert "not units of Q5_K" in gguf_chain.refusal((weights.o[0]._replace(name="Q5_K"),))
     two = weights._replace(gate_up=matrix(("Q4_K", 256), ("Q6_K", 256), k=256))
     assert "one part" in gguf_chain.chain_refusal(two)
 

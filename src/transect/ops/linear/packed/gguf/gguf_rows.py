@@ -33,7 +33,7 @@ class GGUFTiling:
     """Tiling of a product: the fields are arguments of the launcher."""
 
     columns: int
-    """Sixteens of rows of the weight for a warp at a time, 1 or 2."""
+    """Groups of 16 rows of the weight for a warp at a time, 1 or 2."""
     per: int
     """Sixteens for a block of threads."""
     warps: int

@@ -24,7 +24,8 @@ def refusal(
 
 
 class GGUFTiles(Tiles):
-    """``(x, arranged, name, outputs, bias=None)`` by ``gguf_tiles.cu``; made, and raising, as ``Tiles``."""
+    """``(x, arranged, name, outputs, bias=None)`` by ``gguf_tiles.cu``; created like ``Tiles``, with the same
+    errors."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__("gguf_tiles", device)

@@ -1,8 +1,8 @@
 r"""``int4_chain.cu``: the four products between the attention of a layer and that of the next, for one row and weights
 of 4-bit codes in groups, in one launch on Hopper. ``chain.py`` has the arithmetic.
 
-Weights: ``arrange`` of ``int4_packing.py`` (in groups of 32, 64 or 128, all four alike), gate and up in turns of 16
-rows, as all kernels for few rows take them. Scales and zeros leave the sum of a group, so no weight is rounded. x is
+Weights: ``arrange`` of ``int4_packing.py`` (in groups of 32, 64 or 128, all four alike), gate and up alternating every
+16 rows, as all kernels for few rows take them. Scales and zeros leave the sum of a group, so no weight is rounded. x is
 taken as whole numbers in units of at most 2^-14 of the largest of 128 k, and its products are exact.
 
 Bound by bytes: (1/2 + 4 / G) for each weight.

@@ -42,7 +42,7 @@ class Int4HopperTiling:
     rows: int
     """Rows of X at a time."""
     columns: int
-    """Sixteens of rows of W for a warp at a time."""
+    """Groups of 16 rows of W for a warp at a time."""
     warps: int
     """Warps of a team, which share the rows of W."""
     teams: int
@@ -50,7 +50,7 @@ class Int4HopperTiling:
     stages: int
     """Stages of each team's ring, 128 k each."""
     per: int
-    """Sixteens of rows of W for a block."""
+    """Groups of 16 rows of W for a block."""
     ranks: int
     """Blocks of a cluster that share K."""
 

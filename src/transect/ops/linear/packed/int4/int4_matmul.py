@@ -65,7 +65,7 @@ from .triton import TRITON_CHOICES, by_triton, kernels, launcher, rebuilt, trito
 
 log = logging.getLogger(__name__)
 DENSE_ROWS = 65
-"""From this number of rows on it is quicker to rebuild W and multiply by it, where there are no tiles of it."""
+"""From this number of rows on it is faster to dequantize W first, if no kernel takes tiles of it."""
 
 
 def reference(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Tensor:

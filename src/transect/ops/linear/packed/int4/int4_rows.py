@@ -30,7 +30,7 @@ BESIDE_ROWS = 16
 ROWS = (8, 16, 32)
 """The compiled numbers of rows of X at a time. More rows are possible; W is then read again."""
 COLUMNS = 2
-"""Sixteens of rows of W for a warp at a time; one more where it has 16 rows of X (``RowsTiling.columns``)."""
+"""Groups of 16 rows of W for a warp at a time; one more where it has 16 rows of X (``RowsTiling.columns``)."""
 MOST_STAGES = 40
 CHOICES = {
     "warps": (4, 6, 8, 12),
@@ -59,7 +59,7 @@ class RowsTiling:
     stages: int
     """Stages of each team's ring, 128 k each."""
     per: int
-    """Sixteens of rows of W for a block."""
+    """Groups of 16 rows of W for a block."""
     ranks: int
     """Blocks of a cluster that share K."""
     late: int
@@ -67,9 +67,9 @@ class RowsTiling:
     whole: bool = False
     """X as whole numbers of 16 bits; for 8 rows at a time."""
     columns: int = COLUMNS
-    """Sixteens of rows of W for a warp at a time; ``COLUMNS`` + 1 for 16 rows of X and groups of 128."""
+    """Groups of 16 rows of W for a warp at a time; ``COLUMNS`` + 1 for 16 rows of X and groups of 128."""
     gated: bool = False
-    """Sixteens of rows of W are gate and up in turn; each warp holds both, so the gate is in the epilogue."""
+    """Groups of 16 rows of W are gate and up in turn; each warp holds both, so the gate is in the epilogue."""
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ def unit_of(group: int) -> int:
 
 
 class Int4Tiles(Tiles):
-    """``int4_matmul`` by ``int4_tiles.cu``; made, and raising, as ``Tiles``."""
+    """``int4_matmul`` by ``int4_tiles.cu``; created like ``Tiles``, with the same errors."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__("int4_tiles", device)

@@ -1,0 +1,89 @@
+"""The guide's scheduling policy, added in one file to a copy of the package: ordered by, replayed, and served."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+import pytest
+from tiny_llm import save_tiny_llm
+
+ROOT = Path(__file__).parents[4]
+ORDER = """
+import sys
+from transect import LLM, SamplingParams
+llm = LLM("model", device="cpu", threads=1, max_num_seqs=1, longest_first=False, seed=0,
+          scheduling_policy=sys.argv[1], decision_log=sys.argv[1])
+lengths = (8, 40, 24, 6)
+names = {llm.submit([5, 6, 7], SamplingParams(max_tokens=n, ignore_eos=True, temperature=0.0)): n for n in lengths}
+ended = []
+while llm.has_work:
+    ended += [names[output.request_id] for output in llm.step() if output.finish_reason]
+print(ended)
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A copy of the package with the change that the guide shows, and a model."""
+    folder = tmp_path_factory.mktemp("package")
+    copytree(ROOT / "src", folder / "src", ignore=ignore_patterns("__pycache__"))
+    (change,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/extend/policy.md").read_text(), re.DOTALL)
+    assert change.count("diff --git") == 1 and "new file" in change
+    subprocess.run(["git", "apply", "-"], input=change, text=True, cwd=folder, check=True)
+    (folder / "model").mkdir()
+    save_tiny_llm(folder / "model")
+    return folder
+
+
+def run(package, *arguments, code=0):
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=package, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(package / "src")},
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_short_answers_come_first_and_a_replay_decides_the_same(package):
+    assert "[8, 40, 24, 6]" in run(package, "-c", ORDER, "fcfs")
+    assert "[6, 8, 24, 40]" in run(package, "-c", ORDER, "shortest")
+    assert "replayed, all the same" in run(package, "-m", "transect", "explain", "replay", "shortest")
+
+
+def test_a_server_runs_it_and_priorities_are_refused_there(package):
+    command = [sys.executable, "-m", "transect", "serve", "model", "--port", "0", "--served-model-name", "m",
+               "--scheduling-policy", "shortest", "--device", "cpu", "--threads", "1"]  # fmt: skip
+    server = subprocess.Popen(
+        command, cwd=package, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONPATH": str(package / "src")},
+    )  # fmt: skip
+    try:
+        lines = iter(server.stdout.readline, "")
+        url = next(found[0] for line in lines if (found := re.search(r"http://[\d.]+:\d+", line)))
+        asked = {"model": "m", "prompt": "A", "max_tokens": 4}
+        assert ask(url, asked)["usage"]["completion_tokens"] == 4
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            ask(url, asked | {"priority": 3})
+        assert refused.value.code == 400 and "scheduling policy shortest" in refused.value.read().decode()
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def ask(url, body):
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)
+
+
+def test_a_name_that_is_none_is_refused_with_all_there_are(package):
+    told = run(package, "-m", "transect", "serve", "model", "--scheduling-policy", "short", code=2)
+    assert "fcfs" in told and "priority" in told and "shortest" in told

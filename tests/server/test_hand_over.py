@@ -1,0 +1,135 @@
+"""A server hands its listening socket to its successor: no connection is refused, and no stream is cut."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+
+from transect.server.hand_over import Inherited, Successor
+
+TAKER = """
+import sys
+from transect.server.hand_over import Inherited
+passed = Inherited()
+assert not {"LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"} & set(__import__("os").environ)
+sock = passed.socket()
+if "fail" in sys.argv:
+    sys.exit(3)
+passed.say_ready()
+connection, _ = sock.accept()
+connection.sendall(b"taken")
+"""
+
+
+@pytest.fixture
+def listening():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield sock
+
+
+async def test_a_successor_takes_a_connection_that_came_before_it(listening):
+    with socket.create_connection(listening.getsockname()) as client:
+        successor = Successor(listening, [sys.executable, "-c", TAKER])
+        assert await successor.ready()
+        assert await asyncio.to_thread(client.recv, 9) == b"taken"
+    assert os.waitpid(successor.pid, 0)[1] == 0
+
+
+async def test_a_successor_that_ends_before_it_is_ready_is_none(listening):
+    assert not await Successor(listening, [sys.executable, "-c", TAKER, "fail"]).ready()
+
+
+async def test_a_successor_that_is_not_ready_ends_with_its_parent(listening):
+    successor = Successor(listening, [sys.executable, "-c", "import time; time.sleep(600)"])
+    waiting = asyncio.create_task(successor.ready())
+    await asyncio.sleep(0.1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    status = await asyncio.to_thread(os.waitpid, successor.pid, 0)
+    assert os.waitstatus_to_exitcode(status[1]) == -signal.SIGTERM
+
+
+def test_variables_for_another_process_are_left_aside(monkeypatch):
+    monkeypatch.setenv("LISTEN_PID", "1")
+    monkeypatch.setenv("LISTEN_FDS", "1")
+    assert Inherited().socket() is None and "LISTEN_FDS" not in os.environ
+
+
+def test_several_sockets_and_other_descriptors_are_refused(tmp_path):
+    passed = Inherited()
+    passed.sockets = [3, 4]
+    with pytest.raises(ValueError, match="2 sockets were passed"):
+        passed.socket()
+    with open(tmp_path / "file", "w") as file:
+        passed.sockets = [file.fileno()]
+        with pytest.raises(ValueError, match="is not a socket"):
+            passed.socket()
+    with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+        passed.sockets = [os.dup(datagrams.fileno())]
+        with pytest.raises(ValueError, match="is not a stream socket"):
+            passed.socket()
+
+
+class Clients(threading.Thread):
+    """Requests one after another, each on a connection of its own and on one that is kept, until told to stop."""
+
+    def __init__(self, url):
+        super().__init__()
+        self.url, self.stopping, self.count, self.errors = url, threading.Event(), 0, []
+        self.servers = set()
+
+    def run(self):
+        body = {"prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0}
+        with httpx.Client(base_url=self.url, timeout=120, trust_env=False) as kept:
+            while not self.stopping.is_set():
+                try:
+                    for post in (kept.post, httpx.post):
+                        path = "/v1/completions" if post == kept.post else f"{self.url}/v1/completions"
+                        response = post(path, json=body)
+                        assert response.status_code == 200, response.text
+                        self.count += 1
+                    self.servers.add(httpx.get(f"{self.url}/health", timeout=120).json()["server_pid"])
+                except Exception as error:
+                    self.errors.append(error)
+
+
+def test_a_restart_refuses_no_connection_and_cuts_no_stream(smollm2):
+    """With real processes: requests come all the time, and one stream is longer than the restart."""
+    command = [sys.executable, "-m", "transect", "serve", str(smollm2.path), "--port", "0", "--device", "cpu"]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    old = subprocess.Popen(command, **pipes, text=True)
+    new = None
+    try:
+        url = old.stdout.readline().split(" ready on ")[1].split()[0]
+        body = {"prompt": "Once", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
+        clients = Clients(url)
+        clients.start()
+        with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=300) as response:
+            lines = response.iter_lines()
+            received = [next(lines)]
+            reload = [sys.executable, "-m", "transect", "reload", "--http", url]
+            subprocess.run(reload, check=True, timeout=300, stdout=subprocess.DEVNULL)
+            new = httpx.get(f"{url}/health", timeout=120).json()["server_pid"]
+            assert old.poll() is None and new != old.pid
+            received += lines
+        clients.stopping.set()
+        clients.join()
+        assert old.wait(120) == 0
+        assert clients.errors == [] and clients.servers == {old.pid, new}
+        events = [line.removeprefix("data: ") for line in received if line]
+        assert events.pop() == "[DONE]"
+        text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
+        whole = httpx.post(f"{url}/v1/completions", json=body, timeout=300).json()
+        assert text == whole["choices"][0]["text"]
+    finally:
+        old.kill()
+        if new is not None:
+            os.kill(new, signal.SIGTERM)
