@@ -279,11 +279,6 @@ class EngineConfig:
         speculation = self.speculation
         if speculation is None:
             return
-        if self.shares_data:
-            raise ValueError(
-                "groups of ranks that share experts take their steps together, and drafts would make those of one "
-                "group longer: leave out speculative_config, or data_parallel_size"
-            )
         if speculation.drafts_by_model and self.layout.pipeline > 1:
             raise ValueError(
                 "a model that drafts would hold up all stages of a pipeline: take the speculative method ngram or "
