@@ -120,7 +120,7 @@ class RowAdapted(Weight):
 
     @property
     def batch_invariant(self) -> bool:  # type: ignore[override]
-        """As the base; the operators of the model say the rest."""
+        """True if the base is; the operators of the model decide the rest."""
         return self.base.batch_invariant
 
     @property
