@@ -81,6 +81,7 @@ def draft_config(config: EngineConfig, source: ModelSource, size: KVSize) -> Eng
         model=speculation.model,
         revision=None,
         adapter=None,
+        enable_lora=False,
         quantization=speculation.quantization,
         speculative_config=None,
         max_model_len=min(size.max_model_len, source.config.max_position),
