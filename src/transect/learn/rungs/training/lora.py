@@ -45,7 +45,7 @@ def merged(w, a, b, s):
 
 
 def _live(mine, shipped):
-    """Compute the product of a frozen float32 matrix with its adapter, and its gradients, by the student's functions."""
+    """Compute the product of a frozen matrix in float32 with its adapter, and its gradients by the student's code."""
     import torch
 
     class Product(torch.autograd.Function):
