@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ....plan.fleet import EngineModel
 
 ENGINES = 4
-"""Of the fleet behind the router."""
+"""Number of engines behind the router."""
 PLACES = 2
 """Answers at a time of an engine under the autoscaler, so that few requests fill it."""
 CAPACITY = 0.13
