@@ -18,7 +18,7 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import gpu_queue, record
-from benchmarks.checks import numerics, structure
+from benchmarks.checks import numerics, speed_of_trees, structure
 from benchmarks.engine import (
     batching,
     cpu_vs_llamacpp,
@@ -301,11 +301,12 @@ def fail_over() -> str:
     """Render kills and stops of replicas, and the cost of replicas while nothing fails."""
     found, cost = _load("cpu/fail_over.json"), _load("cpu/replica_cost.json")
     pauses = []
-    for name, what in (("SIGKILL", "a kill"), ("SIGSTOP", "a stop")):
+    for name, what in (("SIGKILL", "kills"), ("SIGSTOP", "a stop")):
         gap = found.get(f"gap_{name}_s")
         if gap is None:
             continue
-        most = f"median {gap['median']:.1f} s, at most {gap['max']:.1f} s, predicted {gap['predicted']:.1f} s"
+        most = f"median {gap['median']:.2f} s, at most {gap['max']:.2f} s, predicted {gap['predicted']:.2f} s"
+        most = f"{most} ({gap['runs']} rounds)"
         pauses.append(f"after {what} {most}")
     alone, behind = cost["alone"], cost["replicas"]
     more, ratio = cost["first_token_ms_more"], cost["tokens_per_s_ratio"]
@@ -314,10 +315,11 @@ def fail_over() -> str:
         f"tokens/s of {cost['streams']} streams": "tokens_per_s",
         "CPU time of the HTTP process per token, µs": "processor_us_per_token",
     }
+    cut = _load("cpu/continuations.json")
     costs = [f"{what} {_spread(behind[key])} against {_spread(alone[key])}" for what, key in pairs.items()]
     quiet = (
-        f" The longest pause in a round's streams, with one signal on an idle machine: {'; '.join(pauses)}. The "
-        "prediction is the detection time plus a prefill of the longest prompt and answer."
+        f" The longest pause in a round's streams, with no other work on the machine: {'; '.join(pauses)}. The "
+        "prediction is the detection time plus a prefill of the longest prompt and answer at the measured rate."
         if pauses
         else ""
     )
@@ -327,6 +329,10 @@ def fail_over() -> str:
         f"{found['broken']} were dropped and {found['differing']} differed from the undisturbed answer.{quiet} The "
         f"longest pause of all rounds, on a busy machine, was {found['longest_gap_s']:.0f} s. "
         f"On {found['runs'][-1]['processor']}, {record.made_at(found['runs'])}.\n\n"
+        f"`{cut['command']}`: {cut['workloads']:,} workloads with {cut['continued']:,} answers cut after every token "
+        f"and continued on a checking device, and {cut['runs']:,} workloads with {cut['continued_in_runs']:,} on the "
+        f"CPU's engine with a small model: {cut['differing']} differed. "
+        f"On {cut['sessions'][-1]['processor']}, {record.made_at(cut['sessions'])}.\n\n"
         f"`{cost['command']}`: an engine behind replicas compared with the same engine alone, without a model "
         f"and without failures, median and extremes of {alone['tokens_per_s']['runs']} rounds: {'; '.join(costs)}. "
         f"Within a round replicas add {more['median']:.2f} ms ({more['min']:.2f} to {more['max']:.2f}) to the first "
@@ -472,6 +478,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "fail-over": fail_over,
     "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
     "structure": lambda: structure.table(_load("cpu/structure.json")),
+    "speed-of-trees": lambda: speed_of_trees.table(_load("cpu/speed_of_trees.json")),
     "training-settings": training_settings,
     "serving-settings": serving_settings,
     "environment-variables": environment_variables,

@@ -79,7 +79,6 @@ def check_cuts(seed: int) -> int:
     )
     again = [cut for each in arrivals for cut in cuts(each, whole, rng)]
     rest = run(tight, again, lag=seed % 2)
-    assert len(again) > 20
     for arrival in again:
         request = arrival.request
         for choice, begun in enumerate(request.output_token_ids):

@@ -22,7 +22,7 @@ from transect.engine.scheduling.drafters.registry import METHODS, SpeculativeCon
 from transect.engine.scheduling.outputs import EngineOutput
 from transect.engine.scheduling.policies.admission import QueueFull
 from transect.engine.scheduling.policies.model_speculation import ModelSpeculation
-from transect.engine.scheduling.request import Request, RequestState, Sequence, Status
+from transect.engine.scheduling.request import Rank, Request, RequestState, Sequence, Status
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler import Scheduler
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
@@ -378,7 +378,7 @@ class Run:
 
     def _step_on(self) -> None:
         before = (self.scheduler._step, len(self.scheduler._in_flight))
-        waiting = {seq.seq_id: (seq, seq.to_compute) for seq in self._sequences() if seq.status is Status.WAITING}
+        waiting = [(seq, seq.to_compute, seq.rank) for seq in self._sequences() if seq.status is Status.WAITING]
         check(self.scheduler.coming().tokens <= self.workload.config.max_num_batched_tokens, "too much is coming")
         outputs = self.core.step()
         for output in outputs:
@@ -454,13 +454,14 @@ class Run:
         places = sum(self.scheduler._places_of(seq) for seq in self.scheduler.running)
         check(places == self.scheduler._places <= self.workload.config.max_num_seqs, "places are counted wrongly")
 
-    def _check_order(self, waiting: dict[int, tuple[Sequence, int]]) -> None:
+    def _check_order(self, waiting: list[tuple[Sequence, int, Rank]]) -> None:
         """What was admitted now was ahead of all that wait; or, where time sizes steps, shorter, and the first fits."""
-        admitted = [(s, length) for s, length in waiting.values() if s.status is Status.RUNNING]
-        left = [(s, length) for s, length in waiting.values() if s.status is Status.WAITING]
+        admitted = [each for each in waiting if each[0].status is Status.RUNNING]
+        left = [each for each in waiting if each[0].status is Status.WAITING]
         left.sort(key=lambda each: each[0].rank)
-        for seq, length in admitted:
-            passed = [(other, tokens) for other, tokens in left if other.rank < seq.rank]
+        for seq, length, rank in admitted:
+            # Before the step and after it: an exchange of places moves a sequence to the head in between.
+            passed = [(s, tokens) for s, tokens, before in left if s.rank < seq.rank and before < rank]
             if not passed:
                 continue
             check(self.workload.config.itl_target is not None, "a waiting sequence was overtaken")

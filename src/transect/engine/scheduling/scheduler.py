@@ -344,7 +344,7 @@ class Scheduler(Bookkeeping):
         return (max(start, newcomer.rank[0]), *newcomer.rank[1:4], BEHIND + loser.seq_id)
 
     def _ahead(self, seq: Sequence) -> int:
-        """Tokens of a step that a prompt that has begun leaves to those of other clients in front of it."""
+        """Return the tokens of a step that a started prompt leaves to prompts of other clients in front of it."""
         tokens = 0
         for other in islice(self.waiting, LOOKED_AT):
             if other.rank > seq.rank:
