@@ -26,7 +26,7 @@ from typing import Any
 from .record import Live, Rung
 
 BYTES = 8
-"""Of one counter."""
+"""Bytes of one counter."""
 
 
 class Launches:

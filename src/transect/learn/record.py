@@ -96,7 +96,7 @@ class Live:
     options: tuple[str, ...] = ()
     """Options of the command."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of each chat, or of the training run."""
+    """Settings of each chat, or of the training run."""
 
 
 @dataclass(frozen=True, slots=True)

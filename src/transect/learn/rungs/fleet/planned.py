@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ....plan.fleet import EngineModel
 
 ENGINES = 4
-"""Of the fleet behind the router."""
+"""Number of engines behind the router."""
 PLACES = 2
 """Answers at a time of an engine under the autoscaler, so that few requests fill it."""
 CAPACITY = 0.13
@@ -53,7 +53,7 @@ def capacity_for(asked: Sequence[Asked]) -> float:
     from ....plan.target import LatencyTarget
 
     card = _card()
-    return estimate(card.steps, card.kv_tokens, Shape.of(asked, 0.0), LatencyTarget.parse("itl.p99=150ms"))[0]
+    return estimate(card.steps, card.kv_tokens, Shape.of(list(asked)), LatencyTarget.parse("itl.p99=150ms"))[0]
 
 
 def chats(seed: int, number: int) -> list[Any]:
