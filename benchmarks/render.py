@@ -18,7 +18,7 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import gpu_queue, record
-from benchmarks.checks import numerics, structure
+from benchmarks.checks import numerics, speed_of_trees, structure
 from benchmarks.engine import (
     batching,
     cpu_vs_llamacpp,
@@ -478,6 +478,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "fail-over": fail_over,
     "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
     "structure": lambda: structure.table(_load("cpu/structure.json")),
+    "speed-of-trees": lambda: speed_of_trees.table(_load("cpu/speed_of_trees.json")),
     "training-settings": training_settings,
     "serving-settings": serving_settings,
     "environment-variables": environment_variables,

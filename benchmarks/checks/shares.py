@@ -5,7 +5,7 @@
 Each number is a schedule: 2 to 60 requests of four clients with different weights and priorities, which come at once,
 one by one, or behind a backlog, to an engine on a virtual clock with 1 to 8 tokens a step and 1 or 2 places, under
 ``fcfs`` or ``priority``. The shipping scheduler runs each to its end. Checked are the order within each client, and,
-with one place, the bound on the tokens that others get while a request waits, which docs/understand/engine.md states.
+with one place, the bound on the tokens that others get while a request waits, which docs/understand/policies.md states.
 Writes benchmarks/results/cpu/shares.json after every piece, and continues where a file that is there has ended: run it
 as often as it takes.
 """

@@ -187,7 +187,14 @@ def climbs(entered: list[str]) -> dict[str, int]:
     order = [folder for folder, _ in firsts]
     levels = [LEVELS.index(folder) for folder in order if folder in LEVELS]
     ups = sum(b > a for a, b in pairwise(levels))
-    return {"files": len(set(entered)), "folders": len(set(folders)), "climbs": ups}
+    plain = [level for level in levels if level >= LEVELS.index("hardware")]
+    aside = sum(b > a for a, b in pairwise(plain))
+    return {
+        "files": len(set(entered)),
+        "folders": len(set(folders)),
+        "climbs between folders": ups,
+        "climbs, descriptions and costs aside": aside,
+    }
 
 
 def chat(tree: Path, folder: Path) -> dict[str, int]:

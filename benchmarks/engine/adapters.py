@@ -36,7 +36,7 @@ from transect.spec.weights import linear_shapes
 
 
 def random_factors(config: ModelConfig, rank: int, targets: tuple[str, ...], seed: int) -> dict[str, LowRank]:
-    """Small factors in bfloat16 beside each matrix of ``targets``."""
+    """Generate small factors in bfloat16 beside each matrix of ``targets``."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for layer in range(config.n_layers):
@@ -49,7 +49,7 @@ def random_factors(config: ModelConfig, rank: int, targets: tuple[str, ...], see
 
 
 def engine(options: argparse.Namespace, **more: Any) -> LLM:
-    """An engine of the benchmark's settings."""
+    """Build an engine with the benchmark's settings."""
     settings: dict[str, Any] = {
         "max_model_len": 1024,
         "max_num_seqs": options.rows,
@@ -66,7 +66,7 @@ def engine(options: argparse.Namespace, **more: Any) -> LLM:
 
 
 def seconds_of(llm: LLM, prompts: list[list[int]], adapters: list[str], tokens: int) -> float:
-    """Seconds of one batch; ``adapters``: content id of each row's."""
+    """Measure the seconds of one batch; ``adapters``: content id of each row's."""
     params = [SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)] * len(prompts)
     began = time.perf_counter()
     llm._run([(None, prompt) for prompt in prompts], params, False, 0, adapters=adapters)
@@ -74,7 +74,7 @@ def seconds_of(llm: LLM, prompts: list[list[int]], adapters: list[str], tokens: 
 
 
 def race(contenders: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of each contender, and its ratio to ``base`` in the same round."""
+    """Measure tokens per second of each contender, and its ratio to ``base`` in the same round."""
     numbers = random.Random(1)
     prompts = [[numbers.randrange(300, 30_000) for _ in range(16)] for _ in range(options.rows)]
     rates: dict[str, list[float]] = {name: [] for name in contenders}
@@ -94,7 +94,8 @@ def race(contenders: dict[str, Any], options: argparse.Namespace) -> dict[str, A
 
 
 def first_tokens(llm: LLM, resident: str, others: list[str]) -> dict[str, Any]:
-    """Seconds to the first token with an adapter in its slot, and with ones that must be copied into one."""
+    """Measure the seconds to the first token with an adapter in its slot, and with ones that must be copied into
+    one."""
     prompt = [list(range(300, 316))]
     seconds_of(llm, prompt, [resident], 1)
     there = [seconds_of(llm, prompt, [resident], 1) for _ in others]
@@ -105,7 +106,7 @@ def first_tokens(llm: LLM, resident: str, others: list[str]) -> dict[str, Any]:
 
 
 def from_disk(llm: LLM, folder: Path) -> float:
-    """Seconds to read, check and prepare an adapter from files, which a server does in a thread."""
+    """Measure the seconds to read, check and prepare an adapter from files, which a server does in a thread."""
     began = time.perf_counter()
     llm._adapters.load(llm._adapters.find(str(folder)))
     return time.perf_counter() - began
@@ -131,7 +132,8 @@ def main() -> None:
     room: dict[str, Any] = {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots + 8}
     room |= {"max_lora_rank": options.rank, "lora_target_modules": tuple(options.targets)}
     with_adapters = engine(options, **room)
-    config = with_adapters._core.executor.model.config
+    executor: Any = with_adapters._core.executor
+    config = executor.model.config
     targets = target_names(options.targets)
     ids = [f"{number:064x}" for number in range(1, slots + 9)]
     for number, name in enumerate(ids):

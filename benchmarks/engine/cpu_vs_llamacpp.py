@@ -6,7 +6,7 @@ Three pieces of work, each with random prompt tokens and greedy decoding to a fi
 * prefill   one prompt of 512 tokens, tokens per second
 * batch     16 streams decoding together after 128 tokens each, tokens per second in all
 
-llama.cpp runs through its C interface with every setting of ``peer_llamacpp.SETTINGS``; the best median of each figure
+llama.cpp runs through its C interface with every setting of ``peers/llamacpp.py``; the best median of each figure
 counts. Transect runs its whole engine: scheduler, paged cache and sampler. Each round measures both, in processes of
 their own, so that the ratios come from the same minutes of the machine; the ratio is the median of the rounds' ratios.
 
@@ -33,6 +33,7 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import record
+from benchmarks.peers.peer import Engine
 
 WORK = {"decode": (1, 512, 65), "prefill": (1, 512, 1), "batch": (16, 128, 33)}
 """Name: number of prompts, tokens of each, new tokens of each (the first one comes out of the prefill)."""
@@ -51,52 +52,15 @@ def rate(work: str, prefill_seconds: float, decode_seconds: float) -> float:
     return count * length / prefill_seconds if work == "prefill" else count * (new - 1) / decode_seconds
 
 
-def work_of_transect(model: str, threads: int) -> dict[str, Any]:
-    from transect import LLM, SamplingParams
-
-    engine = LLM(
-        model,
-        threads=threads,
-        max_num_seqs=16,
-        max_num_batched_tokens=512,
-        enable_prefix_caching=False,
-        num_kv_blocks=1024,
-    )
+def rates_of(engine: Engine) -> dict[str, list[float]]:
+    """Return the tokens per second of each work and repeat, by an ``Engine`` of ``benchmarks/peers``."""
     results: dict[str, list[float]] = {}
     for work, (count, length, new) in WORK.items():
         for repeat in range(REPEATS + 1):
-            params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
-            start = time.perf_counter()
-            prefilled = start
-            waiting = {engine.submit(prompt, params) for prompt in prompts(count, length, repeat)}
-            left = count * new
-            while left:
-                for output in engine.step():
-                    waiting.discard(output.request_id)
-                    left -= len(output.new_token_ids)
-                    if not waiting and prefilled == start:
-                        prefilled = time.perf_counter()
-                        begun = left
-            ended = time.perf_counter()
-            # Streams that began early have decoded a few tokens by then: count what was left once all had begun.
-            decode = (ended - prefilled) * (count * (new - 1) / begun) if new > 1 else 0.0
+            seconds = engine.run(prompts(count, length, repeat), new)
             if repeat:  # the first one warms up
-                results.setdefault(work, []).append(rate(work, prefilled - start, decode))
-    return {"rates": results, "kernels": engine.kernels}
-
-
-def work_of_llamacpp(model: str, threads: int, settings: dict[str, Any]) -> dict[str, Any]:
-    from benchmarks.peers.llamacpp import LlamaCpp
-    from transect.checkpoints.resolve import resolve
-
-    peer = LlamaCpp(str(resolve(model).path), threads, settings)
-    results: dict[str, list[float]] = {}
-    for work, (count, length, new) in WORK.items():
-        for repeat in range(REPEATS + 1):
-            seconds = peer.run(prompts(count, length, repeat), new)
-            if repeat:
                 results.setdefault(work, []).append(rate(work, *seconds))
-    return {"rates": results}
+    return results
 
 
 def measure(side: str, options: argparse.Namespace, settings: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -183,10 +147,16 @@ def main() -> None:
     options.out = options.out or record.RESULTS / "cpu" / name
     if options.side:
         if options.side == "transect":
-            result = work_of_transect(options.model, options.threads)
+            from benchmarks.peers.transect import Transect
+
+            engine: Any = Transect(options.model, options.threads)
         else:
-            result = work_of_llamacpp(options.model, options.threads, options.settings)
-        print(json.dumps({**result, "peak_memory_bytes": record.peak_memory_bytes()}))
+            from benchmarks.peers.llamacpp import LlamaCpp
+            from transect.checkpoints.resolve import resolve
+
+            engine = LlamaCpp(str(resolve(options.model).path), options.threads, options.settings)
+        result = {"rates": rates_of(engine), "peak_memory_bytes": record.peak_memory_bytes()}
+        print(json.dumps(result | ({"kernels": engine.kernels} if options.side == "transect" else {})))
         return
 
     if options.formats:

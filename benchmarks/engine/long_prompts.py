@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import _paths  # noqa: F401
 from benchmarks import record
 from benchmarks.engine.popular_shapes import SHAPES
+from benchmarks.peers import vllm
 from benchmarks.server.load import model_folder
 from transect.bench.offline import prefill_seconds
 from transect.costs.floors import Rates, step_floor
@@ -48,8 +49,6 @@ HEADS = {
 CONTEXTS = (12288, 32768, 131072)
 CHUNK, BLOCK = 4096, 16
 PROMPTS, TOKENS = 12, 12000
-VLLM = {"qwen2.5-7b": 3.61, "llama-3.2-3b": 1.91}
-"""Seconds of vLLM 0.24 for the same prompts on another H200 of the kind: measured apart."""
 BUDGET_S = 0.06
 
 
@@ -152,7 +151,7 @@ def engine(name: str, folder: Path) -> dict[str, Any]:
     del llm
     gc.collect()
     torch.cuda.empty_cache()
-    return {"seconds": record.summary(times), "floor_s": least, "vllm_s": VLLM.get(name)}
+    return {"seconds": record.summary(times), "floor_s": least, "vllm_s": vllm.LONG_PROMPTS.get(name)}
 
 
 def page(result: dict[str, Any]) -> str:
@@ -180,7 +179,7 @@ def page(result: dict[str, Any]) -> str:
         cells = [f"{median:.2f} s", f"{each['floor_s'] / median:.0%}"]
         turns = each.get("kernel_before")
         cells.append("" if turns is None else f"{turns['median']:.2f} s")
-        cells += [f"{before['engine'][name]['seconds']['median']:.2f} s", f"{VLLM[name]:.2f} s"]
+        cells += [f"{before['engine'][name]['seconds']['median']:.2f} s", f"{vllm.LONG_PROMPTS[name]:.2f} s"]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     machine = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
@@ -214,7 +213,7 @@ def main() -> None:
             work += [("kernel", f"{name} at {context}", (*sizes, context)) for name, sizes in HEADS.items()]
     with tempfile.TemporaryDirectory() as folder:
         if "engine" in options.parts:
-            work += [("engine", name, None) for name in VLLM]
+            work += [("engine", name, None) for name in vllm.LONG_PROMPTS]
         for part, name, sizes in work:
             if time.perf_counter() - began > options.limit:
                 break

@@ -27,6 +27,7 @@ import torch
 import _paths  # noqa: F401
 from benchmarks import record
 from benchmarks.engine.popular_shapes import SHAPES
+from benchmarks.peers import vllm
 from benchmarks.server.load import model_folder
 from transect.bench.energy import Nvml
 from transect.bench.offline import decode_steps
@@ -37,8 +38,6 @@ from transect.spec.hf import from_hf
 
 RATES = Rates(4.35e12, 750e12, "H200, measured")
 PROMPT, STEPS = 256, 48
-VLLM = {("qwen2.5-7b", 200): 8.88e-3}
-"""Seconds of a step of vLLM 0.24 on another H200 of the kind: measured apart."""
 
 
 class Watch:
@@ -92,7 +91,7 @@ def shape(name: str, rows: list[int], folder: Path, runs: int) -> dict[str, Any]
         floor = step_floor(from_hf(config), [Row(1, length) for length in decoded[0].middle], RATES)
         times = record.summary([each.per_token for each in decoded])
         found[str(count)] = {"step_s": times, "floor_s": floor.seconds, "of_floor": floor.seconds / times["median"]}
-        found[str(count)] |= {"vllm_s": VLLM.get((name, count))} | clocks
+        found[str(count)] |= {"vllm_s": vllm.STEPS.get((name, count))} | clocks
         print(f"{name} {count} rows: {json.dumps(found[str(count)])}", flush=True)
     del llm
     gc.collect()

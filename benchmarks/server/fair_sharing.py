@@ -119,8 +119,8 @@ def newcomer(url: str, crowd: dict[str, Any]) -> float:
 
 
 def beside(url: str, path: str, fields: dict[str, Any], stream: Stream) -> dict[str, float]:
-    """Measure the gaps between tokens of a stream, alone (before and after, since its own context grows) and beside a request, in
-    seconds."""
+    """Measure the gaps between tokens of a stream, alone (before and after, since its own context grows) and beside a
+    request, in seconds."""
 
     def look() -> list[float]:
         began = time.perf_counter()

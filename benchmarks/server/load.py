@@ -39,6 +39,9 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import record
+from benchmarks.peers import vllm
+from benchmarks.peers.peer import LoadGenerator
+from benchmarks.peers.sglang_generator import SglangGenerator
 from benchmarks.server.chats import TURNS, chats, run_chats
 from benchmarks.server.generators import (
     GENERATORS,
@@ -47,7 +50,6 @@ from benchmarks.server.generators import (
     PREFIX,
     PROMPT,
     QUESTION,
-    SglangGenerator,
     own,
     own_level,
     text,
@@ -61,25 +63,6 @@ from transect.bench.summary import summarize
 from transect.bench.target import Target, served_model
 from transect.explain.engine.log import load
 
-VLLM = {
-    "8": {"output_tokens_per_second": 1172, "ttft": (34, 64), "tpot": (5.57, 6.42), "itl": 17.4, "e2e": (848, 1409)},
-    "24": {
-        "output_tokens_per_second": 3321,
-        "ttft": (47, 113),
-        "tpot": (7.91, 10.03),
-        "itl": 30.1,
-        "e2e": (1218, 2056),
-    },
-    "inf": {
-        "output_tokens_per_second": 6367,
-        "ttft": (3407, 6115),
-        "tpot": (36.4, 95.8),
-        "itl": 209,
-        "e2e": (8823, 9317),
-    },
-}
-"""vLLM 0.24 on an H200 of the kind, with the same work from a load generator of others: measured apart, milliseconds;
-pairs are p50 and p99, ``itl`` is p99."""
 WORKS = {
     "random": "",
     "prefixes": f", {GROUPS} prefixes of {PREFIX:,} tokens before {QUESTION} of their own",
@@ -154,7 +137,7 @@ def counters(url: str) -> dict[str, float]:
 
 
 def run(
-    url: str, others: SglangGenerator | None, work: str, folder: Path, rate: float, requests: int, seed: int
+    url: str, others: LoadGenerator | None, work: str, folder: Path, rate: float, requests: int, seed: int
 ) -> tuple[dict[str, Any], Result | None]:
     """Run one level of load: its summary, with the times of its beginning and end on the system's monotonic clock, and
     its requests one by one, if the generator reports them. ``others``: another project's generator, or None
@@ -205,7 +188,7 @@ def combined(levels: Sequence[dict[str, Any]], worst: bool) -> list[float]:
 
 def vllm_row(rate: str) -> str | None:
     """Format vLLM's line, if there is one."""
-    found = VLLM.get(rate)
+    found = vllm.LOAD.get(rate)
     if found is None:
         return None
     times: list[Any] = [*found["ttft"], *found["tpot"], found["itl"], *found["e2e"]]  # type: ignore[misc]

@@ -31,6 +31,8 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import record
+from benchmarks.peers.llamacpp_server import llamacpp_server
+from benchmarks.peers.transect import SERVER
 from transect.bench.lengths import Lengths
 from transect.bench.levels import Level, WorkSource, rate_levels, run_levels
 from transect.bench.target import Target, served_model
@@ -40,7 +42,6 @@ from transect.text.tokenizer import Tokenizer
 PROMPT, OUTPUT = "uniform:80-320", "uniform:20-80"
 START_S = 120.0
 """Seconds that a server may take to answer."""
-CONTEXT = 1024
 FIGURES = ("ttft p50", "ttft p99", "tpot p50", "tpot p99", "itl p99", "e2e p50", "e2e p99")
 
 
@@ -60,12 +61,9 @@ def level(rate: float, requests: int, seed: int, words: Sequence[str]) -> Level:
 
 
 def commands(model: str, threads: int, python: str, port: int) -> dict[str, list[str]]:
-    """Return the command of each server."""
-    ours = [sys.executable, "-m", "transect", "serve", model, "--port", str(port), "--threads", str(threads)]
-    ours += ["--device", "cpu", "--no-prefix-caching", "--max-model-len", str(CONTEXT)]
-    theirs = [python, "-m", "llama_cpp.server", "--model", str(resolve(model).path), "--port", str(port)]
-    theirs += ["--n_threads", str(threads), "--n_threads_batch", str(threads), "--n_ctx", str(CONTEXT)]
-    return {"Transect": ours, "llama.cpp": [*theirs, "--interrupt_requests", "false", "--verbose", "false"]}
+    """Return how each server is started; ``python`` is that of llama.cpp."""
+    theirs = llamacpp_server(python, str(resolve(model).path))
+    return {each.name: each.command(model, threads, port) for each in (SERVER, theirs)}
 
 
 @contextmanager

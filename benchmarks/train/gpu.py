@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +38,7 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks.engine.popular_shapes import SHAPES
+from benchmarks.peers.training import one_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,8 +71,6 @@ ROUNDS = 4
 """Turns in which a contender's steps are timed."""
 LAST = ("transformers",)
 """Timed alone, after the others."""
-EXPERTS = "grouped_mm"
-"""transformers' ways to multiply by experts."""
 PLANS = {"full 1b": ("selective", "full"), "lora 8b": ("selective", "full"), "qlora 8b": ("none", "full")}
 """Plans of checkpointing whose memory is compared with the account, beside those of the race."""
 PEAK_RATE = 750e12
@@ -133,58 +132,6 @@ def trainer(work: str, **changes: Any) -> Any:
         **changes,
     }
     return Trainer(TrainConfig.from_dict(config))
-
-
-def peer(shape: str, task: str, *, liger: bool, compiled: bool, grouped: bool) -> Callable[[], Any]:
-    """Return one step of transformers, with Liger-Kernel, PEFT and torch.compile if asked for. It returns the loss,
-    still on the GPU. ``grouped``: Liger-Kernel leaves experts alone."""
-    import torch
-    import transformers
-
-    values = config_of(shape)
-    family = values["model_type"]
-    if liger:
-        import liger_kernel.transformers
-
-        how = {"swiglu": False} if grouped else {}
-        getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{family}")(**how)
-    made = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[family]
-    causal = "ForCausalLM"
-    values = {k: v for k, v in values.items() if k not in ("model_type", "architectures", "torch_dtype")}
-    config = getattr(transformers, f"{made}Config")(**values)
-    config._attn_implementation = "sdpa"
-    if family.endswith("moe"):
-        config._experts_implementation = EXPERTS
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = getattr(transformers, f"{made}{causal}")(config)
-    torch.set_default_dtype(torch.float32)
-    if task == "lora":
-        import peft
-
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        model = peft.get_peft_model(
-            model, peft.LoraConfig(r=16, lora_alpha=32, target_modules=targets), autocast_adapter_dtype=False
-        )
-    model.train()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    generator = torch.Generator().manual_seed(0)
-    data = torch.randint(0, 10000, (40, ROWS, SEQUENCE), generator=generator).cuda()
-    run = torch.compile(model) if compiled else model
-    count = 0
-
-    def step() -> Any:
-        nonlocal count
-        ids = data[count % len(data)]
-        count += 1
-        loss = run(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
 
 
 WARMING, PAUSE = -1, 0.003
@@ -276,9 +223,11 @@ def measure(work: str, contender: str, seconds: float, path: str) -> dict[str, A
         def step() -> Any:
             return ours.step().loss
     else:
-        step = peer(
-            *WORK[work], liger="liger" in contender, compiled="compiled" in contender, grouped="grouped" in contender
-        )
+        shape, task = WORK[work]
+        step = one_gpu(
+            config_of(shape), task, ROWS, SEQUENCE,
+            liger="liger" in contender, compiled="compiled" in contender, grouped="grouped" in contender,
+        )  # fmt: skip
     torch.cuda.synchronize()
     built = time.perf_counter() - begin
     for _ in range(4):

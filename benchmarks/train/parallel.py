@@ -171,7 +171,12 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
     facts: dict[str, Any] = {"left_bytes": left}
     tokens = SEQUENCE * ROWS * given["ranks"]
     if given["way"].startswith("fsdp2"):
-        step = fsdp2(given["work"], compiled="compiled" in given["way"])
+        from benchmarks.peers.training import fsdp2
+        from transect.spec.hf import to_hf
+        from transect.spec.shapes import PRESETS
+
+        values = to_hf(PRESETS[SHAPES[given["work"]]])
+        step = fsdp2(values, ROWS, SEQUENCE, compiled="compiled" in given["way"])
     else:
         from transect.train.config import TrainConfig
         from transect.train.loop.trainer import Trainer
@@ -255,56 +260,6 @@ def step_times(step: Callable[[], Any], count: int, gpu: bool) -> list[float]:
         return [b - a for a, b in itertools.pairwise(ends)]
     torch.cuda.synchronize()
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(ends)]
-
-
-def fsdp2(work: str, *, compiled: bool) -> Callable[[], Any]:
-    """Return one step of transformers' model with Liger-Kernel under torch's FSDP2; it returns the loss, on the GPU."""
-    import torch
-    import torch.distributed as dist
-    import transformers
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    from transect.spec.hf import to_hf
-    from transect.spec.shapes import PRESETS
-
-    apply_liger_kernel_to_llama()
-    values = to_hf(PRESETS[SHAPES[work]])
-    values.pop("architectures", None)
-    values["use_cache"] = False  # or every layer would be compiled anew, for the number of its cache
-    config = transformers.LlamaConfig(**{k: v for k, v in values.items() if k != "model_type"})
-    config._attn_implementation = "sdpa"
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = transformers.LlamaForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    model.train()
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for index, layer in enumerate(model.model.layers):
-        if compiled:
-            layer.compile()
-        last = index + 1 == len(model.model.layers)
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not last)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    data = torch.randint(0, 10000, (40, ROWS, SEQUENCE), generator=generator).cuda()
-    count = 0
-
-    def step() -> Any:
-        nonlocal count
-        ids = data[count % len(data)]
-        count += 1
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
 
 
 def job(world: Any, given: dict[str, Any]) -> None:

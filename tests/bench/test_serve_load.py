@@ -114,7 +114,8 @@ def test_the_generator_of_others_is_asked_for_the_same_work(modules, tmp_path, m
     """The script exists, its options are the ones it knows, and its figures come out in seconds."""
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").write_text("raise ImportError('needs a GPU')")
-    generators = modules.load_generators
+    from benchmarks.peers import sglang_generator as generators
+
     with monkeypatch.context() as without, pytest.raises(ValueError, match=r"pip install --no-deps sglang"):
         without.setattr(generators.importlib.util, "find_spec", lambda name: None)
         generators.sglang_script()

@@ -32,12 +32,12 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
     def measured(
         product: search.Product, rows: list[int], multiply: Any, timer: Any, race: Any, *device: Any
-    ) -> Iterator[search.Measured]:
+    ) -> Iterator[search.ProductTimes]:
         for count in rows:
             before, tiling = Choice("cublas"), search.hopper_tilings(48, 4096, 4096, False)[0]
             best, seconds = (tiling, 8e-6) if count == 48 else (before, 1e-5)
             finals = [search.Final(before, 9e-6, 1e-5), search.Final(tiling, 9e-6, 8e-6)]
-            yield search.Measured(product, count, before, 1e-5, best, seconds, 7, finals if race else ())
+            yield search.ProductTimes(product, count, before, 1e-5, best, seconds, 7, finals if race else ())
 
     monkeypatch.setattr(search, "search", measured)
     monkeypatch.setattr(search, "multiplier", lambda: None)

@@ -18,6 +18,8 @@ from transect.learn.portfolio import page
 from transect.learn.progress import climbed
 from transect.learn.record import Rung
 from transect.learn.registry import get
+from transect.learn.template_sources import SOURCES
+from transect.learn.texts import with_hole
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +56,7 @@ def test_errors_say_what_to_do(own_cache: Path) -> None:
     assert "nothing is solved yet" in run_here("learn", "report").stderr
     assert "no rung 'lime'" in run_here("learn", "show", "lime").stderr
     run_here("learn", "start", "line", "--dir", str(own_cache))
-    assert "only the rung scheduler" in run_here("learn", "use", "line", "--dir", str(own_cache)).stderr
+    assert "line has no place inside a command" in run_here("learn", "use", "line", "--dir", str(own_cache)).stderr
 
 
 @pytest.mark.skipif(bool(sandbox.refusal()), reason="this system lets no user make namespaces")
@@ -101,16 +103,26 @@ def test_without_a_sandbox_strangers_are_refused(tmp_path: Path, monkeypatch: py
     assert "| b |" in table(get("line"), [Graded("b", Verdict("line", False, "a|b"))])
 
 
-@pytest.mark.parametrize("operator", ["gelu", "rotary"])
-def test_a_new_rung_from_an_operator_can_be_graded(shop, tmp_path: Path, operator: str) -> None:
+@pytest.mark.parametrize("name", ["gelu", "operator:rotary", *SOURCES])
+def test_a_new_rung_grades_its_own_reference_right(shop, tmp_path: Path, name: str) -> None:
     file = tmp_path / "mine.py"
-    assert run_here("learn", "new", operator, "-o", str(file)).returncode == 0
+    made = run_here("learn", "new", *(("--from", name) if ":" in name else (name,)), "-o", str(file))
+    assert made.returncode == 0, made.stderr
     rung = runpy.run_path(str(file))["RUNG"]
-    assert isinstance(rung, Rung)
+    assert isinstance(rung, Rung) and len(rung.holes) >= 1
     path = tmp_path / rung.file
     path.write_text(rung.solution)
     verdict = grade(rung, path, shop=shop)
     assert verdict.right, (verdict.reason, verdict.detail, verdict.cheats)
+    path.write_text(with_hole(rung.solution, rung.holes))
+    assert "hole is still open" in grade(rung, path, shop=shop).reason
+
+
+def test_a_new_rung_from_nothing_is_refused(tmp_path: Path) -> None:
+    out = str(tmp_path / "mine.py")
+    assert "there are policy:order" in run_here("learn", "new", "--from", "policy:none", "-o", out).stderr
+    assert "cannot become a rung" in run_here("learn", "new", "--from", "cake:order", "-o", out).stderr
+    assert "--from policy:order" in run_here("learn", "new", "-o", out).stderr
 
 
 def test_the_map_in_the_docs_is_the_one_of_the_records() -> None:

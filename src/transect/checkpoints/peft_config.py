@@ -75,7 +75,7 @@ def is_adapter(directory: Path) -> bool:
 
 
 def adapter_folder(name: str) -> Path:
-    """The directory with an adapter: this, or the last checkpoint of this run.
+    """Return the directory with an adapter: this one, or the last checkpoint of this run.
 
     Raises:
         ValueError: neither has one.
@@ -88,7 +88,7 @@ def adapter_folder(name: str) -> Path:
 
 
 def target_names(targets: Collection[str]) -> tuple[str, ...]:
-    """Names of ``MATRICES`` from a setting, where they may be PEFT's (``q_proj``); all of them if it is empty.
+    """Return names of ``MATRICES`` from a setting, which may be PEFT's (``q_proj``); all of them if it is empty.
 
     Raises:
         ValueError: a name is of no such matrix.

@@ -14,7 +14,8 @@
 * ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators. ``hardware.py``: what this machine can do.
 * ``explain.py``: where the time of requests and runs goes, replay, a backward pass. ``top.py``: what a server does now.
   ``roofline.py``: what a device allows.
-* ``learn.py``: the graded ladder, from a dot product to a fleet.
+* ``learn.py``: the graded ladder, from a dot product to a fleet; ``learn_use.py``: runs a student's piece inside the
+  product.
 * ``inspect.py``: what an operator's kernels compile to. ``tune.py``, ``tune_model.py``: find the fastest of
   them here. ``trace.py``: follows a kernel through the interpreter.
 * ``engine_options.py``: options from settings of engine and server. ``settings.py``: the commands in groups, where

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,8 +43,21 @@ def command(
     run(model, max_tokens, svg, ())
 
 
-def run(model: str, max_tokens: int, svg: Path | None, options: Sequence[str]) -> None:
-    """Run the demo with additional ``options`` of ``transect serve``.
+def run(
+    model: str,
+    max_tokens: int,
+    svg: Path | None,
+    options: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    sampling: Mapping[str, Any] | None = None,
+) -> None:
+    """Run the demo.
+
+    Args:
+        options: further ones of ``transect serve``.
+        environment: of the server; None for that of this process.
+        sampling: parameters of each chat in place of the demo's.
 
     Raises:
         ValueError: a chat failed, or the server did.
@@ -57,11 +70,11 @@ def run(model: str, max_tokens: int, svg: Path | None, options: Sequence[str]) -
     console = Console()
     resolve(model)
     console.print(f"starting the server with {model} ...", highlight=False, soft_wrap=True)
-    with own_server(model, *options) as url:
+    with own_server(model, *options, environment=environment) as url:
         talks = [Talk(number, question) for number, question in enumerate(QUESTIONS, start=1)]
         gauges = Gauges()
         with DemoView(console, talks, gauges, picture_width=None if svg is None else WIDTH) as view:
-            asyncio.run(_talk_all(url, talks, gauges, view, max_tokens))
+            asyncio.run(_talk_all(url, talks, gauges, view, {"max_tokens": max_tokens} | dict(sampling or {})))
         table = summary(talks, gauges)
         console.print(table)
     if svg is not None:
@@ -70,18 +83,19 @@ def run(model: str, max_tokens: int, svg: Path | None, options: Sequence[str]) -
 
 
 @contextmanager
-def own_server(model: str, *options: str) -> Iterator[str]:
+def own_server(model: str, *options: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
     """Run a server on a free port for the length of the block; yields its URL.
 
     Args:
         options: further ones of ``transect serve``.
+        environment: of the server; None for that of this process.
 
     Raises:
         ValueError: it did not start, or did not stop cleanly.
     """
     arguments = [sys.executable, "-m", "transect", "serve", model, "--port", "0", *options]
     # A group of its own: Ctrl-C reaches this process alone, which then stops the server in good order.
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, process_group=0)
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, process_group=0, env=environment)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -103,7 +117,7 @@ def own_server(model: str, *options: str) -> Iterator[str]:
                 process.wait()
 
 
-async def _talk_all(url: str, talks: list[Talk], gauges: Gauges, view: DemoView, max_tokens: int) -> None:
+async def _talk_all(url: str, talks: list[Talk], gauges: Gauges, view: DemoView, sampling: Mapping[str, Any]) -> None:
     import httpx
 
     async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False) as client:
@@ -111,7 +125,7 @@ async def _talk_all(url: str, talks: list[Talk], gauges: Gauges, view: DemoView,
         try:
             async with asyncio.TaskGroup() as group:
                 for talk in talks:
-                    group.create_task(_talk(client, talk, view, max_tokens))
+                    group.create_task(_talk(client, talk, view, sampling))
         except* ValueError as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -124,14 +138,14 @@ async def _watch(client: httpx.AsyncClient, gauges: Gauges) -> None:
         await asyncio.sleep(0.2)
 
 
-async def _talk(client: httpx.AsyncClient, talk: Talk, view: DemoView, max_tokens: int) -> None:
+async def _talk(client: httpx.AsyncClient, talk: Talk, view: DemoView, sampling: Mapping[str, Any]) -> None:
     body = {
         "messages": [{"role": "user", "content": talk.question}],
-        "max_tokens": max_tokens,
         "temperature": 0.0,
         "repetition_penalty": 1.1,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **sampling,
     }
     talk.began = time.perf_counter()
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:

@@ -127,18 +127,28 @@ def show(
 def use(
     rung: Name,
     folder: Folder = Path("."),
-    model: Annotated[str, typer.Option(help="Model to serve.")] = BUILTIN,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of an answer.")] = 64,
+    model: Annotated[str, typer.Option(help="Model that your piece serves.")] = BUILTIN,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one answer at the most.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a training run.")] = 12,
+    trace: Annotated[
+        Path | None, typer.Option(help="Play this trace through your autoscaler: any that bench serve --trace reads.")
+    ] = None,
 ) -> None:
-    """Run the demo's eight chats on a live server with your solution."""
+    """Run the server, a training run, the planner's fleet or a GPU benchmark with your piece inside."""
     from ..learn.folder import program
-    from ..learn.live import server_options
+    from ..learn.live import placed
     from ..learn.registry import get
-    from .demo import run
+    from . import learn_use
 
     found = get(rung)
-    with server_options(found, program(found, folder)) as options:
-        run(model, max_tokens, None, options)
+    with placed(found, program(found, folder)) as here:
+        try:
+            learn_use.run(here, model=model, max_tokens=max_tokens, steps=steps, trace=trace)
+        except Exception as error:
+            if failure := here.failure():
+                raise ValueError(failure) from error
+            raise
+        print(here.report())
 
 
 @application.command()
@@ -158,14 +168,22 @@ def report(
 
 @application.command()
 def new(
-    operator: Annotated[str, typer.Argument(help="Operator, as `transect bench ops --list` names it.")],
     output: Annotated[Path, output_file("--output", "-o", help="The file of the rung.")],
+    name: Annotated[
+        str | None, typer.Argument(help="Operator, as `transect bench ops --list` names it, policy or objective.")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="operator:NAME, policy:NAME or objective:NAME, as in policy:order.")
+    ] = None,
 ) -> None:
-    """Write a new rung for an operator: page, gap, cases and limits, for you to edit."""
-    from ..learn.template import rung_of_operator
+    """Make the file of a new rung from an operator, a policy or an objective: page, hole, cases and bounds, for you to
+    edit."""
+    from ..learn.template import rung_of
 
-    output.write_text(rung_of_operator(operator), encoding="utf-8")
-    print(f"{output}: put it into src/transect/learn/rungs/kernels/, and `transect learn list` shows it")
+    if (name is None) == (source is None):
+        raise ValueError("name what the rung is made from: `transect learn new gelu`, or --from policy:order")
+    output.write_text(rung_of(name or source or ""), encoding="utf-8")
+    print(f"{output}: put it into a folder of src/transect/learn/rungs/, and `transect learn list` shows it")
 
 
 @application.command("class")

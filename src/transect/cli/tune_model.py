@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..ops.linear.few_rows.search import Measured, Product
+    from ..ops.linear.few_rows.search import Product, ProductTimes
     from ..spec.model import ModelConfig
 
 ROWS = (1, 8, 16, 32, 48, 64, 96, 128, 160, 192, 208, 224, 256)
@@ -56,7 +56,7 @@ def tune(
         raise ValueError("the products of a model are tuned on a Hopper GPU, and torch finds none here")
     device, name = torch.device("cuda", torch.cuda.current_device()), torch.cuda.get_device_name()
     units = torch.cuda.get_device_properties(device).multi_processor_count
-    multiply, found = search.multiplier(), list[search.Measured]()
+    multiply, found = search.multiplier(), list[search.ProductTimes]()
     end, path = time.monotonic() + seconds, None
     for product in products(config):
         waiting = list(rows)
@@ -79,7 +79,7 @@ def tune(
         print(f"kept in {path}")
 
 
-def _show(each: Measured) -> None:
+def _show(each: ProductTimes) -> None:
     product = each.product
     kind = ", with the gate" if product.gated else ""
     gained = each.before_seconds / each.seconds
@@ -89,7 +89,7 @@ def _show(each: Measured) -> None:
     print(f"{product.name}, {product.k} by {product.n}{kind}, {each.rows:3} rows: {times}{change}; {tried}", flush=True)
 
 
-def _sum(config: ModelConfig, found: list[Measured]) -> None:
+def _sum(config: ModelConfig, found: list[ProductTimes]) -> None:
     """Print the total time of a decode step's products, before and after, if all of them were measured."""
     times: dict[int, list[float]] = {}
     counted = Counter(each.rows for each in found)
@@ -105,7 +105,7 @@ def _sum(config: ModelConfig, found: list[Measured]) -> None:
         print(f"products of a step of {rows} rows: {gained}")
 
 
-def _write(path: Path, device: str, found: list[Measured]) -> None:
+def _write(path: Path, device: str, found: list[ProductTimes]) -> None:
     from dataclasses import asdict
     from json import dumps
 

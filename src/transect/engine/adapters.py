@@ -21,7 +21,7 @@ from .frontends.inputs import LoRARequest
 
 
 def adapter_room(config: EngineConfig) -> AdapterRoom:
-    """Room on the device for the adapters of ``config``."""
+    """Compute the room on the device for the adapters of ``config``."""
     return AdapterRoom(config.max_loras, config.max_lora_rank, target_names(config.lora_target_modules))
 
 
@@ -60,7 +60,7 @@ class AdapterStore:
         return len(self._held) < self.capacity or bool(self._held.keys() - set(self.in_use()))
 
     def get(self, adapter: str) -> Any:
-        """The prepared factors of an adapter that is here; it is now the most recently used."""
+        """Return the prepared factors of an adapter in memory, and mark it as the most recently used."""
         with self._lock:
             self._held.move_to_end(adapter)
             return self._held[adapter]
@@ -117,7 +117,7 @@ class AdapterStore:
         return ["" if each is None else each.id for each in files]
 
     def find(self, name: str) -> AdapterFiles:
-        """The files of an adapter in a directory, digested unless they are those of the last time.
+        """Find the files of an adapter in a directory, digested unless they are those of the last time.
 
         Raises:
             ValueError: there is no adapter.

@@ -220,7 +220,7 @@ def build_engine(
 def _adapter_store(
     config: EngineConfig, source: ModelSource, executor: Any, scheduler: Scheduler
 ) -> AdapterStore | None:
-    """Adapters in host memory, from which the executor fills the slots of its model."""
+    """Create the store of adapters in host memory, from which the executor fills the slots of its model."""
     if not config.enable_lora:
         return None
     adapters: RowAdapters = executor.model.adapters

@@ -81,6 +81,8 @@ def draft_config(config: EngineConfig, source: ModelSource, size: KVSize) -> Eng
         model=speculation.model,
         revision=None,
         adapter=None,
+        enable_lora=False,
+        lora_target_modules=(),
         quantization=speculation.quantization,
         speculative_config=None,
         max_model_len=min(size.max_model_len, source.config.max_position),

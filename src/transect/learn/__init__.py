@@ -7,7 +7,8 @@
 * ``folder``     the folder that a student works in
 * ``ladder``     the path: the list, and the map of what unlocks what
 * ``progress``   what a student has climbed; ``portfolio`` makes a page of it
-* ``live``       a student's scheduler inside the live engine
+* ``live``       puts a student's piece into a command of the product, and counts its calls; ``hook`` does it in each
+  process, ``live_scheduler`` translates for the engine, ``live_training`` writes a short training run
 * ``classroom``  grades submissions of a class in a sandbox
-* ``template``   makes a new rung from an operator
+* ``template``   makes a new rung from an operator, or from a policy or an objective (``template_sources``)
 """

@@ -1,144 +1,230 @@
-"""A student's scheduler inside the live engine: translates between it and ``EngineCore``.
+"""A student's piece inside the product: a folder that puts it there, and counts its calls in every process.
 
-``live_scheduler`` makes a class for ``--scheduler-cls``. Requests, tokens, stop conditions and outputs stay the shipped
-scheduler's; who runs, how many tokens, and which KV blocks are the student's.
+``placed`` makes the folder from the rung's record (``Live``) for the length of a run. ``hook.py`` calls ``place`` in
+each process that imports a module which the piece goes into.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import inspect
+import json
+import mmap
+import os
+import shutil
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
-from ..engine.scheduling.batch import Clock, ScheduledBatch, ScheduledRow, StepResult
-from ..engine.scheduling.outputs import EngineOutput, SchedulerStats
-from ..engine.scheduling.request import Request, Sequence, Status
-from ..engine.scheduling.scheduler import Scheduler
-from ..engine.scheduling.scheduler_config import SchedulerConfig
-from .record import Rung
+from .record import Live, Rung
 
-OPTIONS = ("--no-prefix-caching", "--no-async-scheduling", "--mixed-step-limit", "full", "--kv-cache-tokens", "4096",
-           "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--max-model-len", "1024")  # fmt: skip
-"""Options of ``transect serve`` for such a scheduler: it has no prefix cache, and plans when all tokens are known."""
+BYTES = 8
+"""Bytes of one counter."""
 
 
-PROGRAM = '''"""Puts {path} into the live engine."""
+class Launches:
+    """A function of (grid, arguments) in the place of a Triton kernel, which is called as ``kernel[grid](...)``."""
 
-import importlib.util
+    def __init__(self, launch: Callable[..., Any]) -> None:
+        self.launch = launch
 
-from transect.learn.live import live_scheduler
-
-spec = importlib.util.spec_from_file_location("mine", {path!r})
-mine = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(mine)
-Scheduler = live_scheduler(mine.Scheduler)
-'''
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return functools.partial(self.launch, grid)
 
 
-def live_scheduler(make: Callable[[int, int, int, int], Any]) -> type[Scheduler]:
-    """Make the class of a scheduler that asks the student's: ``make(num_blocks, block_size, max_tokens, max_seqs)`` has
-    ``add``, ``schedule``, ``commit`` and ``finish`` as in the rung ``scheduler``."""
+class Placed:
+    """The folder of a run.
 
-    class LiveScheduler(Scheduler):
-        def __init__(self, config: SchedulerConfig, clock: Clock) -> None:
-            super().__init__(config, clock)
-            if config.enable_prefix_caching or config.pipeline_depth > 1:
-                raise ValueError(
-                    "your scheduler has no prefix cache and no pipeline: give --no-prefix-caching, and no -pp"
-                )
-            self._begin()
+    Attributes:
+        environment: for the processes of the run.
+    """
 
-        def _begin(self) -> None:
-            config = self.config
-            self._own = make(config.num_blocks, config.block_size, config.max_num_batched_tokens, config.max_num_seqs)
-            self._by_id: dict[int, Sequence] = {}
+    def __init__(self, rung: Rung, folder: Path) -> None:
+        self.rung, self.folder = rung, folder
+        before = os.environ.get("PYTHONPATH")
+        self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *([before] if before else [])])}
 
-        def add(self, request: Request) -> None:
-            if request.params.n > 1:
-                raise ValueError("your scheduler takes requests with n = 1")
-            super().add(request)
-            self._arrive(self.requests[request.request_id].leader)
+    def calls(self) -> dict[str, int]:
+        """Count the calls of each function of the piece, over all processes."""
+        names = counted(self.rung)
+        found = dict.fromkeys(names, 0)
+        for file in self.folder.glob("calls.*"):
+            data = memoryview(file.read_bytes()).cast("Q")
+            for name, number in zip(names, data, strict=True):
+                found[name] += number
+        return found
 
-        def _arrive(self, seq: Sequence) -> None:
-            self._by_id[seq.seq_id] = seq
-            self._own.add(seq.seq_id, seq.length)
+    def failure(self) -> str:
+        """Describe the first error that the piece raised; empty if there was none."""
+        found = sorted(self.folder.glob("failed.*"), key=lambda file: file.stat().st_mtime_ns)
+        return found[0].read_text() if found else ""
 
-        def schedule(self) -> ScheduledBatch | None:
-            rows, sequences = [], []
-            self._step += 1
-            for seq_id, start, count, blocks in self._own.schedule():
-                seq = self._by_id[seq_id]
-                rows.append(self._row(seq, start, count, list(blocks)))
-                sequences.append(seq)
-            if not rows:
-                return None
-            batch = ScheduledBatch(self._step, tuple(rows))
-            self._in_flight.append((batch, sequences))
-            return batch
+    def report(self) -> str:
+        """Write a line that proves that the piece ran.
 
-        def _row(self, seq: Sequence, start: int, count: int, blocks: list[int]) -> ScheduledRow:
-            state, end = seq.request, start + count
-            if seq.status is Status.WAITING:
-                self.waiting.admit(seq, self.clock.now())
-                seq.status = Status.RUNNING
-                self.running.append(seq)
-            if state.first_scheduled is None:
-                state.first_scheduled = self.clock.now()
-                self._prompt_tokens += seq.prompt_len
-            self._preemptions += start == 0 and seq.scheduled > 0
-            draws = seq.draws if end == seq.length else ()
-            asked = (None, None) if state.prompt_done else (state.spec.params.prompt_logprobs, state.spec.pooling)
-            seq.block_ids, seq.scheduled, seq.last_step = blocks, end, self._step
-            if draws:
-                state.prompt_done = True
-                seq.length = end + 1
-            tokens = seq.prompt_token_ids, seq.output_token_ids
-            return ScheduledRow(seq.seq_id, start, count, *tokens, blocks, draws, *asked, adapter=seq.adapter)
+        Raises:
+            ValueError: it raised an error, or was never called.
+        """
+        if failure := self.failure():
+            raise ValueError(failure)
+        calls = {name: number for name, number in self.calls().items() if number}
+        if not calls:
+            raise ValueError(f"the run never called your {self.rung.name}: nothing is shown of it")
+        processes = len(list(self.folder.glob("calls.*")))
+        where = "in one process" if processes == 1 else f"in {processes} processes"
+        return f"your {self.rung.name} ran {where}: " + ", ".join(f"{n} {c:,} times" for n, c in calls.items())
 
-        def commit(self, batch: ScheduledBatch, result: StepResult) -> list[EngineOutput]:
-            outputs = super().commit(batch, result)
-            for row in batch.rows:
-                if row.draws and row.seq_id in self._by_id:
-                    self._own.commit(row.seq_id)
-            return outputs
 
-        def _leave(self, seq: Sequence) -> None:
-            if seq.status is Status.RUNNING:
-                self.running.remove(seq)
-            elif seq.status is Status.WAITING:
-                self.waiting.remove(seq)
-            if self._by_id.pop(seq.seq_id, None) is not None:
-                self._own.finish(seq.seq_id)
-            seq.block_ids, seq.status = [], Status.GONE
-
-        def take_back(self, reason: str) -> list[EngineOutput]:
-            outputs = super().take_back(reason)
-            self._begin()
-            for state in self.requests.values():
-                self._arrive(state.leader)
-            return outputs
-
-        def stats(self) -> SchedulerStats:
-            found = super().stats()
-            found.kv_blocks_used = len({block for seq in self.running for block in seq.block_ids})
-            return found
-
-    return LiveScheduler
+def refusal(rung: Rung) -> str:
+    """Say in a sentence why a rung cannot run inside the product; empty if it can."""
+    if rung.live is not None:
+        return ""
+    where = f"; its idea lives in src/transect/{rung.shipped}" if rung.shipped else ""
+    reason = rung.apart or "it teaches a step on the way, and no command runs that step by itself"
+    return f"{rung.name} has no place inside a command: {reason}{where}"
 
 
 @contextmanager
-def server_options(rung: Rung, program: Path) -> Iterator[list[str]]:
-    """Yield the options of ``transect serve`` that run the program of a rung in the server, for the length of the
-    block.
+def placed(rung: Rung, program: Path) -> Iterator[Placed]:
+    """Make the folder that puts ``program`` into the product, for the length of the block.
 
     Raises:
-        ValueError: the server has no place for this rung.
+        ValueError: the rung has no place there; the message says why.
     """
-    if rung.name != "scheduler":
-        raise ValueError(f"only the rung scheduler can run inside the live server yet, not {rung.name}")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "live_scheduler.py"
-        file.write_text(PROGRAM.format(path=str(program.resolve())))
-        yield ["--scheduler-cls", f"{file}:Scheduler", *OPTIONS]
+    if reason := refusal(rung):
+        raise ValueError(reason)
+    live = rung.live
+    assert live is not None
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        shutil.copy(Path(__file__).parent / "hook.py", folder / "sitecustomize.py")
+        modules = sorted({target.partition(":")[0] for target in live.pieces if ":" in target})
+        record = f"{__package__}.rungs.{rung.road}.{rung.name}"
+        plan = {"program": str(program.resolve()), "record": record, "modules": modules}
+        (folder / "piece.json").write_text(json.dumps(plan))
+        (folder / "piece.py").write_text(
+            f"from pathlib import Path\n\nfrom {__name__} import piece\n\nPiece = piece(Path(__file__).parent)\n"
+        )
+        yield Placed(rung, folder)
+
+
+def place(module: ModuleType, folder: Path) -> None:
+    """Replace the attributes of a module of the product that the piece of ``folder`` stands for."""
+    live, mine = _loaded(folder)
+    for target, adapt in live.pieces.items():
+        name, _, path = target.partition(":")
+        if name != module.__name__:
+            continue
+        *owners, attribute = path.split(".")
+        owner = functools.reduce(getattr, owners, module)
+        shipped = getattr(owner, attribute)
+        setattr(owner, attribute, getattr(mine, attribute) if adapt is None else adapt(mine, shipped))
+
+
+def piece(folder: Path) -> Any:
+    """Return the piece of ``folder`` for a command that takes it by an option or an argument."""
+    live, mine = _loaded(folder)
+    (adapt,) = (adapt for target, adapt in live.pieces.items() if ":" not in target)
+    assert adapt is not None
+    return adapt(mine, None)
+
+
+def counted(rung: Rung) -> tuple[str, ...]:
+    """Name the counted functions: those with holes."""
+    return rung.holes
+
+
+def _loaded(folder: Path) -> tuple[Live, ModuleType]:
+    """Load the record and the student's program, once in each process."""
+    plan = json.loads((folder / "piece.json").read_text())
+    rung: Rung = import_module(plan["record"]).RUNG
+    assert rung.live is not None
+    name = f"_your_{rung.name}_{folder.name}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, plan["program"])
+        assert spec is not None and spec.loader is not None
+        mine = importlib.util.module_from_spec(spec)
+        sys.modules[name] = mine
+        try:
+            spec.loader.exec_module(mine)
+        except Exception as error:
+            _note(error, folder, plan["program"], "it cannot be loaded")
+            raise
+        _count(mine, rung, folder, plan["program"])
+    return rung.live, sys.modules[name]
+
+
+def _count(mine: ModuleType, rung: Rung, folder: Path, program: str) -> None:
+    """Let each function with a hole count its calls in a file, which outlives the process."""
+    names = counted(rung)
+    file = folder / f"calls.{os.getpid()}"
+    file.write_bytes(bytes(BYTES * len(names)))
+    with file.open("r+b") as opened:
+        counters = memoryview(mmap.mmap(opened.fileno(), 0)).cast("Q")
+    for number, name in enumerate(names):
+        *owners, attribute = name.split(".")
+        owner: Any = functools.reduce(getattr, owners, mine)
+        inner = vars(owner)[attribute]
+        if isinstance(inner, FunctionType):
+            setattr(owner, attribute, _counting(inner, name, counters, number, folder, program))
+        elif not owners:
+            setattr(mine, attribute, _CountingKernel(inner, counters, number))
+
+
+def _counting(
+    inner: FunctionType, name: str, counters: memoryview[int], number: int, folder: Path, program: str
+) -> Callable[..., Any]:
+    if inspect.isgeneratorfunction(inner):
+
+        @functools.wraps(inner)
+        def stepped(*arguments: Any, **named: Any) -> Any:
+            counters[number] += 1
+            try:
+                return (yield from inner(*arguments, **named))
+            except Exception as error:
+                _note(error, folder, program, name)
+                raise
+
+        return stepped
+
+    @functools.wraps(inner)
+    def called(*arguments: Any, **named: Any) -> Any:
+        counters[number] += 1
+        try:
+            return inner(*arguments, **named)
+        except Exception as error:
+            _note(error, folder, program, name)
+            raise
+
+    return called
+
+
+class _CountingKernel:
+    """A Triton kernel whose launches are counted. Calls from another kernel reach the kernel itself."""
+
+    def __init__(self, kernel: Any, counters: memoryview[int], number: int) -> None:
+        self._kernel, self._counters, self._number = kernel, counters, number
+
+    def __getitem__(self, grid: Any) -> Any:
+        self._counters[self._number] += 1
+        return self._kernel[grid]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+
+def _note(error: Exception, folder: Path, program: str, name: str) -> None:
+    """Keep the first error of this process for the message of the command."""
+    file = folder / f"failed.{os.getpid()}"
+    if not file.exists():
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((frame.lineno for frame in reversed(frames) if frame.filename == program), None)
+        where = f"{program}, {name}" + ("" if line is None else f", line {line}")
+        file.write_text(f"your piece failed: {where}: {type(error).__name__}: {error}")

@@ -83,6 +83,23 @@ class ToCompile:
 
 
 @dataclass(frozen=True, slots=True)
+class Live:
+    """Place of a rung inside the product, for ``learn use``."""
+
+    runs: str
+    """The command: ``serve`` (the demo's eight chats), ``train`` (a short run), ``fleet`` (the planner's simulator) or
+    ``ops`` (an operator's benchmark on a GPU)."""
+    pieces: Mapping[str, Callable[[Any, Any], Any] | None]
+    """By ``module:attribute`` of the product: a function of (the student's module, the shipped attribute) that makes
+    the replacement; None for the student's attribute of the same name. A key without a colon is an option of the
+    command that takes ``FILE.py:Class``, or an argument of the simulator."""
+    options: tuple[str, ...] = ()
+    """Options of the command."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of each chat, or of the training run."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rung:
     """One exercise. ``solution`` is a whole program; ``holes`` names the functions whose bodies the student writes."""
 
@@ -107,6 +124,9 @@ class Rung:
     judges: Mapping[str, Callable[..., str]] = field(default_factory=dict)
     """By entry: for answers that are not unique. A function of (arguments, result): a sentence that says what is wrong,
     or an empty string."""
+    scales: Mapping[str, Callable[..., float]] = field(default_factory=dict)
+    """By entry: a function of the exact arguments that errors are relative to, in place of the norm of the answer. For
+    sums of signed numbers, which may cancel: a norm of the inputs."""
     slips: tuple[Slip, ...] = ()
     speed: Speed | None = None
     forbids: tuple[str, ...] = ()
@@ -122,6 +142,10 @@ class Rung:
     """A paragraph for ``learn show``: how the shipped code goes further, and why."""
     shipped: str = ""
     """The file of the package that the solution is taken from, or leads to."""
+    live: Live | None = None
+    """Its place inside the product; None if it has none."""
+    apart: str = ""
+    """Reason that it has none, for ``learn use``; empty for a step on the way."""
     page: str = ""
     """Filled in by the registry from the docstring of the file."""
 

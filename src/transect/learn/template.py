@@ -1,4 +1,4 @@
-"""Makes the file of a new rung from an operator of the registry, for teachers to edit."""
+"""Makes the file of a new rung from an operator, a policy or an objective, for teachers to edit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,84 @@ import inspect
 from pathlib import Path
 
 from ..ops.registry import Op, all_ops, get
+from .template_sources import SOURCES, driver
 
 PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def rung_of(name: str) -> str:
+    """Write the text of a rung's file from ``operator:NAME``, ``policy:NAME``, ``objective:NAME`` or a bare name, which
+    is looked up in that order.
+
+    Raises:
+        ValueError: there is none of that name, or a rung cannot be made from it.
+    """
+    kind, colon, bare = name.rpartition(":")
+    if kind not in ("", "operator", "policy", "objective"):
+        raise ValueError(f"{kind!r} cannot become a rung: give operator:NAME, policy:NAME or objective:NAME")
+    if kind == "operator" or (not colon and bare in {op.name for op in all_ops()}):
+        return rung_of_operator(bare)
+    kinds = (kind,) if colon else ("policy", "objective")
+    found = next((f"{each}:{bare}" for each in kinds if f"{each}:{bare}" in SOURCES), "")
+    if found:
+        return rung_of_source(found)
+    if colon:
+        known = ", ".join(each for each in SOURCES if each.startswith(kind))
+        raise ValueError(f"no rung can be made from {name!r}: there are {known}")
+    return rung_of_operator(bare)
+
+
+def rung_of_source(name: str) -> str:
+    """Write the text of a rung's file from a policy or an objective."""
+    source = SOURCES[name]
+    bare = name.partition(":")[2]
+    page = (ast.get_docstring(ast.parse((PACKAGE / source.file).read_text())) or "").strip()
+    quoted = page.replace("\\", "\\\\").replace('"""', "'''")
+    module = "transect." + source.file.removesuffix(".py").replace("/", ".")
+    return f'''"""{quoted}
+"""
+
+from importlib import import_module
+
+from transect.learn.record import Case, Rung, Speed
+from transect.learn.rungs.inputs import normal
+from transect.learn.texts import excerpt
+
+SOLUTION = f"""{source.preamble}
+
+{{excerpt({source.file!r}, {", ".join(map(repr, source.names))})}}"""
+
+
+{driver(source)}
+
+def _arguments(rng):
+    return {source.arguments}
+
+
+def _answer(*arguments):
+    return _drive(import_module({module!r}), *arguments)
+
+
+RUNG = Rung(
+    name={f"my_{bare}"!r},
+    title={bare!r},
+    road={source.road!r},
+    place=100,
+    kind={source.kind!r},
+    solution=SOLUTION,
+    holes={source.holes!r},
+    answers={{"play": _answer}},
+    drives={{"play": _drive}},
+    cases=(
+        Case("a first draw", _arguments, "A teacher's sentence for who fails here first."),
+        Case("a second draw", _arguments, "A teacher's sentence for who passes the first by chance."),
+        Case("a third draw", _arguments, "A teacher's sentence for rare branches."),
+    ),
+    speed=Speed(_arguments, "A teacher's sentence for who does twice the work."),
+    hints=("Read the page once more: it has the rule.",),
+    shipped={source.file!r},
+)
+'''
 
 
 def rung_of_operator(name: str) -> str:

@@ -95,6 +95,13 @@ class Group:
         _gather(out.flatten(0, 1) if x.ndim else out, x.contiguous(), group=self.group)
         return out
 
+    def start_all_reduce(self, x: Tensor) -> dist.Work | None:
+        """Begin to sum ``x`` over the ranks, in its place; torch's collective. As ``start_gather``."""
+        if self.group is None:
+            return None
+        work: dist.Work = dist.all_reduce(x, group=self.group, async_op=True)
+        return work
+
     def start_gather(self, out: Tensor, x: Tensor) -> dist.Work | None:
         """Start to fill ``out`` ``[ranks * n]`` with ``x`` ``[n]`` of each rank, in their order; both must exist until
         the work is done. With one rank it is done at once, and the result is None."""

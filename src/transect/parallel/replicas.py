@@ -252,7 +252,7 @@ class GradientReplicas:
                     squares = self.copies.squares_of(flat)
                 work = self.copies.start_all_reduce(flat, squares)
             else:
-                work = dist.all_reduce(flat, group=self.group.group, async_op=True)
+                work = self.group.start_all_reduce(flat)
             self._sent.append(_Sent(bucket, flat, work, squares))
 
     def _filled(self, bucket: Sequence[str]) -> Tensor:

@@ -25,7 +25,7 @@ _current: ContextVar[str] = ContextVar("transect_adapter", default="")
 
 
 def current_adapter() -> str:
-    """Name of the adapter that the request of this task has chosen; empty for the base."""
+    """Return the name of the adapter that the request of this task has chosen; empty for the base."""
     return _current.get()
 
 
@@ -79,14 +79,14 @@ class Adapters:
             entry.files = await self._read(entry.path)
 
     def entries(self) -> list[Entry]:
-        """All adapters that requests can name: those that were loaded, and those in the allowed directory."""
+        """List all adapters that requests can name: those that were loaded, and those in the allowed directory."""
         if self._folder is not None:
             for each in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
                 self.find(each.name)
         return list(self._entries.values())
 
     def find(self, name: str) -> Entry | None:
-        """The adapter of a name, or None."""
+        """Return the adapter of a name, or None."""
         entry = self._entries.get(name)
         if entry is None and self._folder is not None and name and Path(name).name == name and name[0] != ".":
             try:
@@ -98,7 +98,7 @@ class Adapters:
 
     @contextlib.asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[AdapterFiles | None]:
-        """The files of an adapter for as long as a request runs with it; they are read when first asked for.
+        """Yield the files of an adapter for as long as a request runs with it; they are read when first requested.
 
         Raises:
             ApiError: 404 if it was unloaded meanwhile, 400 if it cannot be served.
@@ -169,7 +169,7 @@ class Adapters:
             await self._engine.forget_adapter(entry.files)
 
     def _inside(self, path: str) -> Path:
-        """A path with links and ``..`` resolved, if it is in the allowed directory."""
+        """Resolve links and ``..`` of a path, if it is in the allowed directory."""
         if self._folder is None:
             message = "adapters are loaded at run time only under --allowed-lora-dir: start the server with it"
             raise ApiError(403, message, code="no_adapter_directory")
@@ -186,5 +186,5 @@ class Adapters:
 
 
 def unknown(name: str) -> ApiError:
-    """The error for an adapter that is not served."""
+    """Return the error for an adapter that is not served."""
     return ApiError(404, f"the adapter {name[:100]!r} is not served", param="model", code="model_not_found")

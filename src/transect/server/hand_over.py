@@ -59,7 +59,7 @@ class Inherited:
         try:
             found = socket.socket(fileno=self.sockets[0])
         except OSError as error:
-            raise ValueError(f"descriptor {FIRST_FD} was passed (LISTEN_FDS) and is not a socket: {error}") from None
+            raise ValueError(f"descriptor {FIRST_FD} (passed by LISTEN_FDS) is not a socket: {error}") from None
         if found.type != socket.SOCK_STREAM:
             raise ValueError("the socket that was passed (LISTEN_FDS) is not a stream socket: give ListenStream=")
         return found

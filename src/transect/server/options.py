@@ -136,7 +136,7 @@ class ServerOptions:
 
 
 def named_modules(modules: Iterable[str]) -> dict[str, str]:
-    """Directories by name, from ``NAME=DIR`` or vLLM's JSON objects with ``name`` and ``path``.
+    """Parse directories by name, from ``NAME=DIR`` or vLLM's JSON objects with ``name`` and ``path``.
 
     Raises:
         ValueError: a text is neither, or a name comes twice.

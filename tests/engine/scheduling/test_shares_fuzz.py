@@ -1,6 +1,6 @@
 """Random schedules of clients, weights and priorities: nobody is overtaken out of turn, and every wait is bounded.
 
-The bound is that of docs/understand/engine.md. While a request waits, another client of weight w is given at most
+The bound is that of docs/understand/policies.md. While a request waits, another client of weight w is given at most
 
     w * (start tag of the request + 2 * patience - start tag of that client's first request that waits) + its longest
 

@@ -28,7 +28,8 @@ class AdapterSlots:
         self._free = list(range(adapters.slots - 1, -1, -1))
 
     def place(self, rows: Sequence[ScheduledRow]) -> list[int] | None:
-        """The slot of each row's adapter, -1 for none, with all of them filled; None if no row has an adapter."""
+        """Return the slot of each row's adapter, -1 for none, with all of them filled; None if no row has an
+        adapter."""
         used = dict.fromkeys(row.adapter for row in rows if row.adapter)
         if not used:
             return None

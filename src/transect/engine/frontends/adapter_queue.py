@@ -36,7 +36,7 @@ class AdapterQueue:
         """Adapters that have been read, or have failed: content id, and the error or an empty text."""
 
     def __len__(self) -> int:
-        """Adapters that are awaited, and news of adapters that nobody has taken."""
+        """Count the awaited adapters, and the news of adapters that has not been taken."""
         return len(self._files) + len(self.loaded)
 
     def add(self, request: Request, files: AdapterFiles) -> None:

@@ -398,7 +398,7 @@ class Replicas(Generates):
         await asyncio.gather(*(self.engines[index].reset_prefix_cache() for index in self.alive()))
 
     async def load_adapter(self, files: AdapterFiles) -> None:
-        """Does what ``AsyncEngine.load_adapter`` does, on all replicas that live."""
+        """Load an adapter as ``AsyncEngine.load_adapter`` does, on all living replicas."""
         await asyncio.gather(*(self.engines[index].load_adapter(files) for index in await self._living()))
 
     async def forget_adapter(self, files: AdapterFiles) -> None:

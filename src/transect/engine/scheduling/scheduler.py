@@ -338,13 +338,13 @@ class Scheduler(Bookkeeping):
         client = loser.request.spec.client
         others = (seq for seq in self.waiting.in_order() if seq.request.spec.client == client)
         first = next(others, None)
-        if first is not None and first.rank > newcomer.rank:
+        if first is not None and first.rank[:4] > newcomer.rank[:4]:
             return (*first.rank[:4], loser.seq_id - 2 * BEHIND)
         start = self.arrivals.order.key(client, 0, 0)[0]
         return (max(start, newcomer.rank[0]), *newcomer.rank[1:4], BEHIND + loser.seq_id)
 
     def _ahead(self, seq: Sequence) -> int:
-        """Tokens of a step that a prompt that has begun leaves to those of other clients in front of it."""
+        """Return the tokens of a step that a started prompt leaves to prompts of other clients in front of it."""
         tokens = 0
         for other in islice(self.waiting, LOOKED_AT):
             if other.rank > seq.rank:

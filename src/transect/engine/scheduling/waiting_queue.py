@@ -82,7 +82,7 @@ class WaitingQueue:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In the order of their turns; the queue must not change meanwhile."""
+        """Iterate in the order of their turns; the queue must not change meanwhile."""
         return iter(self._sequences)
 
     def in_order(self) -> list[Sequence]:

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 
-def difference(got: Any, want: Any, tolerance: float, where: str = "the result") -> str:
+def difference(got: Any, want: Any, tolerance: float, where: str = "the result", *, scale: float | None = None) -> str:
     """Say in a sentence how ``got`` differs from ``want``; empty if it does not.
 
     Floating-point numbers may differ by ``tolerance``, relative in the 2-norm of each tensor; everything else not at
-    all. NaN and infinities must stand where they do in ``want``.
+    all. NaN and infinities must stand where they do in ``want``. ``scale``: errors of a tensor are relative to it, in
+    place of the tensor's norm.
     """
     if isinstance(want, np.ndarray):
         want = torch.from_numpy(want)
     if isinstance(want, Tensor):
-        return _tensors(got, want, tolerance, where)
+        return _tensors(got, want, tolerance, where, scale)
     if isinstance(want, list | tuple):
         if not isinstance(got, list | tuple):
             return f"{where} is of the type {type(got).__name__}; a list of {len(want)} is expected"
@@ -49,7 +50,7 @@ def _close(got: float, want: float, tolerance: float) -> bool:
     return abs(got - want) <= tolerance * max(abs(want), 1e-6) if math.isfinite(got) else False
 
 
-def _tensors(got: Any, want: Tensor, tolerance: float, where: str) -> str:
+def _tensors(got: Any, want: Tensor, tolerance: float, where: str, scale: float | None) -> str:
     if not isinstance(got, Tensor):
         return f"{where} is of the type {type(got).__name__}; a tensor of the shape {list(want.shape)} is expected"
     if got.shape != want.shape:
@@ -65,7 +66,7 @@ def _tensors(got: Any, want: Tensor, tolerance: float, where: str) -> str:
         wrong = special | (usable & ~wide.isfinite())
         return f"{where} is NaN or infinite in the wrong places{_first(wrong, got, want)}"
     error = float((wide - exact)[usable].norm())
-    scale = float(exact[usable].norm())
+    scale = float(exact[usable].norm()) if scale is None else scale
     if error <= tolerance * (scale or 1.0):
         return ""
     wrong = (wide - exact).abs() > 10 * tolerance * max(scale / max(1, exact.numel()) ** 0.5, 1e-30)

@@ -103,7 +103,7 @@ def test_the_bound_holds_to_the_end_of_a_long_prompt(scored):
             early.append(ratio)
         else:
             late.append(ratio)
-            assert ratio < max(1.1 * AUTO_RATIO, 1.1 + 2 * (context + 4e-3) / alone)
+            assert ratio < 1.1 * max(AUTO_RATIO, 1 + 2 * (context + 4e-3) / alone)
     assert 100 < len(early) < len(late) and sorted(early)[len(early) * 95 // 100] < 1.1 * AUTO_RATIO
     for ratios in (early, late):
         assert 0.9 * AUTO_RATIO < statistics.mean(ratios) < 1.05 * AUTO_RATIO, (

@@ -98,8 +98,8 @@ def test_what_is_kept_runs_from_then_on(h200: None) -> None:
     plain, gated = Product("o", 5120, 5120), Product("gate_up", 27648, 5120, True)
     tiling = hopper.candidates(48, 5120, 5120)[0]
     found = [
-        search.Measured(plain, 48, Choice("cublas"), 2.0, Choice("hopper", tiling), 1.0, 9),
-        search.Measured(gated, 128, Choice("cublas"), 2.0, Choice("cublas"), 2.0, 9),
+        search.ProductTimes(plain, 48, Choice("cublas"), 2.0, Choice("hopper", tiling), 1.0, 9),
+        search.ProductTimes(gated, 128, Choice("cublas"), 2.0, Choice("cublas"), 2.0, 9),
     ]
     assert choices.chosen(40, 5120, 5120, device) != Choice("hopper", tiling)
     path = search.save(name, search.entries(found))
@@ -112,7 +112,7 @@ def test_what_is_kept_runs_from_then_on(h200: None) -> None:
 
 def test_one_row_is_kept_for_norms_in_products_too() -> None:
     found = [
-        search.Measured(
+        search.ProductTimes(
             Product("o", 4096, 4096), 1, Choice("cuda"), 2.0, search.cuda_tilings(1, 4096, 4096, False)[0], 1, 9
         )
     ]

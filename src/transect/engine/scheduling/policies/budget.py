@@ -285,7 +285,8 @@ def _felt(prompts: Listed[int], waiting: WaitingQueue) -> tuple[int, int]:
 
 
 def _share_of_one(running: Listed[Sequence], waiting: WaitingQueue) -> float:
-    """Share of the queue that one client has, whose queue lengthens no steps of others; 0 if no others decode."""
+    """Return the share of the queue that one client has, whose queue lengthens no steps of others; 0 if no others
+    decode."""
     counts = waiting.new.by_client
     if len(running) == 0 or not counts:
         return 0.0

@@ -31,7 +31,7 @@ NO_PAUSES = Turns(frozenset(), math.inf)
 
 
 def _turn(seq: Sequence) -> tuple[int, int]:
-    """Longest pause first. Of those that ran in the same step, others come first every time."""
+    """Rank by the longest pause. Of those that ran in the same step, others come first every time."""
     return seq.last_step, hash((seq.seq_id, seq.last_step))
 
 

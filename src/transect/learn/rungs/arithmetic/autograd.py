@@ -3,7 +3,8 @@ hundred lines.
 
 Each number becomes a `Value` that remembers how it was made: which values went in (`parents`), and how a slope at
 its output becomes slopes at its inputs (`local`, one slope for each parent). `a * b` is a Value with the parents a
-and b, and the local slopes b and a. So while you compute, a graph grows by itself.
+and b, and the local slopes b and a. (Both sides of an operation are Values here, and `backward` is called once for a
+graph.) So while you compute, a graph grows by itself.
 
 `backward()` then walks the graph from the end to the beginning. The end has the slope 1. Each value hands `its
 slope * local slope` to each parent, which *adds it up*: a value that is used twice gets two slopes, and both count.

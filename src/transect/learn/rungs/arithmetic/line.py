@@ -54,6 +54,14 @@ def _fit(xs, ys, steps, rate):
     return a, b
 
 
+def _one_by_one(xs, ys, steps, rate):
+    a = b = 0.0
+    for _ in range(steps):
+        a -= rate * _gradient(a, b, xs, ys)[0]
+        b -= rate * _gradient(a, b, xs, ys)[1]
+    return a, b
+
+
 def _points(rng, count):
     return [floats(rng, count), floats(rng, count)]
 
@@ -85,6 +93,7 @@ RUNG = Rung(
              "The sign is turned: the error is prediction minus target, and the gradient points uphill."),
         Slip(lambda a, b, xs, ys: tuple(g / 2 for g in _gradient(a, b, xs, ys)),
              "The factor 2 of the square's derivative is missing: d(e^2) = 2 e de."),
+        Slip(_one_by_one, "Use the old a and b for both gradients: compute both, then move both.", "fit"),
     ),
     speed=Speed(lambda rng: [*_points(rng, 200), 20, 0.05],
                 "One pass over the points is enough for both sums: e is the same in both.", entry="fit", ratio=1.5),

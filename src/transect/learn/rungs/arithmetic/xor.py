@@ -21,7 +21,8 @@ from ...record import Case, Rung, Slip, Speed
 from ..inputs import floats
 
 SOLUTION = '''def forward(x, w1, b1, w2, b2):
-    """x: list of inputs. w1[i][j]: input j to hidden unit i. w2[j]: hidden unit j to the output. Returns a number."""
+    """x: list of inputs. w1[i][j]: input j to hidden unit i; b1[i] is added there. w2[j]: hidden unit j to the output;
+    b2, a number, is added there. Returns a number."""
     hidden = []
     for row, bias in zip(w1, b1):
         z = bias

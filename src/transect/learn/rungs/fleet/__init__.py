@@ -1,1 +1,1 @@
-"""A fleet that serves many users: ``router``, ``autoscaler``."""
+"""The fleet: ``router``, ``autoscaler``. ``planned`` plays a chat trace through the planner's simulator with either."""

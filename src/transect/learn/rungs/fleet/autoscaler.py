@@ -16,12 +16,15 @@ What works, and what Kubernetes and clouds do in some form:
 `decide(load, replicas, starting)` is called every ten seconds with the history of the load (requests a second, the
 newest last), the replicas that serve and those that are starting. It returns the number that there should be,
 starting ones included. Each replica serves 10 requests a second; what is more than that is late. At most 2% of the
-requests may be late. Among policies that manage that, the one with the fewest replica-hours wins.
+requests may be late. Among policies that manage that, the one with the fewest replica-hours wins: the score is taken in
+the planner's simulator, which runs the shipping scheduler of each replica on a virtual clock. There a request is late
+whose first token takes more than 5 s, and replica-hours count up to eleven times as requests are late.
 """
 
 import math
 
-from ...record import Case, Rung, Speed
+from ...record import Case, Live, Rung, Speed
+from . import planned
 
 SOLUTION = '''import math
 
@@ -91,6 +94,27 @@ def _drive(module, loads):
     return choices
 
 
+def _drive_planned(module, trace):
+    from transect.learn.rungs.fleet.planned import cost
+
+    return cost(module.decide, trace)[0]
+
+
+def _replayed(trace, choices):
+    """Return the cost of a trace with these choices."""
+    left = iter(choices)
+    return planned.cost(lambda *_: next(left), trace)[1]
+
+
+def _judge_planned(arguments, choices):
+    right = choices and all(type(each) is int and 1 <= each <= 60 for each in choices)
+    return "" if right else "decide must return whole numbers from 1 to 60"
+
+
+def _policy(mine, shipped):
+    return mine.decide
+
+
 def _judge(arguments, choices):
     (loads,) = arguments
     if choices and isinstance(choices[0], str):
@@ -120,9 +144,9 @@ RUNG = Rung(
     after=("router",),
     solution=SOLUTION,
     holes=("wanted", "decide"),
-    answers={"play": lambda loads: None},
-    drives={"play": _drive},
-    judges={"play": _judge},
+    answers={"play": lambda loads: None, "planned": lambda trace: None},
+    drives={"play": _drive, "planned": _drive_planned},
+    judges={"play": _judge, "planned": _judge_planned},
     cases=(
         Case("a steady load", lambda rng: [[float(rng.uniform(55, 95))] * 100],
              "Enough replicas for the load: load / 10, rounded up."),
@@ -133,16 +157,18 @@ RUNG = Rung(
         Case("a burst", lambda rng: _day(rng, 800, 60, 180, 3.0, 80.0),
              "A ramp of two minutes needs the slope: start before the load is there."),
     ),
-    speed=Speed(lambda rng: _day(rng, 1000, 20, 300, 4.0),
+    speed=Speed(lambda rng: [planned.morning(int(rng.integers(1 << 30)))],
                 "Nobody is late, and it costs more replicas than need be: let the number fall again when the "
                 "load does.",
-                measure=lambda arguments, choices: play(arguments[0], choices)[1], unit="replica-hours", ratio=1.25,
+                measure=lambda arguments, choices: _replayed(arguments[0], choices),
+                unit="replica-hours in the planner's simulator, more where users wait", ratio=1.3, entry="planned",
                 calls=1),
+    live=Live("fleet", {"policy": _policy}),
     hints=("wanted = ceil(load / (10 * 0.75)) is target tracking.",
            "Add 6 or 7 times the slope of the last few loads, if they grow.",
            "Return the largest number wanted within the last two or three minutes."),
     differences=
         "The cluster's scaling policies look at waiting tokens and KV blocks too, and plan/ scores them on a recorded "
     "trace with the engine's own scheduler.",
-    shipped="plan/__init__.py",
+    shipped="engine/scheduling/policies/scaling.py",
 )  # fmt: skip

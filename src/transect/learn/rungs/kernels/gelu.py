@@ -20,7 +20,7 @@ import math
 import torch
 
 from ....costs.work import Cost
-from ...record import Case, Rung, Slip, Speed, ToCompile
+from ...record import Case, Live, Rung, Slip, Speed, ToCompile
 from ...texts import excerpt
 from ..inputs import normal
 
@@ -101,5 +101,7 @@ RUNG = Rung(
     differences=
         "The shipped file adds the tanh form, the cheaper erfc for halves, a CUDA C++ version, and torch.library "
     "registration of the gradient.",
+    live=Live("ops", {"transect.ops.activation.gelu:_forward_kernel": None,
+                      "transect.ops.activation.gelu:_backward_kernel": None}, ("gelu",)),
     shipped="ops/activation/gelu.py",
 )  # fmt: skip

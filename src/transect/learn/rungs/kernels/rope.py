@@ -20,7 +20,7 @@ traffic.
 import torch
 
 from ....costs.work import Cost
-from ...record import Case, Rung, Slip, Speed, ToCompile
+from ...record import Case, Live, Rung, Slip, Speed, ToCompile
 from ..inputs import normal
 
 SOLUTION = '''import torch
@@ -82,6 +82,23 @@ def _make(rng, tokens, heads, d):
     return [normal(rng, tokens, heads, d), angle.cos(), angle.sin()]
 
 
+def _live(mine, shipped):
+    from ...live import Launches
+
+    def launch(grid, q, k, cos, sin, q_out, k_out, q_heads, k_heads, planes, *rest, **options):
+        tensors = q, k, cos, sin, q_out, k_out
+        if not all(str(x.dtype) == "torch.float32" and x.is_contiguous() for x in tensors):
+            shipped[grid](*tensors, q_heads, k_heads, planes, *rest, **options)
+            return
+        import triton
+
+        for x, y, heads in ((q, q_out, q_heads), (k, k_out, k_heads)):
+            sizes = {"HEADS": triton.next_power_of_2(heads), "HALF": triton.next_power_of_2(planes)}
+            mine._rope_kernel[(len(q),)](x, cos, sin, y, heads, planes, rest[8], **sizes)
+
+    return Launches(launch)
+
+
 RUNG = Rung(
     name="rope",
     title="RoPE: positions as rotations",
@@ -122,5 +139,6 @@ RUNG = Rung(
     differences=
         "The shipped kernels do queries and keys in one launch, join the norm of query and key heads, and one of "
     "them writes the keys straight into the KV cache.",
+    live=Live("ops", {"transect.ops.position.rotary:_rotary_kernel": _live}, ("rotary",)),
     shipped="ops/position/rotary.py",
 )  # fmt: skip

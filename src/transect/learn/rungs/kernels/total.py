@@ -16,7 +16,7 @@ The same happens to float32 at 16 million, which is why lanes and levels also ma
 """
 
 from ....costs.work import Cost
-from ...record import Case, Rung, Slip, Speed, ToCompile
+from ...record import Case, Live, Rung, Slip, Speed, ToCompile
 from ...texts import excerpt
 from ..inputs import normal
 
@@ -51,14 +51,15 @@ RUNG = Rung(
     road="kernels",
     place=2,
     kind="triton",
-    tolerance=1e-3,  # a sum of signed numbers may cancel, and the error is relative to what is left
+    tolerance=1e-6,
+    scales={"total": lambda x: x.norm() * x.numel() ** 0.5},
     after=("vector_add",),
     solution=SOLUTION,
     holes=("_partial_kernel", "_combine_kernel", "total"),
     answers={"total": lambda x: x.sum()},
     cases=(
         Case("1,024 elements", lambda rng: _add(rng, 1024),
-             "One block: load it, tl.sum(tile, 0), and store one number at part_ptr + the program's number."),
+             "One block: load it, tl.sum(tile, 0) in float32, and store one number at part_ptr + program_id."),
         Case("9,000 elements", lambda rng: _add(rng, 9000),
              "Programs must walk: for start in range(program * BLOCK, n, programs * BLOCK), masked at the end with 0."),
         Case("20,480 elements", lambda rng: _add(rng, 20480),
@@ -85,5 +86,7 @@ RUNG = Rung(
            "tl.load(..., mask=index < n, other=0.0): what the mask leaves out must be 0."),
     differences=
         "The shipped launcher starts eight programs for each multiprocessor and picks the block by measurement.",
+    live=Live("ops", {"transect.ops.first.sum:_partial_kernel": None,
+                      "transect.ops.first.sum:_combine_kernel": None}, ("sum",)),
     shipped="ops/first/sum.py",
 )  # fmt: skip

@@ -20,7 +20,7 @@ kernel touches.
 """
 
 from ....costs.work import Cost
-from ...record import Case, Rung, Slip, Speed, ToCompile
+from ...record import Case, Live, Rung, Slip, Speed, ToCompile
 from ...texts import excerpt
 from ..inputs import normal
 
@@ -108,5 +108,6 @@ RUNG = Rung(
     ),
     differences="The shipped launcher picks block and warps by size (measured choices), takes float32, bfloat16 and "
     "float16 and adds in float32, and is registered with torch.library, so that autograd and torch.compile know it.",
+    live=Live("ops", {"transect.ops.first.vector_add:_add_kernel": None}, ("vector_add",)),
     shipped="ops/first/vector_add.py",
 )

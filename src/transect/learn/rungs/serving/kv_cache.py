@@ -145,5 +145,6 @@ RUNG = Rung(
            "Slices are views: self.k[:, : self.length] copies nothing.",
            "torch.ones(n, length, dtype=torch.bool).triu(length - n + 1) marks what comes later."),
     differences="The engine's cache is one pool for all sequences, cut into blocks: the next rung.",
+    apart="the engine has one pool for all sequences, which your next rung, paged_attention, runs in",
     shipped="models/context.py",
 )  # fmt: skip

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import torch
 
-from ...record import Case, Rung, Slip, Speed
+from ...record import Case, Live, Rung, Slip, Speed
 from ..inputs import normal
 
 SOLUTION = '''import math
@@ -56,6 +56,38 @@ def attend(q, k_pool, v_pool, tables, starts, lengths):
         outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.cat(outputs)
 '''
+
+
+def _compact(batch):
+    """List the blocks that a ``PagedBatch`` uses, its block tables as places in that list, its starts and lengths."""
+    tables, starts, lengths = batch.block_tables.tolist(), batch.query_starts.tolist(), batch.seq_lens.tolist()
+    size = batch.block_size
+    tables = [table[: -(-length // size)] for table, length in zip(tables, lengths, strict=True)]
+    used = sorted({block for table in tables for block in table})
+    places = {block: place for place, block in enumerate(used)}
+    return used, [[places[block] for block in table] for table in tables], starts, lengths
+
+
+def _live_write(mine, shipped):
+    def kv_cache_write(k, v, k_cache, v_cache, batch):
+        used, *where = _compact(batch)
+        for new, cache in ((k, k_cache), (v, v_cache)):
+            pool = cache[used].transpose(1, 2).contiguous()
+            cache[used] = mine.write(pool, new.to(cache.dtype), *where).transpose(1, 2)
+
+    return kv_cache_write
+
+
+def _live_attend(mine, shipped):
+    def paged_attention(q, k_cache, v_cache, batch, scale, window=None, **how):
+        if window is not None or how:
+            return shipped(q, k_cache, v_cache, batch, scale, window, **how)
+        group = q.shape[1] // k_cache.shape[1]
+        used, *where = _compact(batch)
+        pools = [cache[used].transpose(1, 2).repeat_interleave(group, 2).float() for cache in (k_cache, v_cache)]
+        return mine.attend(q.float() * (scale * math.sqrt(q.shape[2])), *pools, *where).to(q.dtype)
+
+    return paged_attention
 
 
 def _places(pool, tables, starts, lengths):
@@ -165,5 +197,7 @@ RUNG = Rung(
     differences=
         "The shipped kernel walks over the block table with an online softmax and gathers nothing; long sequences are "
     "split between programs, and prefill chunks and decodes share a launch.",
+    live=Live("serve", {"transect.ops.attention.paged.kv_cache_write:reference": _live_write,
+                        "transect.ops.attention.paged.paged_attention:tiled": _live_attend}, ("--no-native",)),
     shipped="ops/attention/paged/paged_attention.py",
 )  # fmt: skip

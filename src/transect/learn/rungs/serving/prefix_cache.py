@@ -18,7 +18,7 @@ This is the class that runs in the live engine, unchanged: write the five method
 """
 
 from ....engine.scheduling.kv_cache import KVCache
-from ...record import Case, Rung, Slip, Speed
+from ...record import Case, Live, Rung, Slip, Speed
 from ...texts import excerpt
 
 SOLUTION = f"""from collections import OrderedDict
@@ -127,4 +127,5 @@ RUNG = Rung(
         "This is the shipped class. The scheduler above it hashes blocks as they fill, offers them when their step is "
     "done, and takes back those that a failed step may have spoilt.",
     shipped="engine/scheduling/kv_cache.py",
+    live=Live("serve", {"transect.engine.scheduling.kv_cache:KVCache": None}),
 )  # fmt: skip

@@ -19,7 +19,7 @@ the same answer whatever else is in the batch.
 
 import math
 
-from ...record import Case, Rung, Slip, Speed
+from ...record import Case, Live, Rung, Slip, Speed
 
 SOLUTION = '''import math
 
@@ -69,6 +69,29 @@ def _draw(logits, temperature, top_k, top_p, uniform, keep=_kept):
         return max(range(len(logits)), key=lambda token: (logits[token], -token))
     scores = {token: lp - math.log(-math.log(uniform[token])) for token, lp in keep(logits, temperature, top_k, top_p)}
     return max(scores, key=lambda token: scores[token])
+
+
+def _live(mine, shipped):
+    """Draw rows with top-k or top-p by the student's function; u is made from the engine's own Gumbel noise."""
+
+    def draw_random(z_BV, picks, scratch_BV=None):
+        import torch
+
+        from ....ops.lang.philox import TOKEN_STREAM, gumbel
+
+        tokens, ids = [], torch.arange(z_BV.shape[1])[None]
+        for row, pick in zip(z_BV, picks, strict=True):
+            params = pick.draw.params
+            if params.min_p > 0:
+                tokens += shipped(row[None].clone(), [pick])
+                continue
+            noise = gumbel([pick.draw.seed], [pick.draw.choice], [pick.position], ids, TOKEN_STREAM)[0].double()
+            uniform = (-(-noise).exp()).exp().clamp(5e-324, 1 - 2**-53).tolist()
+            limits = max(params.top_k, 0), params.top_p
+            tokens.append(mine.draw(row.tolist(), params.temperature, *limits, uniform))
+        return tokens
+
+    return draw_random
 
 
 def _logits(rng, count):
@@ -125,5 +148,7 @@ RUNG = Rung(
     differences=
         "The shipped sampler does it for a whole batch without sorting the vocabulary (a search for the threshold), "
     "with penalties, grammars and log-probabilities, on the device.",
-    shipped="ops/sampling/sampling.py",
+    shipped="engine/executors/sampler.py",
+    live=Live("serve", {"transect.engine.executors.sampler:draw_random": _live}, (),
+              {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 1}),
 )  # fmt: skip

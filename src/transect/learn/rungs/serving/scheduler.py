@@ -20,7 +20,7 @@ of the engine's `Scheduler`, without choices, grammars, priorities and time targ
 puts yours into the live server.
 """
 
-from ...record import Case, Rung, Speed
+from ...record import Case, Live, Rung, Speed
 
 SOLUTION = '''from collections import deque
 
@@ -200,6 +200,12 @@ def _judge(arguments, trace):
     return ""
 
 
+def _live(mine, shipped):
+    from ...live_scheduler import live_scheduler
+
+    return live_scheduler(mine.Scheduler)
+
+
 def _requests(rng, count, spread, prompt, answer):
     arrivals = sorted(int(each) for each in rng.integers(0, spread + 1, count))
     return [[a, int(rng.integers(1, prompt + 1)), int(rng.integers(1, answer + 1))] for a in arrivals]
@@ -253,4 +259,8 @@ RUNG = Rung(
     "plans a step "
     "before the tokens of the last are known, and sizes steps by a time target.",
     shipped="engine/scheduling/scheduler.py",
+    live=Live("serve", {"--scheduler-cls": _live},
+              ("--no-prefix-caching", "--no-async-scheduling", "--mixed-step-limit", "full",
+               "--kv-cache-tokens", "4096", "--max-num-seqs", "8", "--max-num-batched-tokens", "64",
+               "--max-model-len", "1024")),
 )  # fmt: skip

@@ -19,7 +19,7 @@ into words first) and slow for long ones; a heap makes it n log n.
 
 from itertools import pairwise
 
-from ...record import Case, Rung, Slip, Speed
+from ...record import Case, Live, Rung, Slip, Speed
 
 SOLUTION = '''def encode(data, merges):
     """data: bytes. merges: list of pairs of tokens, first learned first; merge r makes token 256 + r. -> tokens."""
@@ -47,6 +47,53 @@ def decode(tokens, merges):
         pieces.append(pieces[a] + pieces[b])
     return b"".join(pieces[token] for token in tokens)
 '''
+
+
+def _pairs(model):
+    """Return the merges of a byte-level tokenizer as pairs of the student's tokens, and their ids in it."""
+    from ....text.token_bytes import BYTE_LEVEL
+
+    ids = model["vocab"]
+    known = {text: BYTE_LEVEL.bytes_of(text)[0] for text in ids if len(BYTE_LEVEL.bytes_of(text)) == 1}
+    pairs = []
+    for merge in model["merges"]:
+        a, b = merge if isinstance(merge, list) else merge.split(" ")
+        pairs.append([known[a], known[b]])
+        known.setdefault(a + b, 255 + len(pairs))
+    return pairs, {token: ids[text] for text, token in known.items()}
+
+
+def _live(mine, shipped):
+    """Make a tokenizer whose words are merged by the student's ``encode``; words are cut by the library, as before."""
+
+    class Tokenizer(shipped):
+        def _encode(self, backend, text, add_special_tokens):
+            import json
+            import re
+
+            if not hasattr(self, "_own"):
+                model = json.loads(backend.to_str())["model"]
+                if model["type"] != "BPE" or backend.pre_tokenizer is None or self._spelling.leading_space:
+                    raise ValueError("your tokenizer needs a model with a byte-level BPE tokenizer, such as SmolLM2's")
+                self._own, self._words = _pairs(model), {}
+            pairs, ids = self._own
+            added = {each.content: token for token, each in backend.get_added_tokens_decoder().items()
+                     if not (each.special and backend.encode_special_tokens)}  # fmt: skip
+            found = list(self._prefix) if add_special_tokens else []
+            order = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
+            for part in re.split(f"({order})", text) if order else [text]:
+                if part in added:
+                    found.append(added[part])
+                    continue
+                part = part if backend.normalizer is None else backend.normalizer.normalize_str(part)
+                for word, _ in backend.pre_tokenizer.pre_tokenize_str(part):
+                    if word not in self._words:
+                        made = mine.encode(self._spelling.bytes_of(word), pairs)
+                        self._words[word] = [ids[token] for token in made if token in ids]
+                    found += self._words[word]
+            return [*found, *self._suffix] if add_special_tokens else found
+
+    return Tokenizer
 
 
 def _encode(data, merges, longest=False):
@@ -119,5 +166,6 @@ RUNG = Rung(
     differences=
         "The package reads tokenizers of checkpoints with the library `tokenizers`, splits text into words with the "
     "model's own pattern, and holds back half letters while it streams (text/detokenizer.py).",
+    live=Live("serve", {"transect.text.tokenizer:Tokenizer": _live}),
     shipped="text/tokenizer.py",
 )  # fmt: skip

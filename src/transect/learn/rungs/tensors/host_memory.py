@@ -18,9 +18,9 @@ when it has arrived and chunk i - 1 is computed:
     copied[i]   = max(copied[i-1], computed[i-B]) + copy[i]
     computed[i] = max(computed[i-1], copied[i]) + compute[i]
 
-With one buffer nothing overlaps. With two, the slower of the two decides almost alone. That is double buffering,
-and you will meet it again in every fast kernel (from global to shared memory), in the data loader, and where layers
-stream to a model that does not fit.
+The first B chunks wait for no buffer. With one buffer nothing overlaps. With two, the slower of the two decides
+almost alone. That is double buffering, and you will meet it again in every fast kernel (from global to shared
+memory), in the data loader, and where layers stream to a model that does not fit.
 """
 
 from ...record import Case, Rung, Slip, Speed

@@ -19,7 +19,7 @@ here you cut them in pieces.
 """
 
 from ....costs.work import Cost
-from ...record import Case, Rung, Slip, Speed
+from ...record import Case, Live, Rung, Slip, Speed
 from ..inputs import normal
 
 SOLUTION = '''import math
@@ -64,6 +64,25 @@ def _answer(w, gradients, first, lr, b1, b2, eps, decay, form="adamw"):
 
 def _make(rng, size, steps, first=1, eps=1e-8, decay=0.1, scale=1.0):
     return [normal(rng, size), [scale * normal(rng, size) for _ in range(steps)], first, 0.01, 0.9, 0.999, eps, decay]
+
+
+def _live(mine, shipped):
+    """Update float32 weights by the student's step; the shipped update takes the rest."""
+    import torch
+
+    @torch.no_grad()
+    def adamw_update(optimizer, name, weight, gradient, m, v, factor, scale=None, decay=None):
+        if weight.dtype != torch.float32:
+            shipped(optimizer, name, weight, gradient, m, v, factor, scale, decay)
+            return
+        config, decay = optimizer.config, optimizer.decay(name) if decay is None else decay
+        numbers = config.learning_rate * factor, config.beta1, config.beta2, config.eps, decay
+        new = mine.step(weight, optimizer.widened(gradient, scale), m, v, optimizer.steps, *numbers)
+        for old, made in zip((weight, m, v), new, strict=True):
+            if made is not old:
+                old.copy_(made)
+
+    return adamw_update
 
 
 def _cost(w, gradients, *rest):
@@ -115,5 +134,6 @@ RUNG = Rung(
         "On a GPU the shipped step is one kernel over all parameters (ops/optim/adamw.py), 28 bytes a weight; in "
         "bfloat16 "
     "it rounds by chance, so that small updates are not lost.",
+    live=Live("train", {"transect.train.optim.adamw:adamw_update": _live}),
     shipped="train/optim/adamw.py",
 )  # fmt: skip

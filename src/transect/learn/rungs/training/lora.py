@@ -19,7 +19,7 @@ weights, and serve a hundred adapters over one model.
 """
 
 from ....costs.work import Cost
-from ...record import Case, Rung, Slip, Speed
+from ...record import Case, Live, Rung, Slip, Speed
 from ..inputs import normal
 
 SOLUTION = '''import torch
@@ -42,6 +42,25 @@ def merged(w, a, b, s):
     """The plain matrix [O, I] that computes the same."""
     return torch.addmm(w, b, a, alpha=s)
 '''
+
+
+def _live(mine, shipped):
+    """Compute the product of a frozen matrix in float32 with its adapter, and its gradients by the student's code."""
+    import torch
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w, a, b, s):
+            ctx.save_for_backward(x, w, a, b)
+            ctx.s = s
+            return mine.forward(x, w, a, b, s)
+
+        @staticmethod
+        def backward(ctx, g):
+            dx, da, db = mine.backward(g, *ctx.saved_tensors, ctx.s)
+            return dx, None, da, db, None
+
+    return lambda native, x, weight, a, b, scale: Product.apply(x, weight, a, b, scale)
 
 
 def _forward(x, w, a, b, s):
@@ -110,5 +129,6 @@ RUNG = Rung(
     differences=
         "models/weights/adapted.py does it beside a weight of any kind (packed in 4 bits: QLoRA), with dropout "
         "and DoRA.",
+    live=Live("train", {"transect.models.weights.adapted_product:adapted_product": _live}, (), {"task": "lora"}),
     shipped="models/weights/adapted.py",
 )  # fmt: skip

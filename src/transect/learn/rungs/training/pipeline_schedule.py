@@ -16,7 +16,7 @@ stage s + 1 (the last stage's B waits for its own F). It looks at the time until
 activations that a stage holds.
 """
 
-from ...record import Case, Rung, Speed
+from ...record import Case, Live, Rung, Speed
 
 SOLUTION = '''def schedule(stage, stages, batches):
     """The order of work of one stage: a list of ["F", m] and ["B", m] for micro-batches m = 0 .. batches - 1."""
@@ -52,6 +52,12 @@ def play(orders, stages):
         if not moved:
             return None
     return max(free), most
+
+
+def _live(mine, shipped):
+    from ....spec.layouts.schedule import Action
+
+    return lambda rank, stages, batches: [Action(*each) for each in mine.schedule(rank, stages, batches)]
 
 
 def _judge(arguments, orders):
@@ -111,5 +117,7 @@ RUNG = Rung(
     differences=
         "spec/layouts/schedule.py has 1F1B, interleaved stages and zero-bubble, which cuts the backward in two; the "
     "trainer and the cost model read the same schedule.",
+    live=Live("train", {"transect.spec.layouts.schedule:_one_forward_one_backward": _live}, (),
+              {"accumulate": 4, "parallel": {"pipeline": 2}}),
     shipped="spec/layouts/schedule.py",
 )  # fmt: skip

@@ -142,5 +142,7 @@ RUNG = Rung(
     differences=
         "parallel/sharded.py shards weights too (stage 3), gathers a layer while the one before is computed, and drops "
     "it after use; a checkpoint is written shard by shard.",
-    shipped="parallel/sharded.py",
+    apart="the trainer shards by whole parameters and updates with its own optimizers, so no function of it has "
+    "your generator's place (try parallel.zero = 1 in a run)",
+    shipped="parallel/replicas.py",
 )  # fmt: skip

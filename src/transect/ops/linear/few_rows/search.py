@@ -73,7 +73,7 @@ class Final:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ProductTimes:
     """Result for one product and number of rows; seconds are those under load, if several contenders were timed
     under load."""
 
@@ -216,7 +216,7 @@ def search(
     race: Callable[[Sequence[Calls]], list[float]] | None,
     device: torch.device,
     units: int = 132,
-) -> Iterator[Measured]:
+) -> Iterator[ProductTimes]:
     """Find the fastest choice for each number of rows.
 
     Args:
@@ -256,7 +256,7 @@ def search(
             finals = [Final(choice, times[choice], seconds) for choice, seconds in timed.items()]
         best = min(timed, key=lambda choice: timed[choice])
         best = best if timed[before] >= WORTH * timed[best] else before
-        yield Measured(product, m, before, timed[before], best, timed[best], len(times), finals)
+        yield ProductTimes(product, m, before, timed[before], best, timed[best], len(times), finals)
 
 
 def finalists(before: Choice, times: Mapping[Choice, float]) -> list[Choice]:
@@ -275,7 +275,7 @@ def _calls(multiply: Multiply, choice: Choice, x: Tensor, weights: Iterable[Tens
     return [partial(multiply, choice, x, weight, gated) for weight in weights]
 
 
-def entries(found: Iterable[Measured]) -> dict[str, dict[str, Any]]:
+def entries(found: Iterable[ProductTimes]) -> dict[str, dict[str, Any]]:
     """Build the lines of a file of choices. A gate with a launch of its own follows the product that was measured with
     it."""
     lines: dict[str, dict[str, Any]] = {}
