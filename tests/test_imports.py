@@ -63,6 +63,12 @@ def test_one_name_is_one_thing() -> None:
     assert not shared, "name these classes apart"
 
 
+def test_a_file_fits_in_one_sitting() -> None:
+    """Files of kernels may be longer."""
+    lines = {path: len(path.read_text().splitlines()) for path in SOURCES.rglob("*.py") if "ops" not in path.parts}
+    assert not {str(path): count for path, count in lines.items() if count > 500}
+
+
 KERNELS = re.compile(
     r"ops\..*(hopper|gluon|triton|few_rows|many_rows|packed\.|grouped_blocks|grouped_scaled8|peer_memory|all_reduce"
     r"|packed.backward|flash_attention|paged\.(decode|prefill|tile|dispatch)|chain|matmul_ladder|stream_products)"

@@ -132,7 +132,8 @@ def main() -> None:
     room: dict[str, Any] = {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots + 8}
     room |= {"max_lora_rank": options.rank, "lora_target_modules": tuple(options.targets)}
     with_adapters = engine(options, **room)
-    config = with_adapters._core.executor.model.config
+    executor: Any = with_adapters._core.executor
+    config = executor.model.config
     targets = target_names(options.targets)
     ids = [f"{number:064x}" for number in range(1, slots + 9)]
     for number, name in enumerate(ids):

@@ -2,11 +2,14 @@
 
     python benchmarks/engine/speculation.py grid [--model MODEL] [--dummy] [--batches 1 4 16] [--rounds 7] [--out FILE]
     python benchmarks/engine/speculation.py tasks
+    python benchmarks/engine/speculation.py pair --draft DIRECTORY
 
 ``grid`` plants the acceptance: the answers are given, and the drafter knows them but for a given share of positions; in
 the row "shift" it is right in the first half of each answer and wrong in the second. The chosen number of drafts
 stands beside fixed numbers. ``tasks`` runs the shipped drafters on texts that repeat more or less; "asked before"
-has seen the same answer in the round before. Contenders take turns within each round; ratios are of one round.
+has seen the same answer in the round before. ``pair`` lets a small model draft (``transect export --first-layers`` and
+a distillation make one): its acceptance at several temperatures, with the noise of the large model as shipped, and what
+rejection sampling would accept on the same texts. Contenders take turns within each round; ratios are of one round.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +31,14 @@ import torch
 import _paths  # noqa: F401
 from benchmarks import record
 from transect import LLM, SamplingParams
+from transect.checkpoints.load import load_model
+from transect.checkpoints.resolve import resolve
 from transect.engine.executors.drafted import Drafted
 from transect.engine.scheduling.batch import ScheduledBatch, StepResult
 from transect.engine.scheduling.drafters.drafter import Guess
 from transect.engine.scheduling.drafters.registry import SpeculativeConfig
-from transect.engine.scheduling.policies.speculation import Speculation
+from transect.engine.scheduling.policies.model_speculation import speculation_of
+from transect.models.context import VarlenContext
 
 FIXED = (2, 4, 8)
 CHANCES = ("0", "0.3", "0.6", "0.9", "1", "shift")
@@ -125,7 +132,7 @@ class Contender:
         self.scheduler = llm._core.scheduler
         self.speculation = None
         if settings is not None:
-            self.speculation = Speculation(SpeculativeConfig.of(settings), self.scheduler.times)
+            self.speculation = speculation_of(SpeculativeConfig.of(settings), self.scheduler.times)
 
     def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[float, list[list[int]]]:
         """Measure the seconds from the first decode on, and return the answers."""
@@ -167,8 +174,8 @@ def race(contenders: dict[str, Contender], prompts, params, rounds: int) -> dict
     return found
 
 
-def grid(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure every batch size and planted acceptance."""
+def grid(llm: LLM, options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Measure every batch size and planted acceptance, and keep the cells so far after each."""
     core = llm._core
     found: dict[str, Any] = {}
     for rows in options.batches:
@@ -194,10 +201,11 @@ def grid(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
             best = max(cell[name]["over_off"]["median"] for name in contenders if name != "chosen")
             cell["best"] = best
             print(rows, chance, {name: round(cell[name]["over_off"]["median"], 3) for name in contenders}, flush=True)
+            keep(found)
     return found
 
 
-def tasks(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
+def tasks(llm: LLM, options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Measure the shipped drafters on real texts, one request at a time."""
     found: dict[str, Any] = {}
     tokenizer = llm.get_tokenizer()
@@ -210,7 +218,73 @@ def tasks(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
         found[name] = race(contenders, ids, params, options.rounds)
         medians = {each: round(found[name][each]["over_off"]["median"], 2) for each in contenders}
         print(name, medians, [found[name][each]["equal"] for each in contenders], flush=True)
+        keep(found)
     return found
+
+
+def pair(llm: LLM, options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """A model that drafts: acceptance of its first drafts by temperature, and speed over off."""
+    found: dict[str, Any] = {}
+    tokenizer = llm.get_tokenizer()
+    speculation = llm._core.scheduler.speculation
+    prompts = [tokenizer.encode(text) for text in TASKS.values()]
+    for temperature in options.temperatures:
+        params = [
+            SamplingParams(max_tokens=options.tokens, temperature=temperature, seed=i, ignore_eos=True)
+            for i in range(len(prompts))
+        ]
+        contenders = {"off": Contender(llm, None)}
+        for name, settings in (("chosen", {}), ("fixed 3", {"adaptive": False, "num_speculative_tokens": 3})):
+            contenders[name] = Contender(llm, {"method": "draft_model", "model": options.draft, **settings})
+            contenders[name].speculation.model = speculation.model
+        cell = race(contenders, prompts, params, options.rounds)
+        fixed = contenders["fixed 3"].speculation
+        rows = fixed.drafted / 3
+        cell["accepted"] = [count / rows for count in fixed.accepted_at]
+        cell |= coupling(options.model, options.draft, prompts, max(temperature, 1e-3))
+        found[f"{temperature:g}"] = cell
+        print(temperature, cell["accepted"], cell["same_noise"], cell["rejection"], flush=True)
+        keep(found)
+    return found
+
+
+@torch.inference_mode()
+def coupling(model: str, draft: str, texts: list[list[int]], temperature: float, draws: int = 64) -> dict[str, float]:
+    """Mean acceptance of a draft over the positions of texts: drawn with the same noise, and by rejection sampling."""
+    logits = []
+    for name in (model, draft):
+        source = resolve(name)
+        decoder = load_model(source, dtype="float32", native=False)
+        rows = []
+        for tokens in texts:
+            ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
+            hidden = decoder(torch.tensor(tokens), torch.arange(len(tokens)), VarlenContext(ends, decoder.ops))
+            rows.append(decoder.logits(hidden))
+        logits.append(torch.log_softmax(torch.cat(rows) / temperature, -1))
+    p, q = logits
+    rejection = torch.minimum(p.exp(), q.exp()).sum(-1).mean()
+    same, generator = 0.0, torch.Generator().manual_seed(1)
+    for _ in range(draws):
+        noise = -torch.empty_like(p[:1]).exponential_(generator=generator).log()
+        same += float(((p + noise).argmax(-1) == (q + noise).argmax(-1)).float().mean())
+    return {"same_noise": same / draws, "rejection": float(rejection)}
+
+
+def pair_table(result: dict[str, Any]) -> str:
+    """Acceptance and speed of a model that drafts, by temperature."""
+    lines = [
+        "| temperature | first drafts accepted | of the second, third | same noise, on texts | rejection, on texts "
+        "| chosen over off | fixed 3 over off | same tokens |",
+        "|---" * 8 + "|",
+    ]
+    for name, cell in result["cells"].items():
+        first, *later = cell["accepted"]
+        more = ", ".join(f"{share:.0%}" for share in later)
+        speeds = [f"{cell[each]['over_off']['median']:.2f}" for each in ("chosen", "fixed 3")]
+        equal = "yes" if cell["chosen"]["equal"] and cell["fixed 3"]["equal"] else "NO"
+        shares = f"{first:.0%} | {more} | {cell['same_noise']:.0%} | {cell['rejection']:.0%}"
+        lines.append(f"| {name} | {shares} | {speeds[0]} | {speeds[1]} | {equal} |")
+    return "\n".join(lines) + "\n\n" + _made(result)
 
 
 def grid_table(result: dict[str, Any]) -> str:
@@ -248,11 +322,13 @@ def _made(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("grid", "tasks"))
+    parser.add_argument("what", choices=("grid", "tasks", "pair"))
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dummy", action="store_true", help="random weights")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--chances", nargs="+", default=CHANCES)
+    parser.add_argument("--draft", help="the model that drafts, of pair")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=(0.0, 0.5, 1.0, 1.5))
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
@@ -263,25 +339,31 @@ def main() -> None:
     rows = max(options.batches) if options.what == "grid" else 1
     settings: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": max(4 * rows, 16), "seed": 1}
     settings |= {"load_format": "dummy"} if options.dummy else {}
+    drafter = {"method": "ngram"} if options.what != "pair" else {"method": "draft_model", "model": options.draft}
     llm = LLM(
         options.model,
-        speculative_config={"method": "ngram"},
+        speculative_config=drafter,
         enable_prefix_caching=False,
         deterministic=options.deterministic,
         **settings,
     )
-    cells = (grid if options.what == "grid" else tasks)(llm, options)
     device = "cuda" if torch.cuda.is_available() and llm.config.device != "cpu" else "cpu"
     out = options.out or record.RESULTS / ("h200" if device == "cuda" else "cpu") / f"speculation_{options.what}.json"
-    found = {"model": options.model, "tokens": options.tokens, "cells": cells, "environment": record.environment()}
+    found: dict[str, Any] = {"model": options.model, "tokens": options.tokens, "cells": {}}
+    found["environment"] = record.environment()
     found["command"] = " ".join(["python", "benchmarks/engine/speculation.py", *sys.argv[1:]])
     if device == "cuda":
         found["device"] = torch.cuda.get_device_name()
+    others: dict[str, Any] = {}
     if options.add and out.exists():
         before = json.loads(out.read_text())
-        found["cells"] = before["cells"] | cells
-        found["command"] = f"{before['command']} && {found['command']}"
-    record.write(out, found)
+        others, found["command"] = before["cells"], f"{before['command']} && {found['command']}"
+
+    def keep(cells: dict[str, Any]) -> None:
+        """Write what is measured so far: a run may be cut off."""
+        record.write(out, found | {"cells": others | cells})
+
+    {"grid": grid, "tasks": tasks, "pair": pair}[options.what](llm, options, keep)
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def test_shell_completion(run, monkeypatch):
 def test_models(run, monkeypatch, tmp_path):
     monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path))
     monkeypatch.setattr(
-        models_command, "_hub_models", lambda: [models_command.Entry("org/name", "hub", "x", 5_000_000)]
+        models_command, "_hub_models", lambda: [models_command.ModelEntry("org/name", "hub", "x", 5_000_000)]
     )
     code, out, _ = run("models", "--json")
     entries = {entry["name"]: entry for entry in json.loads(out)}

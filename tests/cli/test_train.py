@@ -146,7 +146,7 @@ def test_a_second_ctrl_c_and_a_closed_terminal_save_too(tmp_path, capsys, number
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give a TOML file"),
+        ((), "give the TOML file of a run"),
         (("nothing.toml",), "cannot read nothing.toml"),
         (("whole.toml",), "holds a run already"),
         (("--resume", "--run", "runs/none"), "no checkpoint to resume from"),

@@ -8,6 +8,7 @@ from transect import LLM, SamplingParams, StructuredOutputsParams
 from transect.checkpoints.resolve import resolve
 from transect.engine.drafting import check_pair
 from transect.engine.scheduling.policies.model_speculation import ModelSpeculation
+from transect.train.export.write import export_model, opened
 
 SETTINGS = {"dtype": "float32", "threads": 1, "num_kv_blocks": 60, "max_num_seqs": 24, "seed": 3}
 FORM = StructuredOutputsParams(regex="([a-b]{3}-[0-9]{2};){6}")
@@ -150,3 +151,38 @@ def test_a_step_that_raises_leaves_the_small_model_in_step(pair):
         llm.generate("abc", params)
     assert llm.generate("abc", params)[0].outputs[0].token_ids == plain
     assert llm.stats().drafted_tokens > 0
+
+
+@pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_ranks_plan_the_same_drafts_and_answer_the_same(pair, layout):
+    """The ranks compare their plans in every step (``check_plans``)."""
+    large, _, other = pair
+    specs = [{"method": "suffix", "prompt_lookup_min": 1, "num_speculative_tokens": 3, "adaptive": False}]
+    if layout == "tensor_parallel_size":
+        specs += [drafting(other, adaptive=False), drafting(other)]
+    params = SamplingParams(max_tokens=24, seed=1, ignore_eos=True, temperature=0.5, n=2)
+    found = []
+    for spec in (None, *specs):
+        llm = LLM(large, speculative_config=spec, check_plans=True, **{layout: 2}, **SETTINGS)
+        found.append([c.token_ids for o in llm.generate(["abcabcab", "x1 x1 x1", "aaaa"], params) for c in o.outputs])
+        assert (llm.stats().drafted_tokens > 0) == (spec is not None)
+        llm.close()
+    assert all(each == found[0] for each in found)
+
+
+def test_layouts_that_cannot_draft_are_refused_by_name(pair):
+    large, equal, _ = pair
+    with pytest.raises(ValueError, match="hold up all stages"):
+        LLM(large, speculative_config=drafting(equal), pipeline_parallel_size=2, **SETTINGS)
+
+
+def test_the_first_layers_of_a_model_are_a_model_that_drafts(pair, tmp_path):
+    """The third layer of the large model adds nothing, so its first two are always right."""
+    large, _, _ = pair
+    export_model(opened(large), tmp_path / "first", first_layers=2)
+    llm = LLM(large, speculative_config=drafting(str(tmp_path / "first"), adaptive=False), **SETTINGS)
+    llm.generate("abc", SamplingParams(max_tokens=21, temperature=1.0, seed=1, ignore_eos=True))
+    stats = llm.stats()
+    assert stats.drafted_tokens == sum(stats.accepted_at.values()) > 0
+    with pytest.raises(ValueError, match="from 1 to 2"):
+        export_model(opened(large), tmp_path / "all", first_layers=3)

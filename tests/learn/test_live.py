@@ -98,6 +98,9 @@ def test_the_students_scheduler_serves_the_same_tokens(model: str, tmp_path: Pat
         assert (mine._core.stats().preemptions > 0) == (blocks == 9)
         with pytest.raises(ValueError, match="n = 1"):
             mine.generate(PROMPTS[:1], SamplingParams(n=2, max_tokens=2, temperature=1.0))
+        with pytest.raises(ValueError, match="plans no rows with drafts"):
+            drafts = {"method": "ngram"}
+            LLM(model, scheduler_cls=f"{here.folder}/piece.py:Piece", speculative_config=drafts, **settings)
         assert here.calls()["Scheduler.schedule"] > 20
 
 

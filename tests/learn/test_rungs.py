@@ -18,7 +18,7 @@ from transect.learn.texts import OPEN, PACKAGE, with_hole
 
 MISTAKES = json.loads((Path(__file__).parents[1] / "data" / "learn_mistakes.json").read_text())
 EACH = [(rung, each["name"]) for rung, found in MISTAKES.items() for each in found]
-LONG = ("digits", "flash_attention", "matmul_naive", "matmul_tiled", "router")
+LONG = ("autoscaler", "digits", "flash_attention", "matmul_naive", "matmul_tiled", "router")
 """Rungs that take seconds: their mistakes run with ``--prove``."""
 QUICK = [(rung, each) for rung, each in EACH if rung not in LONG and each in (MISTAKES[rung][1]["name"], "slow")]
 

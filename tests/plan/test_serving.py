@@ -10,6 +10,7 @@ from transect.bench.traces.json_lines import write_lines
 from transect.bench.traces.mix import Mix
 from transect.costs.presets import preset
 from transect.costs.steps import StepLoad
+from transect.engine.scheduling.drafters.registry import SpeculativeConfig
 from transect.plan.capacity import MixLoad, Shape, estimate, steady_step
 from transect.plan.choices import choices
 from transect.plan.page import page_of
@@ -124,3 +125,29 @@ def test_the_command(tmp_path):
 def test_mistakes_are_explained(options, words):
     done = run_here("plan", "serving", "llama-3.1-8b", *options)
     assert done.returncode == 2 and words in done.stderr
+
+
+def test_drafts_make_answers_sooner():
+    """At a low rate, where drafts pay; the acceptance is given."""
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    means = []
+    for drafting in (None, (speculation, 0.0), (speculation, 0.8)):
+        demand = Demand(load=LOAD, rate=2.0, speculation=drafting)
+        plan = plan_serving(ways(), demand, TARGET, simulated=1)
+        means.append(plan.answers[0].level.summary["e2e"]["mean"])
+    assert means[2] < 0.7 * means[0] and means[1] < 1.05 * means[0]
+
+
+def test_a_plan_with_drafts_from_the_command_line():
+    drafts = ("--speculative-config", '{"method": "ngram"}')
+    given = ("plan", "serving", "llama-3.2-1b", "--gpu", "l4", "--rate", "1", "--requests", "50", "--simulate", "1")
+    done = run_here(*given, *drafts, "--acceptance", "0.7")
+    assert done.returncode == 0, done.stderr
+    for wrong, why in (
+        (drafts, "belong together"),
+        (("--acceptance", "0.5"), "belong together"),
+        ((*drafts, "--acceptance", "1.5"), "from 0 to 1"),
+        (("--speculative-config", '{"method": "draft_model", "model": "x"}', "--acceptance", "0.5"), "knows no step"),
+    ):
+        done = run_here(*given, *wrong)
+        assert done.returncode and why in done.stderr

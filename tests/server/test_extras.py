@@ -92,7 +92,7 @@ async def test_the_end_of_a_long_prompt(client):
     assert (await client.post("/v1/chat/completions", json=chat)).json()["usage"]["prompt_tokens"] == 10
     tokens = (await client.post("/tokenize", json={"prompt": "abc", "truncate_prompt_tokens": 2})).json()
     assert tokens["tokens"] == list(b"bc")
-    for wrong, words, most in ((0, "at least 1, or -1", 4), (-2, "at least 1, or -1", 4), (-1, "leave nothing", 200)):
+    for wrong, words, most in ((0, "at least 1, or -1", 4), (-2, "at least 1, or -1", 4), (-1, "leave no room", 200)):
         body = {**PROMPT, "truncate_prompt_tokens": wrong, "max_tokens": most}
         assert (await refused(client, "/v1/completions", body, words))["param"] == "truncate_prompt_tokens"
 

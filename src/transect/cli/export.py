@@ -26,23 +26,28 @@ def command(
     dtype: Annotated[
         str, typer.Option(help="Of a merged model: auto (as its base), float32, bfloat16, float16.")
     ] = "auto",
+    first_layers: Annotated[
+        int | None, typer.Option(min=1, help="Leave out all later layers: a small model to draft with, or to distill.")
+    ] = None,
 ) -> None:
     """Write an adapter in PEFT's layout, a plain model in Hugging Face layout (--merge), or a GGUF file (--gguf)."""
     from ..train.export.write import export_adapter, export_gguf, export_model, opened
 
     if type_ is not None and not gguf:
         raise ValueError("--type is the type of a GGUF file: give --gguf, or --dtype for a directory")
+    if first_layers is not None and (gguf or adapter is not None):
+        raise ValueError("--first-layers is of a plain model in Hugging Face layout: leave out --gguf and --adapter")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} is there already: name another output, or remove it")
     found = opened(source, adapter)
     if gguf:
         export_gguf(found, output, type_ or "f16")
         kind = f"GGUF file, {type_ or 'f16'}"
-    elif found.adapter is not None and not merge:
+    elif found.adapter is not None and not merge and first_layers is None:
         export_adapter(found, output)
         kind = "adapter in PEFT's layout"
     else:
-        export_model(found, output, dtype)
+        export_model(found, output, dtype, first_layers=first_layers)
         kind = "model in Hugging Face layout"
     for line in found.notes:
         print(f"transect: {line}", file=sys.stderr)

@@ -9,7 +9,7 @@ import typer
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ModelEntry:
     """A model's name, kind, description, and bytes on this disk (0 if absent)."""
 
     name: str
@@ -38,7 +38,7 @@ def command(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = Fal
     Console().print(table, highlight=False)
 
 
-def found() -> list[Entry]:
+def found() -> list[ModelEntry]:
     """List built-in models, shapes, and models in the hub's cache."""
     from ..checkpoints.pull import BUILTIN_MODELS
     from ..spec.shapes import PRESETS
@@ -46,14 +46,14 @@ def found() -> list[Entry]:
     entries = []
     for name, model in BUILTIN_MODELS.items():
         there = model.path.is_file()
-        entries.append(Entry(name, "built-in", model.about, model.path.stat().st_size if there else 0))
+        entries.append(ModelEntry(name, "built-in", model.about, model.path.stat().st_size if there else 0))
     for name, config in PRESETS.items():
         about = f"{config.architecture}, {config.n_layers} layers of {config.dim}; random weights"
-        entries.append(Entry(name, "shape", about, 0))
+        entries.append(ModelEntry(name, "shape", about, 0))
     return [*entries, *_hub_models()]
 
 
-def _hub_models() -> list[Entry]:
+def _hub_models() -> list[ModelEntry]:
     """List models in huggingface_hub's cache; none if there is no cache."""
     import huggingface_hub
     from huggingface_hub.errors import CacheNotFound
@@ -64,6 +64,6 @@ def _hub_models() -> list[Entry]:
         return []
     repos = [repo for repo in cache.repos if repo.repo_type == "model"]
     return [
-        Entry(repo.repo_id, "hub", f"fetched from the hub, revisions: {len(repo.revisions)}", repo.size_on_disk)
+        ModelEntry(repo.repo_id, "hub", f"fetched from the hub, revisions: {len(repo.revisions)}", repo.size_on_disk)
         for repo in sorted(repos, key=lambda repo: repo.repo_id)
     ]

@@ -63,6 +63,12 @@ def command(
     price: Annotated[
         list[str] | None, typer.Option(help="Dollars per hour of a card: 3.5, or h200=3.5 of several.")
     ] = None,
+    speculative_config: Annotated[
+        str | None, typer.Option(help="Speculative decoding, as of serve: JSON. Needs --acceptance.")
+    ] = None,
+    acceptance: Annotated[
+        float | None, typer.Option(help="Chance that a draft is right if those before it are, 0 to 1.")
+    ] = None,
     simulate: Annotated[int, typer.Option(min=1, help="Number of candidates to simulate, cheapest first.")] = 3,
     profile: Annotated[
         Path | None, typer.Option(help="A server as `transect plan calibrate` measured it, in place of cards.")
@@ -74,12 +80,14 @@ def command(
     """Find the GPUs, layout and formats for a load and a latency target, with costs and limits.
 
     Runs the shipping scheduler on a virtual clock; nothing is loaded and no device is needed."""
-    from json import dumps
+    from dataclasses import replace
+    from json import dumps, loads
 
     from ..bench.lengths import Lengths
     from ..bench.traces.mix import Mix
     from ..checkpoints.resolve import described
     from ..costs.presets import preset
+    from ..engine.scheduling.drafters.registry import SpeculativeConfig
     from ..plan.choices import choices
     from ..plan.page import page_of
     from ..plan.profile import MeasuredChoice, Profile
@@ -100,6 +108,10 @@ def command(
         clients=clients, turns=turns, think=think, system=system_tokens, longest=min(context or CONTEXT, most),
     )  # fmt: skip
     demand, asked = _demand(mix, users, think, rate, trace, speed, trace_start, requests, seed)
+    if (speculative_config is None) != (acceptance is None):
+        raise ValueError("--speculative-config and --acceptance belong together: give both, or neither")
+    if speculative_config is not None and acceptance is not None:
+        demand = replace(demand, speculation=(SpeculativeConfig.of(loads(speculative_config)), acceptance))
     needed = max(each.prompt_tokens + each.output_tokens for each in asked)
     context = context or min(most, max(CONTEXT, needed))
     if needed > context:

@@ -82,6 +82,7 @@ def draft_config(config: EngineConfig, source: ModelSource, size: KVSize) -> Eng
         revision=None,
         adapter=None,
         enable_lora=False,
+        lora_target_modules=(),
         quantization=speculation.quantization,
         speculative_config=None,
         max_model_len=min(size.max_model_len, source.config.max_position),

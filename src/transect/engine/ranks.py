@@ -119,6 +119,16 @@ def start_engine(
     """
     if config.ranks == 1:
         return build_engine(config, compilers, began)
+    if config.speculation is not None and config.shares_data:
+        raise ValueError(
+            "groups of ranks in one engine take their steps together, and drafts would make those of one group longer: "
+            "leave out speculative_config, or data_parallel_size"
+        )
+    if config.speculation is not None and config.speculation.adaptive and not leads and under_torchrun():
+        raise ValueError(
+            "the number of drafts follows from step times, which one rank measures, and under torchrun all ranks "
+            "decide: leave out speculative_config, or use `transect serve`"
+        )
     own = ranks is None
     kind: Literal["cpu", "cuda"] = "cuda" if device_for(config)[0].type == "cuda" else "cpu"
     config = replace(config, device=kind)

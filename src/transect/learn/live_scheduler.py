@@ -27,6 +27,8 @@ def live_scheduler(make: Callable[[int, int, int, int], Any]) -> type[Scheduler]
                 raise ValueError(
                     "your scheduler has no prefix cache and no pipeline: give --no-prefix-caching, and no -pp"
                 )
+            if config.speculation is not None:
+                raise ValueError("your scheduler plans no rows with drafts: leave out --speculative-config")
             self._begin()
 
         def _begin(self) -> None:

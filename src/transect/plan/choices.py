@@ -141,7 +141,7 @@ class TimedSteps:
 
     def load(self, batch: ScheduledBatch) -> StepLoad:
         """Count the work of a batch, padding included."""
-        found = StepLoad.of([(row.start, row.num_tokens) for row in batch.rows])
+        found = StepLoad.of(batch.spans())
         if self.padding is None:
             return found
         longest = max(row.start + row.num_tokens for row in batch.rows)

@@ -13,6 +13,7 @@ from itertools import repeat
 from ..bench.load import Record
 from ..bench.traces.asked import Asked
 from ..costs.steps import StepLoad
+from ..engine.scheduling.drafters.registry import SpeculativeConfig
 from ..engine.scheduling.leap import DecodeSeconds
 from ..engine.scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
 from ..engine.scheduling.policies.scaling import Scaler, Seen
@@ -38,6 +39,7 @@ class EngineModel:
         lag: steps that are planned ahead of the tokens.
         host: of the host before each step.
         intake: from a request's arrival until the engine has it. outlet: from a token until the client has it.
+        acceptance: chance that a draft is right if those before it are, where the scheduler drafts.
     """
 
     scheduler: SchedulerConfig
@@ -48,19 +50,35 @@ class EngineModel:
     host: float = 0.0
     intake: float = 0.0
     outlet: float = 0.0
+    acceptance: float | None = None
+
+    def drafting(self, speculation: SpeculativeConfig, acceptance: float) -> EngineModel:
+        """Return this engine with speculative decoding.
+
+        Raises:
+            ValueError: a model drafts, whose times are not known, or ``acceptance`` is no share.
+        """
+        if speculation.drafts_by_model:
+            raise ValueError(
+                "the planner knows no step times of a model that drafts: take the speculative method ngram or suffix"
+            )
+        if not 0.0 <= acceptance <= 1.0:
+            raise ValueError(f"acceptance must be from 0 to 1, got {acceptance}")
+        return replace(self, scheduler=replace(self.scheduler, speculation=speculation), acceptance=acceptance)
 
     def start(self, now: float, prefixes: bool) -> SimulatedEngine:
         """Make an engine that begins at ``now``."""
         limits = self.scheduler if prefixes else replace(self.scheduler, enable_prefix_caching=False)
         engine = SimulatedEngine(
-            limits, self.seconds, lag=self.lag, host=self.host, decodes=self.by_load, latency=self.latency, now=now
+            limits, self.seconds, lag=self.lag, host=self.host, decodes=self.by_load, latency=self.latency, now=now,
+            acceptance=self.acceptance,
         )  # fmt: skip
         self.teach(engine)
         return engine
 
     def teach(self, engine: SimulatedEngine) -> None:
         """Let an engine whose steps are sized by time know step times, as one that has served before."""
-        if self.scheduler.itl_target is None:
+        if self.scheduler.itl_target is None and self.scheduler.speculation is None:
             return
         most, rows = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
         for _ in range(LESSONS):

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..engine.scheduling.drafters.registry import SpeculativeConfig
 from .capacity import WARM, RatePoint, RequestLoad, Shape, TraceLoad, estimate, highest_rate, simulate, steady_step
 from .choices import CardChoice
+from .fleet import EngineModel
 from .profile import MeasuredChoice
 from .target import LatencyTarget
 
@@ -40,6 +42,8 @@ class Demand:
         load: requests at any rate.
         fleet: simulate all engines and the router on a trace, not one engine on its share.
         hits: share of prompt tokens that prefix caches are expected to hold, for the arithmetic.
+        speculation: speculative decoding, and the chance that a draft is right if those before it are. The arithmetic
+            that ranks choices does not count it; simulations do.
     """
 
     load: RequestLoad
@@ -48,6 +52,11 @@ class Demand:
     think: float = 0.0
     fleet: bool = False
     hits: float = 0.0
+    speculation: tuple[SpeculativeConfig, float] | None = None
+
+    def engine(self, choice: Way) -> EngineModel:
+        """Return the engine of a choice, as the load finds it."""
+        return choice.engine if self.speculation is None else choice.engine.drafting(*self.speculation)
 
     def rate_for(self, e2e: float) -> float:
         """Return the requests per second of the whole service, if an answer takes ``e2e`` seconds."""
@@ -202,20 +211,21 @@ def _answer(estimated: Estimated, shape: Shape, demand: Demand, target: LatencyT
     choice = estimated.choice
     if demand.fleet and isinstance(demand.load, TraceLoad):
         return _fleet_answer(estimated, shape, demand, target, demand.load)
+    engine = demand.engine(choice)
     points: list[RatePoint] = []
-    most, worst = highest_rate(choice.engine, demand.load, target, 0.9 * estimated.rate, points.append)
+    most, worst = highest_rate(engine, demand.load, target, 0.9 * estimated.rate, points.append)
     if most is None:
         return None
     total = demand.rate_for(most.summary["e2e"]["mean"])
     engines = max(1, math.ceil(total / most.rate - 1e-9))
     while True:
-        level = simulate(choice.engine, demand.load, total / engines)
+        level = simulate(engine, demand.load, total / engines)
         points.append(level)
         if not target.missed(level.summary):
             break
         engines = math.ceil(MORE * engines)  # another rate has other requests side by side
     total = demand.rate_for(level.summary["e2e"]["mean"])
-    grown = simulate(choice.engine, demand.load, GROWTH * total / engines)
+    grown = simulate(engine, demand.load, GROWTH * total / engines)
     points.append(grown)
     return _with_reasons(estimated, shape, target, most, worst, engines, total, level, grown, points)
 
@@ -225,11 +235,12 @@ def _fleet_answer(
 ) -> SimulatedChoice | None:
     """Search for the fewest engines behind a router that keep the target on a trace at its own times."""
     choice, rate = estimated.choice, demand.rate
+    engine = demand.engine(choice)
     tried: dict[int, RatePoint] = {}
 
     def met(engines: int) -> bool:
         if engines not in tried:
-            tried[engines] = simulate(choice.engine, load, rate, engines)
+            tried[engines] = simulate(engine, load, rate, engines)
         return not target.missed(tried[engines].summary)
 
     engines = min(MOST_ENGINES, max(1, estimated.engines))
@@ -240,7 +251,7 @@ def _fleet_answer(
     while engines > 1 and met(engines - 1):
         engines -= 1
     level = tried[engines]
-    grown = simulate(choice.engine, load, GROWTH * rate, engines)
+    grown = simulate(engine, load, GROWTH * rate, engines)
     fewer = tried.get(engines - 1, grown)
     points = [replace(point, rate=rate / number) for number, point in tried.items()]
     return _with_reasons(estimated, shape, target, level, fewer, engines, rate, level, grown, points)

@@ -16,7 +16,7 @@ from .encoding import Encoder
 from .http.accounts import Accounts
 from .http.errors import ApiError, nearest
 from .http.owners import Owners
-from .http.turns import Turns
+from .http.turns import ArrivalGate
 from .operations.metrics import Metrics
 from .operations.tracing import Tracing, exporter_for
 from .options import ServerOptions
@@ -83,7 +83,7 @@ class Serving:
         self.options = options
         self.metrics = Metrics(options.model_names[0])
         self.encoder = Encoder()
-        self.turns = Turns()
+        self.turns = ArrivalGate()
         self.owners = Owners()
         self.accounts = Accounts(self.metrics.registry)
         self.adapters = Adapters(engine, options, self.metrics.registry)

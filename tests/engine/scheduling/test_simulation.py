@@ -20,7 +20,7 @@ def seconds(load):
 
 
 def of_batch(batch):
-    return seconds(StepLoad.of((row.start, row.num_tokens) for row in batch.rows))
+    return seconds(StepLoad.of(batch.spans()))
 
 
 def workload(seed, count, rate):
@@ -93,3 +93,25 @@ def test_leaps_are_taken():
         engine.run()
         assert len(engine.done) == 2 and all(len(line.moments) == 150 for line in engine.done)
         assert len(calls) < 30 < engine.device.steps
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_planned_acceptance_is_what_comes_out(lag):
+    """All requests get their tokens, sooner with drafts; the acceptance is the planned one."""
+    ends = {}
+    for acceptance in (None, 0.0, 0.8, 1.0):
+        drafts = None if acceptance is None else {"method": "ngram", "num_speculative_tokens": 4}
+        config = SchedulerConfig(num_blocks=512, max_num_seqs=32, max_model_len=1024, seed=0, speculation=drafts)
+        engine = SimulatedEngine(config, of_batch, lag=lag, acceptance=acceptance)
+        for number in range(2):
+            params = SamplingParams(max_tokens=600, ignore_eos=True)
+            engine.add(Request(str(number), (number + 1,) * 9, params), [repeat(5)])
+        engine.run()
+        assert [len(line.moments) for line in engine.done] == [600, 600]
+        ends[acceptance] = engine.clock.time
+        stats = engine.scheduler.stats()
+        if acceptance:
+            counts = list(stats.accepted_at.values())
+            assert counts[1] / counts[0] == pytest.approx(acceptance, abs=0.08)
+    assert ends[1.0] < ends[0.8] < 0.8 * ends[None]
+    assert ends[0.0] < 1.03 * ends[None]

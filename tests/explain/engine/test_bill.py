@@ -164,3 +164,13 @@ def test_a_torn_end_is_left_out(tmp_path):
     whole = run([request("abc", max_tokens=3)], file=file)
     file.write_bytes(file.read_bytes()[:-3])
     assert len(load(file).events) == len(whole.events) - 1
+
+
+def test_drafts_are_on_the_bill_and_no_rejected_one_counts_as_lost():
+    drafts = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3, "adaptive": False}
+    log = run([request("a", max_tokens=50)], max_num_seqs=8, speculation=drafts)
+    (found,) = bills(log).values()
+    assert found.drafted_tokens > found.accepted_tokens > 0
+    assert found.output_tokens == 50 and found.decode.tokens == 49 + found.drafted_tokens - found.accepted_tokens
+    assert not {"preempted", "recompute"} & set(found.decode.parts)
+    assert f"drafts: {found.drafted_tokens} tokens, {found.accepted_tokens} of them accepted" in found.lines()[-1]

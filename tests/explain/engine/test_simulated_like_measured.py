@@ -5,6 +5,8 @@ several choices and an abort.
 """
 
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 from decision_logs import log_for
@@ -15,7 +17,8 @@ from transect.engine.scheduling.decisions import Aborted, Added, Done, Planned
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
 from transect.engine.scheduling.simulation import SimulatedEngine
 from transect.explain.engine.log import build, load
-from transect.explain.engine.replay import ReplayScript
+from transect.explain.engine.replay import RecordedDrafts, ReplayScript
+from transect.explain.engine.simulate import acceptance_of
 
 SETTINGS = {"dtype": "float32", "native": False, "threads": 1, "num_kv_blocks": 20, "block_size": 8, "max_num_seqs": 6}
 FORM = {"regex": "[a-z]{3} is (one|two|three) of them"}
@@ -28,13 +31,13 @@ def tiny(tmp_path_factory):
     return str(directory)
 
 
-def recorded(tiny, path, **settings):
+def recorded(tiny, path, temperature=1.0, **settings):
     """A run of an engine in this process, to which requests come while it is at work; its log."""
     llm = LLM(tiny, decision_log=str(path), max_num_batched_tokens=32, mixed_step_limit="auto", **SETTINGS | settings)
     system = list(range(40, 64))
     work = []
     for number in range(14):
-        params = SamplingParams(max_tokens=10 + 3 * number, ignore_eos=True, seed=number, temperature=1.0)
+        params = SamplingParams(max_tokens=10 + 3 * number, ignore_eos=True, seed=number, temperature=temperature)
         if number % 4 == 1:
             params = SamplingParams(max_tokens=40, structured_outputs=FORM, seed=number, temperature=1.0)
         if number % 5 == 3:
@@ -54,6 +57,20 @@ def recorded(tiny, path, **settings):
     return load(path)
 
 
+class AcceptedAgain(RecordedDrafts):
+    """Drafts as many tokens as were drafted, of which as many are right."""
+
+    accepted: Mapping[int, int] = MappingProxyType({})
+    device = None
+
+    def drafts(self, sequences, room, *, known=True):
+        found = super().drafts(sequences, room, known=known)
+        for seq_id, tokens in found.items():
+            right = self.device.outputs[seq_id].peek(self.accepted.get(seq_id, 0))
+            found[seq_id] = (*right, *[-1] * (len(tokens) - len(right)))
+        return found
+
+
 def simulated(log):
     """The decisions of a simulated engine whose steps take the recorded times."""
     script, lives = ReplayScript(log), iter(log.lives)
@@ -65,6 +82,11 @@ def simulated(log):
         now=log.header.began,
     )
     engine.core.decisions = log_for(engine.core)
+    speculation = engine.scheduler.speculation
+    if speculation is not None:
+        speculation = engine.scheduler.speculation = AcceptedAgain(speculation.config, engine.scheduler.times)
+        speculation.device = engine.device
+    rows = {step.number: {seq_id: count for seq_id, _, count in step.rows} for step in log.steps}
 
     def step():
         """Take one step of the engine loop; as many tokens are forced as were."""
@@ -73,6 +95,10 @@ def simulated(log):
         engine.scheduler.jumps.forced = lambda seq, token, least, most: [
             next(outputs[seq.seq_id]) for _ in range(jumps.get(seq.seq_id, 0))
         ]
+        if speculation is not None:
+            coming = engine.scheduler._step + 1
+            speculation.rows = rows.get(coming, {})
+            speculation.accepted = dict(taken[coming].accepted) if coming in taken else {}
         engine.step()
 
     for event in log.events:
@@ -118,3 +144,15 @@ def test_a_simulated_engine_decides_as_the_real_one(tiny, tmp_path, settings):
         again += start < ends.get(seq, 0)
         ends[seq] = start + count
     assert again  # a sequence was preempted, and computed anew
+
+
+def test_a_simulated_engine_decides_about_drafts_as_the_real_one(tiny, tmp_path):
+    """With every token known before each step: an engine that plans ahead waits for tokens as soon as drafts would pay,
+    which a log does not say."""
+    drafts = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3, "adaptive": False}
+    log = recorded(tiny, tmp_path / "run.log", 0.0, speculative_config=drafts, max_num_seqs=16, async_scheduling=False)
+    expected, found = decisions(log), decisions(simulated(log))
+    assert expected == found and len(expected) > 40
+    assert sum(step.drafted(row) for step in log.steps for row in step.rows) > 10
+    share = acceptance_of(log)
+    assert share is not None and 0.0 < share < 1.0

@@ -9,7 +9,7 @@ import pytest
 
 from transect.server.app import create_app
 from transect.server.http import body as bodies
-from transect.server.http.turns import Turns
+from transect.server.http.turns import ArrivalGate
 from transect.server.openai.protocol import ChatCompletionRequest
 from transect.server.serving import ServerOptions
 
@@ -17,7 +17,7 @@ JSON = {"content-type": "application/json"}
 
 
 async def test_a_crowd_passes_a_few_at_a_time():
-    turns, passed, seen = Turns(3), [], []
+    turns, passed, seen = ArrivalGate(3), [], []
 
     async def each(number):
         await turns.wait()
@@ -33,7 +33,7 @@ async def test_a_crowd_passes_a_few_at_a_time():
 
 
 async def test_whoever_leaves_the_crowd_holds_up_nobody():
-    turns, passed = Turns(1), []
+    turns, passed = ArrivalGate(1), []
 
     async def each(number):
         await turns.wait()

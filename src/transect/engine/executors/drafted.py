@@ -104,19 +104,8 @@ def _rows_of(row: ScheduledRow, step: int) -> list[ScheduledRow]:
         made = msgspec.structs.replace(draw, seq_id=first + at)
         if follows:
             made = _after(made, row.drafts[: at + 1])
-        rows.append(
-            ScheduledRow(
-                made.seq_id,
-                row.known_end + at,
-                1,
-                row.prompt_token_ids,
-                row.output_token_ids,
-                row.block_ids,
-                (made,),
-                drafts=(draft,),
-                adapter=row.adapter,
-            )
-        )
+        changes = {"seq_id": made.seq_id, "start": row.known_end + at, "num_tokens": 1, "draws": (made,)}
+        rows.append(msgspec.structs.replace(row, drafts=(draft,), **changes))
     return rows
 
 

@@ -488,8 +488,9 @@ class AsyncEngine(Generates):
         self._death = reason
         for stream in self._streams.values():
             stream.mailbox.put(EngineDeadError(reason))
-        loading = [each for waiters in self._adapter_waiters.values() for each in waiters]
-        for waiter in (*self._stats_waiters, *loading):
+        loading = [each for asked in self._adapter_waiters.values() for each in asked]
+        waiters: list[asyncio.Future[Any]] = [*self._stats_waiters, *loading]
+        for waiter in waiters:
             if not waiter.done():
                 waiter.set_exception(EngineDeadError(reason))
         self._stats_waiters.clear()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from .clock import VirtualClock
 from .core import LOOK, EngineCore
+from .drafters.planned import Ahead, PlannedDrafter
 from .leap import DecodeSeconds, leap
 from .outputs import EngineOutput
 from .request import Request
@@ -50,6 +51,7 @@ class SimulatedEngine:
             together; outputs must end by their length then, not by stop tokens.
         latency: as of ``VirtualDevice``.
         now: seconds at which the clock begins.
+        acceptance: chance that a draft is right if those before it are; with it ``config.speculation`` drafts.
 
     Attributes:
         done: choices that have ended since they were last taken away.
@@ -65,12 +67,16 @@ class SimulatedEngine:
         decodes: DecodeSeconds | None = None,
         latency: StepSeconds | None = None,
         now: float = 0.0,
+        acceptance: float | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.clock.advance(now)
         self.device = VirtualDevice(self.clock, seconds, host, latency)
         self.scheduler = Scheduler(config, self.clock)
         self.device.is_void = self.scheduler.jumps.is_void
+        if self.scheduler.speculation is not None and acceptance is not None:
+            self.scheduler.speculation.drafter = PlannedDrafter(acceptance, self.device.outputs)
+        self._looks_ahead = self.scheduler.speculation is not None
         self.core = EngineCore(self.scheduler, self.device, lag=lag)
         self.lines: dict[tuple[str, int], Timeline] = {}
         self.done: list[Timeline] = []
@@ -86,7 +92,7 @@ class SimulatedEngine:
         name = request.request_id
         first = self.scheduler.requests[name].leader.seq_id
         for choice, drawn in enumerate(outputs):
-            self.device.outputs[first + choice] = drawn
+            self.device.outputs[first + choice] = Ahead(drawn) if self._looks_ahead else drawn
             self.lines[name, choice] = Timeline(name, choice)
 
     def step(self) -> list[EngineOutput]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .batch import Handle, ScheduledBatch, StepResult
@@ -82,7 +82,22 @@ class Pending:
             for row in batch.rows:
                 for draw in row.draws:
                     name = draw.seq_id
+                    if row.drafts:
+                        tokens[name], result.accepted[name] = _verify(row.drafts, outputs[name])
+                        continue
                     tokens[name] = 0 if device.is_void(name, batch.step) else next(outputs[name])
                 if row.prompt_logprobs is not None:
                     result.prompt_logprobs[row.seq_id] = ()
         return self.known
+
+
+def _verify(drafts: Sequence[int], coming: Iterator[int]) -> tuple[int, list[int]]:
+    """Take the leading drafts that equal the tokens to come; returns the token after them, and them."""
+    accepted: list[int] = []
+    token = next(coming)
+    for draft in drafts:
+        if draft != token:
+            break
+        accepted.append(draft)
+        token = next(coming)
+    return token, accepted

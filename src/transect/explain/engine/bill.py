@@ -66,6 +66,9 @@ class Bill:
     decode: Span | None
     engines: int = 1
     """Engines that had the request one after another, of those whose logs are there."""
+    drafted_tokens: int = 0
+    """Tokens that were drafted for it (speculative decoding), and of these the accepted ones."""
+    accepted_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the bill for JSON; times in milliseconds."""
@@ -93,6 +96,9 @@ class Bill:
             found += _span_lines("TTFT", self.ttft)
         if self.decode is not None:
             found += _span_lines("decode", self.decode)
+        if self.drafted_tokens:
+            share = f"{self.accepted_tokens / self.drafted_tokens:.0%}"
+            found.append(f"drafts: {self.drafted_tokens} tokens, {self.accepted_tokens} of them accepted ({share})")
         return found
 
 
@@ -121,8 +127,17 @@ class _Stay:
     def tokens(self, until: float) -> list[float]:
         """List the times of its tokens after ``known``, up to the answer's token ``until``."""
         first = self.life.added.prompt_tokens
-        found = [index for index, row in self.own if self.known <= row[1] + row[2] - first < until]
-        return [at for index in found if (at := self.log.steps[index].at) is not None]
+        found: list[float] = []
+        for index, row in self.own:
+            step = self.log.steps[index]
+            if step.at is not None and self.known <= step.end(row) - first < until:
+                found += [step.at] * (1 + step.accepted.get(row[0], 0))
+        return found
+
+    def drafts(self) -> tuple[int, int]:
+        """Count its drafted and accepted tokens."""
+        steps = [(self.log.steps[index], row) for index, row in self.own]
+        return sum(step.drafted(row) for step, row in steps), sum(step.accepted.get(row[0], 0) for step, row in steps)
 
 
 def bill(
@@ -160,7 +175,9 @@ def bill(
         return found
     meter = _Meter(stays)
     ttft = meter.span(stays[0].life.added.arrival, tokens[0])
-    return replace(found, ttft=ttft, decode=meter.span(tokens[0], tokens[-1]) if len(tokens) > 1 else None)
+    decode = meter.span(tokens[0], tokens[-1]) if len(tokens) > 1 else None
+    drafted, accepted = (sum(counts) for counts in zip(*(stay.drafts() for stay in stays), strict=True))
+    return replace(found, ttft=ttft, decode=decode, drafted_tokens=drafted, accepted_tokens=accepted)
 
 
 def _stays(
@@ -225,14 +242,15 @@ class _Meter:
             begins = step.begins + min(step.ranks, step.seconds)
             self._piece(step.begins, begins, "ranks")
             mine = stay.work.share([row], step.rows) * (step.at - begins)
-            anew = max(0, min(self._reached, row[1] + row[2]) - row[1]) / row[2]
+            end = step.end(row)
+            anew = max(0, min(self._reached, end) - row[1]) / row[2]
             middle = step.at - mine
             self._piece(begins, middle, "others")
             self._piece(middle, middle + mine * anew, "recompute")
             self._piece(middle + mine * anew, step.at, "compute")
             self.floors.append((step.at, stay.work.floor([row]).seconds, row[2]))
             at, previous = step.at, index
-            expected = row[1] + row[2]
+            expected = end
             self._reached = max(self._reached, expected)
 
     def _queued(self, steps: Sequence[LoggedStep], at: float, first: LoggedStep) -> None:

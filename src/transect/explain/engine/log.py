@@ -43,6 +43,16 @@ class LoggedStep:
     """True if steps are planned while the previous one runs."""
     handed: float = 0.0
     """Seconds of submitting the next step, if that was planned while this one ran."""
+    accepted: dict[int, int] = field(default_factory=dict)
+    """Accepted drafts of each row with drafts, by sequence number; such a row has one token that is no draft."""
+
+    def drafted(self, row: StepRow) -> int:
+        """Return the number of drafts of a row."""
+        return row[2] - 1 if row[0] in self.accepted else 0
+
+    def end(self, row: StepRow) -> int:
+        """Return the position after a row's last token that stays: rejected drafts do not."""
+        return row[1] + row[2] - self.drafted(row) + self.accepted.get(row[0], 0)
 
     @property
     def seconds(self) -> float:
@@ -193,6 +203,7 @@ def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0
             if found is not None:
                 found.at, found.waited, found.committed = event.at, event.waited, event.committed
                 found.launched, found.drawn, found.ranks = event.launched, event.drawn, event.ranks
+                found.accepted = dict(event.accepted)
                 found.ahead = header.lag > 0
                 newest = log.steps[-1]
                 if newest is not found:

@@ -61,7 +61,7 @@ class _Seconds:
         self.model, self.work, self.other = model, work, other
 
     def __call__(self, batch: ScheduledBatch) -> float:
-        rows = [(row.seq_id, row.start, row.num_tokens) for row in batch.rows]
+        rows = [(0, start, count) for start, count in batch.spans()]
         seconds = self.model.seconds(self.work.load(rows))
         if self.other is not None:
             seconds *= self.other.floor(rows).seconds / self.work.floor(rows).seconds
@@ -79,8 +79,8 @@ def changed(log: DecisionRunLog, work: StepWork, changes: Mapping[str, Any]) -> 
         if name not in names and name not in MACHINE:
             raise ValueError(f"--set {name}: no such setting; there are: {', '.join([*names, *MACHINE])}")
     settings = {name: value for name, value in changes.items() if name in names}
-    # A log has no tokens to draft from.
-    config = SchedulerConfig(**{**log.header.scheduler, "speculation": None, **settings})
+    kept = {} if acceptance_of(log) is not None else {"speculation": None}  # a log has no tokens to draft from
+    config = SchedulerConfig(**{**log.header.scheduler, **kept, **settings})
     machine = {name: value for name, value in changes.items() if name in MACHINE}
     if not machine:
         return config, None
@@ -102,6 +102,21 @@ def changed(log: DecisionRunLog, work: StepWork, changes: Mapping[str, Any]) -> 
     return config, StepWork(work.config, storage, rates)
 
 
+def acceptance_of(log: DecisionRunLog) -> float | None:
+    """Return the share of drafts that were right where those before them were; None if nothing was drafted, or by a
+    model, whose times a log does not have."""
+    speculation = log.header.scheduler.get("speculation")
+    if not speculation or speculation.get("method") == "draft_model":
+        return None
+    hits = trials = 0
+    for step in log.steps:
+        for row in step.rows:
+            if drafted := step.drafted(row):
+                accepted = step.accepted[row[0]]
+                hits, trials = hits + accepted, trials + accepted + (accepted < drafted)
+    return hits / trials if trials else None
+
+
 def simulate(
     log: DecisionRunLog, model: FittedSteps, work: StepWork, config: SchedulerConfig, other: StepWork | None = None
 ) -> Latencies:
@@ -111,7 +126,9 @@ def simulate(
         ValueError: a request does not fit under ``config``.
     """
     limits = dataclasses.replace(config, max_queue=None, max_queue_bytes=None, max_queue_wait=None)
-    engine = SimulatedEngine(limits, _Seconds(model, work, other), lag=log.header.lag, host=model.host)
+    seconds = _Seconds(model, work, other)
+    acceptance = acceptance_of(log)
+    engine = SimulatedEngine(limits, seconds, lag=log.header.lag, host=model.host, acceptance=acceptance)
     script = ReplayScript(log)
     lives = sorted((life for life in log.lives if life.ends), key=lambda life: life.added.at)
     if not lives:

@@ -2,10 +2,8 @@
 
 Where kernels ran, an instant belongs to what the GPU did: computing, else communication, else a copy, else a gap that
 is named by what the host did (``gaps.py``). Without kernels it belongs to what the main thread did: the innermost
-operator, or a gap between operators.
-
-Time inside an operator is divided: the least that its shapes need (``op_floor.py``), the cost of calling it at all,
-and the rest. An operator that only moves, converts, allocates or waits belongs to the part of its kind as a whole.
+operator, or a gap between operators. Time inside an operator is the least that its shapes need (``op_floor.py``), the
+cost of the call, and the rest. Operators that only move, convert, allocate or wait belong to the part of their kind.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ def packed_adapter(library: Library, factors: Factors, layers: int, *, half: boo
 
     def packed(matrix: Tensor) -> PackedWeight:
         kind, data = library.pack_dense(matrix.to(dtype))
-        return PackedWeight(kind, *matrix.shape, data)
+        outputs, inputs = matrix.shape
+        return PackedWeight(kind, outputs, inputs, data)
 
     made: list[dict[str, PackedLowRank]] = []
     for layer in range(layers):

@@ -82,7 +82,7 @@ class RowAdapted(Weight):
         sizes: tuple[int, ...],
     ) -> None:
         super().__init__(base.out_features, base.in_features)
-        self.base, self.rows, self.ops, self.sizes = base, rows, ops, sizes
+        self.base, self.step_rows, self.ops, self.sizes = base, rows, ops, sizes
         for name, tensor in zip(("a", "b", "scale"), factors, strict=True):
             self.register_buffer(name, tensor)
 
@@ -132,7 +132,7 @@ class RowAdapted(Weight):
         return self._beside(x_TI, self.base(x_TI))
 
     def _beside(self, x_TI: Tensor, y_TO: Tensor) -> Tensor:
-        slots_T = self.rows.slots_T
+        slots_T = self.step_rows.slots_T
         if slots_T is None:
             return y_TO
         added: Tensor = self.ops.add_low_rank(y_TO, x_TI, self.a, self.b, self.scale, slots_T, self.sizes)
@@ -149,7 +149,7 @@ class RowAdapted(Weight):
         gated = self.base.gated_product()
         if gated is None:
             return None
-        whole, swiglu, rows, half = self.product(), self.ops.swiglu, self.rows, self.out_features // 2
+        whole, swiglu, rows, half = self.product(), self.ops.swiglu, self.step_rows, self.out_features // 2
 
         def run(x: Tensor) -> Tensor:
             if rows.slots_T is None:
@@ -161,7 +161,7 @@ class RowAdapted(Weight):
 
     def stream_product(self, products: StreamProducts) -> StreamProduct | None:
         base = self.base.stream_product(products)
-        return None if base is None else _WithoutAdapters(base, self.rows)
+        return None if base is None else _WithoutAdapters(base, self.step_rows)
 
     def join_with(self, others: Sequence[Weight], *, gated: bool = False) -> RowAdapted | None:
         parts = [self, *(other for other in others if isinstance(other, RowAdapted))]
@@ -177,7 +177,7 @@ class RowAdapted(Weight):
         for number, (part, own) in enumerate(zip(parts, b.split(sizes, 1), strict=True)):
             part.a, part.b = a[:, number * rank : (number + 1) * rank], own
             part.scale = scale[:, number : number + 1]
-        return RowAdapted(base, self.rows, self.ops, (a, b, scale), sizes)
+        return RowAdapted(base, self.step_rows, self.ops, (a, b, scale), sizes)
 
     @property
     def format(self) -> WeightFormat:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from .turns import Turns
+from .turns import ArrivalGate
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ class ClientGone(Exception):
     """The client closed the connection before its answer was complete; there is no one to report to."""
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T], turns: Turns | None = None) -> T:
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T], turns: ArrivalGate | None = None) -> T:
     """Run ``work``, and cancel it if the client disconnects.
 
     Args:

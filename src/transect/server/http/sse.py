@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from .disconnect import ClientGone, unless_disconnected
 from .errors import ApiError
-from .turns import Turns
+from .turns import ArrivalGate
 
 log = logging.getLogger("transect.server")
 
@@ -79,7 +79,7 @@ class EventStream(Response):
         *,
         done: bytes = DONE,
         failed: Callable[[ApiError], bytes] | None = None,
-        turns: Turns | None = None,
+        turns: ArrivalGate | None = None,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]

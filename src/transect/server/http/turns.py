@@ -13,7 +13,7 @@ AT_ONCE = 8
 """Requests that pass in one turn of the event loop. Each takes about a millisecond."""
 
 
-class Turns:
+class ArrivalGate:
     """A gate in the order of arrival; it delays nothing while few requests pass.
 
     Args:

@@ -28,6 +28,7 @@ from ...models.decoder import Decoder
 from ...models.staging import dense_values
 from ...models.stored import Stored, StoredWeights, Values
 from ...spec.model import ModelConfig
+from ...spec.weights import weight_shapes
 from ...text.export import export_tokenizer
 from ...text.gguf_vocab_out import gguf_vocabulary
 from ..adapters.qlora import rounded
@@ -137,6 +138,7 @@ def export_model(
     quantization: str | None = None,
     group: int | None = None,
     kv_scales: Tensor | None = None,
+    first_layers: int | None = None,
 ) -> None:
     """Write a plain model in Hugging Face layout, the adapter merged, with its tokenizer.
 
@@ -145,16 +147,37 @@ def export_model(
         quantization: of the layers' matrices, see ``checkpoints/quantized_out.py``; None for none.
         group: neighbours that share a scale in 4 bits; None for as many as fit.
         kv_scales: of a KV cache in fp8, as ``checkpoints/quantized_out.py`` takes them.
+        first_layers: leave out the layers after these: a small model to draft with, or to distill.
 
     Raises:
-        ValueError: an unknown dtype, or ``output`` cannot be written.
+        ValueError: an unknown dtype, more layers than there are, or ``output`` cannot be written.
     """
+    config = found.source.config
+    if first_layers is not None:
+        config = _cut(config, first_layers)
     if dtype not in ("auto", *EXPORT_DTYPES):
         raise ValueError(f"dtype must be auto, {', '.join(EXPORT_DTYPES)}, not {dtype!r}")
     wanted = EXPORT_DTYPES.get(dtype) or export_dtype(found)
-    state = {name: dense_values(stored.read()).to(wanted, copy=True) for name, stored in merged(found)}
-    save_hf(state, found.source.config, output, quantization=quantization, group=group, kv_scales=kv_scales)
+    names = weight_shapes(config)
+    state = {
+        name: dense_values(stored.read()).to(wanted, copy=True)
+        for name, stored in merged(found)
+        if first_layers is None or name in names
+    }
+    save_hf(state, config, output, quantization=quantization, group=group, kv_scales=kv_scales)
     export_tokenizer(found.source, output)
+
+
+def _cut(config: ModelConfig, layers: int) -> ModelConfig:
+    """The configuration of a model's first layers."""
+    if not 1 <= layers < config.n_layers:
+        raise ValueError(f"first_layers must be from 1 to {config.n_layers - 1}, not {layers}")
+    return replace(
+        config,
+        n_layers=layers,
+        no_rope_layers=tuple(layer for layer in config.no_rope_layers if layer < layers),
+        full_attention_layers=tuple(layer for layer in config.full_attention_layers if layer < layers),
+    )
 
 
 def export_dtype(found: Opened) -> torch.dtype:

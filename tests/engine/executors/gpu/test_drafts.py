@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from tiny_llm import save_tiny_llm
+from tiny_llm import save_tiny_llm, save_tiny_llm_text
 
 from transect import LLM, SamplingParams, StructuredOutputsParams
 
@@ -54,3 +54,26 @@ def test_answers_are_the_same_with_drafts(tmp_path, ahead: bool):
         found, stats = answers(str(tmp_path), async_scheduling=ahead, speculative_config=spec)
         assert found == plain
         assert stats.drafted_tokens > sum(stats.accepted_at.values()) > 0
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["lag 0", "lag 1"])
+def test_answers_are_the_same_with_a_draft_model(tmp_path, ahead: bool):
+    """The last layer of the large model adds nothing, so the small one has the same logits: its drafts are right."""
+    large, small = tmp_path / "large", tmp_path / "small"
+    large.mkdir()
+    model = save_tiny_llm(large, num_hidden_layers=3, **SIZES)
+    with torch.no_grad():
+        model.model.layers[2].self_attn.o_proj.weight.zero_()
+        model.model.layers[2].mlp.down_proj.weight.zero_()
+    model.save_pretrained(large)
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers, model.config.layer_types = 2, None
+    model.save_pretrained(small)
+    save_tiny_llm_text(small)
+    plain, _ = answers(str(large), async_scheduling=ahead)
+    for adaptive in (False, True):
+        spec = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 4, "adaptive": adaptive}
+        found, stats = answers(str(large), async_scheduling=ahead, speculative_config=spec)
+        assert found == plain
+        if not adaptive:
+            assert sum(stats.accepted_at.values()) > 0.8 * stats.drafted_tokens > 0

@@ -152,6 +152,8 @@ class Speculation:
         their planning is not hidden behind the device."""
         self._measured = [0] * 32
         """Number of decode steps by the bit length of their tokens."""
+        self._drafted_before = False
+        """The last step that was timed had drafts."""
 
     def drafts(self, sequences: Listed[Sequence], room: int, *, known: bool = True) -> dict[int, tuple[int, ...]]:
         """Return drafts by seq_id, at most ``room`` tokens, for sequences that decode in the next step together.
@@ -200,7 +202,9 @@ class Speculation:
         """
         expected = self._times.predict(load)
         self._measured[load.tokens.bit_length()] += 1
-        if expected > 0:
+        before, self._drafted_before = self._drafted_before, drafted
+        # The first step after one with drafts was planned while the device stood still, and is no faster than those.
+        if expected > 0 and (drafted or not before):
             self._corrections[drafted].learn(load, seconds, expected)
 
     def take_measured(self) -> list[Timed]:

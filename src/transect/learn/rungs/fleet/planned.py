@@ -53,7 +53,7 @@ def capacity_for(asked: Sequence[Asked]) -> float:
     from ....plan.target import LatencyTarget
 
     card = _card()
-    return estimate(card.steps, card.kv_tokens, Shape.of(asked, 0.0), LatencyTarget.parse("itl.p99=150ms"))[0]
+    return estimate(card.steps, card.kv_tokens, Shape.of(list(asked)), LatencyTarget.parse("itl.p99=150ms"))[0]
 
 
 def chats(seed: int, number: int) -> list[Any]:

@@ -98,8 +98,8 @@ def _live(mine, shipped):
             except StopIteration as stop:
                 x.copy_(torch.tensor(stop.value, dtype=x.dtype).view_as(x))
                 return x
-            out, size = torch.tensor(numbers, dtype=torch.float64), torch.tensor([len(numbers)])
-            sent = [group.send(size, to), group.send(out, to) if numbers else None]
+            out, length = torch.tensor(numbers, dtype=torch.float64), torch.tensor([len(numbers)])
+            sent = [group.send(length, to), group.send(out, to) if numbers else None]
             size = int(group.receive(torch.empty(1, dtype=torch.int64), left % group.size))
             values = torch.empty(size, dtype=torch.float64)
             came = (group.receive(values, left % group.size) if size else values).tolist()
