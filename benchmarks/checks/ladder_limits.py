@@ -30,7 +30,7 @@ LIMIT_S, LIMIT_BYTES = 60.0, 10**9
 
 
 def installed() -> dict[str, int]:
-    """Bytes of each distribution that the package needs."""
+    """Count the bytes of each distribution that the package needs."""
     found: dict[str, int] = {}
     left = ["transect", "triton"]
     while left:

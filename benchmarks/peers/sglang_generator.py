@@ -26,7 +26,7 @@ from transect.bench.target import served_model
 
 
 def sglang_script() -> Path:
-    """The file of SGLang's generator.
+    """Return the file of SGLang's generator.
 
     Raises:
         ValueError: it is not installed; the message says how to install it.
@@ -41,7 +41,7 @@ def sglang_script() -> Path:
 def sglang_command(
     url: str, folder: Path, rate: float, requests: int, seed: int, out: Path, *, prefixes: bool = False
 ) -> list[str]:
-    """The command of one level.
+    """Build the command of one level.
 
     Args:
         folder: the model's, with its tokenizer.
@@ -100,7 +100,7 @@ class SglangGenerator:
     def level(
         self, url: str, folder: Path, rate: float, requests: int, seed: int, *, prefixes: bool = False
     ) -> dict[str, Any]:
-        """One level: its figures, in the shape of this project's; arguments as of ``sglang_command``.
+        """Run one level and return its figures, in the form of this project's; arguments as of ``sglang_command``.
 
         Raises:
             ValueError: it failed; the message has its last words.
@@ -128,7 +128,7 @@ class SglangGenerator:
 
 
 def sglang_summary(found: dict[str, Any], requests: int) -> dict[str, Any]:
-    """Its figures (milliseconds) in this project's shape (seconds)."""
+    """Convert its figures (milliseconds) to this project's form (seconds)."""
 
     def times(name: str) -> dict[str, float]:
         return {
