@@ -328,6 +328,7 @@ def fail_over() -> str:
         f"{found['kills']} of them `kill -9` and {found['stops']} SIGSTOP. Of {found['answers']} answers "
         f"{found['broken']} were dropped and {found['differing']} differed from the undisturbed answer.{quiet} The "
         f"longest pause of all rounds, on a busy machine, was {found['longest_gap_s']:.0f} s. "
+        f"Left out: {found['left_out']}. "
         f"On {found['runs'][-1]['processor']}, {record.made_at(found['runs'])}.\n\n"
         f"`{cut['command']}`: {cut['workloads']:,} workloads with {cut['continued']:,} answers cut after every token "
         f"and continued on a checking device, and {cut['runs']:,} workloads with {cut['continued_in_runs']:,} on the "

@@ -19,7 +19,7 @@ import sys
 from transect.server.hand_over import Inherited
 passed = Inherited()
 assert not {"LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"} & set(__import__("os").environ)
-sock = passed.socket()
+sock = passed.listening()
 if "fail" in sys.argv:
     sys.exit(3)
 passed.say_ready()
@@ -60,22 +60,22 @@ async def test_a_successor_that_is_not_ready_ends_with_its_parent(listening):
 def test_variables_for_another_process_are_left_aside(monkeypatch):
     monkeypatch.setenv("LISTEN_PID", "1")
     monkeypatch.setenv("LISTEN_FDS", "1")
-    assert Inherited().socket() is None and "LISTEN_FDS" not in os.environ
+    assert Inherited().listening() is None and "LISTEN_FDS" not in os.environ
 
 
 def test_several_sockets_and_other_descriptors_are_refused(tmp_path):
     passed = Inherited()
     passed.sockets = [3, 4]
     with pytest.raises(ValueError, match="2 sockets were passed"):
-        passed.socket()
+        passed.listening()
     with open(tmp_path / "file", "w") as file:
         passed.sockets = [file.fileno()]
         with pytest.raises(ValueError, match="is not a socket"):
-            passed.socket()
+            passed.listening()
     with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
         passed.sockets = [os.dup(datagrams.fileno())]
         with pytest.raises(ValueError, match="is not a stream socket"):
-            passed.socket()
+            passed.listening()
 
 
 class Clients(threading.Thread):

@@ -113,7 +113,7 @@ def _application() -> Any:
             allow_from_autoenv=False,
         ),
     ) -> None:
-        """Run, serve and train language models; every measured time has its hardware limit."""
+        """Run, serve and train language models; every measured time is shown with its hardware limit."""
 
     return application
 

@@ -9,7 +9,7 @@ from . import bench_collectives, bench_latency, bench_ops, bench_serve, bench_th
 application = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Measure an engine, a server or operators, and compare with the floor.",
+    help="Measure an engine, a server or operators against the floor.",
 )
 application.command("latency")(bench_latency.command)
 application.command("throughput")(bench_throughput.command)

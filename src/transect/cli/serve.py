@@ -75,7 +75,7 @@ def command(
     follows = under_torchrun() and os.environ["RANK"] != "0"
     uds = options.uds
     inherited = Inherited()
-    sock = None if follows else inherited.socket()
+    sock = None if follows else inherited.listening()
     if sock is None and not follows:
         sock = bind(options.host, options.port) if uds is None else bind_unix(uds)
     engine_settings = engine_config(model, **settings)
@@ -85,6 +85,7 @@ def command(
         follow_rank_0(engine_settings)
         return 0
     assert sock is not None
+    listening = sock
 
     print(f"transect: loading {model}", file=sys.stderr, flush=True)
 
@@ -112,7 +113,7 @@ def command(
         return start_engines(engine_settings, replaceable=True)
 
     def restart() -> Successor:
-        return Successor(sock)
+        return Successor(listening)
 
     # Of a closed terminal SIGHUP means the end, as ever.
     again = None if sys.stdin is not None and sys.stdin.isatty() else reload

@@ -39,7 +39,7 @@ COMMANDS = {
         "models": "List models.",
     },
     "Measure": {
-        "bench": "Measure an engine, a server or operators, and compare with the floor.",
+        "bench": "Measure an engine, a server or operators against the floor.",
         "eval": "Measure how well a model predicts text and does tasks.",
         "hardware": "Show what this machine can do.",
         "memory": "Account for memory before anything runs.",

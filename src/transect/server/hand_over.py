@@ -46,7 +46,7 @@ class Inherited:
             else:
                 self.sockets.append(fd)
 
-    def socket(self) -> socket.socket | None:
+    def listening(self) -> socket.socket | None:
         """Return the socket to listen on; None if none was passed.
 
         Raises:

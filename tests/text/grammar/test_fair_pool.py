@@ -97,6 +97,8 @@ def test_one_thread_is_for_short_pieces():
     work = Work(threads=2)
     try:
         long = [work.add(name, 4.0, 4.0) for name in ("a", "b")]
+        while not work.order:
+            pass
         short, gate = work.add("c", 0.1, 0.01)
         gate.set()
         assert short.result(PATIENCE_S) == "c" and work.order == ["a", "c"]
@@ -106,6 +108,8 @@ def test_one_thread_is_for_short_pieces():
             future.result(PATIENCE_S)
         work.rest()
         again = [work.add(name, 4.0, 0.01) for name in ("a", "b")]
+        while len(work.order) < 4:
+            pass
         short, gate = work.add("d", 0.1, 0.01)
         gate.set()
         assert short.result(PATIENCE_S) == "d" and len(work.order) == 5

@@ -87,6 +87,8 @@ class Checker:
         self._seconds, self._nbytes = seconds, nbytes
         self._process: subprocess.Popen[bytes] | None = None
         self._resting = 0
+        self.spent = 0.0
+        """Processor seconds of the last check."""
         self.nbytes = 0
         """Bytes of the compiled form of the last valid grammar; 0 if the system does not report them."""
 
@@ -171,9 +173,10 @@ class Checker:
         return process
 
     def _answer(self, process: subprocess.Popen[bytes]) -> bytes:
-        latest, most = time.monotonic() + BUSY * self._seconds, _processor_seconds(process.pid) + self._seconds
+        latest, before = time.monotonic() + BUSY * self._seconds, _processor_seconds(process.pid)
         while not _readable(process, POLL_S):
-            if _processor_seconds(process.pid) > most:
+            self.spent = _processor_seconds(process.pid) - before
+            if self.spent > self._seconds:
                 self.close()
                 raise ValueError(f"compiling it takes longer than {self._seconds:g} s: make it simpler")
             if time.monotonic() > latest:
@@ -182,6 +185,7 @@ class Checker:
             if _memory(process.pid) > self._resting + self._nbytes:
                 self.close()
                 raise ValueError(f"compiling it takes more than {self._nbytes >> 20} MiB: make it simpler")
+        self.spent = max(0.0, _processor_seconds(process.pid) - before)
         return _read(process.stdout)
 
 

@@ -48,6 +48,8 @@ class GrammarCompiler:
     ) -> None:
         self._make_vocabulary, self._checked, self._most_bytes = vocabulary, checked, cache_bytes
         self._lock = threading.Lock()
+        self._elsewhere = threading.local()
+        """Processor seconds that a thread is charged for beside its own."""
         self._tokenizer: Any = None
         self._vocabulary: Vocabulary | None = None
         self._known: OrderedDict[str, tuple[Any | str, int]] = OrderedDict()
@@ -64,7 +66,7 @@ class GrammarCompiler:
         """Compile in another thread; clients share the threads by time, and short work runs before long work."""
         with self._lock:
             if self._pool is None:
-                self._pool = FairPool(self._threads, "grammar")
+                self._pool = FairPool(self._threads, "grammar", self._work_clock)
             key, seconds = self._expect(params)
         return self._pool.submit(client, functools.partial(self._timed, params, key, seconds > LIGHT_S), seconds)
 
@@ -77,13 +79,20 @@ class GrammarCompiler:
         key = hash(text)
         return key, self._seconds.get(key, BYTE_S * len(text))
 
+    def _work_clock(self) -> float:
+        """Processor seconds of this thread, and of processes for it: to wait for a process is no work."""
+        return time.thread_time() + float(getattr(self._elsewhere, "seconds", 0.0))
+
+    def _add_work(self, seconds: float) -> None:
+        self._elsewhere.seconds = getattr(self._elsewhere, "seconds", 0.0) + seconds
+
     def _timed(self, params: StructuredOutputsParams, key: int, long: bool) -> GrammarConstraint:
-        began = time.monotonic()
+        began = self._work_clock()
         try:
             return self.compile(params, long=long)
         finally:
             with self._lock:
-                self._seconds[key] = time.monotonic() - began
+                self._seconds[key] = self._work_clock() - began
                 self._seconds.move_to_end(key)
                 if len(self._seconds) > MOST_TIMED:
                     self._seconds.popitem(last=False)
@@ -98,7 +107,9 @@ class GrammarCompiler:
             Busy: it is not known whether it can be used.
             ValueError: the grammar is at fault; the message begins with ``params.field`` and says what to change.
         """
+        began = time.thread_time()
         vocabulary, tokenizer = self._ready()
+        self._add_work(began - time.thread_time())  # the first request makes them, and is not charged for that
         if params.grammar is not None and is_ebnf(params.grammar):
             params = dataclasses.replace(params, grammar=self._translate(params.grammar, params.field, vocabulary))
         grammar = grammar_of(params, vocabulary.special_names)
@@ -142,7 +153,10 @@ class GrammarCompiler:
         nbytes = 0
         if self._checked:
             with self._spares(vocabulary).one(long=long) as checker:
-                problem = checker.check(grammar)
+                try:
+                    problem = checker.check(grammar)
+                finally:
+                    self._add_work(checker.spent)
                 nbytes = checker.nbytes
             if problem is not None:
                 return problem, REFUSED_BYTES + len(grammar)

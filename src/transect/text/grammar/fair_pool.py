@@ -50,7 +50,7 @@ class FairPool:
     Args:
         threads: at the most; each is started when it is first needed. With two or more, one is for short pieces.
         name: of the threads.
-        clock: seconds.
+        clock: seconds of work; called by the thread that works.
     """
 
     def __init__(self, threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
