@@ -80,7 +80,7 @@ class GrammarCompiler:
         return key, self._seconds.get(key, BYTE_S * len(text))
 
     def _work_clock(self) -> float:
-        """Processor seconds of this thread, and of processes for it: to wait for a process is no work."""
+        """Processor seconds of this thread, and of processes for it: waiting for a process does not count."""
         return time.thread_time() + float(getattr(self._elsewhere, "seconds", 0.0))
 
     def _add_work(self, seconds: float) -> None:
