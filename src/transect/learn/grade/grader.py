@@ -90,7 +90,7 @@ def _cases(rung: Rung, program: Submission, rng: Any, verdict: Verdict) -> None:
         arguments = list(case.make(rng))
         entry = case.entry or rung.entry
         try:
-            run = program.run([(entry, arguments)])
+            run = program.run([(entry, arguments)], inputs=True)
         except ProgramFailed as error:
             if "is not written yet" in str(error) or program.alarms:
                 raise
@@ -157,9 +157,8 @@ def _speed(
     assert speed is not None
     entry = speed.entry or rung.entry
     on_gpu = rung.kind == "triton" and here.device != "cpu"
-    make = speed.large if on_gpu and speed.large is not None else speed.make
     rounds = ROUNDS if on_gpu else 1
-    drawn = [list(make(rng)) for _ in range(speed.calls)]
+    drawn = [list(speed.make(rng)) for _ in range(speed.calls)]
     calls = [(entry, arguments) for arguments in drawn]
     again = program.run(calls, reuse=True)
     if _wrong(rung, entry, drawn, again, verdict, "the inputs were written over with other numbers between two calls: "
@@ -168,13 +167,20 @@ def _speed(
     count = "" if on_gpu else rung.counts
     counted = program.run(calls[:1], count=count) if count else again
     real = rung.kind != "triton" or on_gpu
-    timed = program.run(calls if real else calls[:2], rounds=rounds)
+    timed = program.run(calls if real else calls[:2])
     if timed.shared:
         verdict.right = False
         verdict.reason = "two calls gave results in the same memory: the second overwrites the first"
         return
-    if _wrong(rung, entry, drawn, timed, verdict, "the timed calls gave other results than the cases"):
+    differs = "the timed calls gave other results than the cases"
+    if _wrong(rung, entry, drawn, timed, verdict, differs):
         return
+    if on_gpu:  # one large call: a small one measures its launch, and several take long to send
+        drawn = [list((speed.large or speed.make)(rng))]
+        calls = [(entry, drawn[0])]
+        timed = program.run(calls, rounds=rounds, warm=True)
+        if _wrong(rung, entry, drawn, timed, verdict, differs):
+            return
     work = speed.cost(*drawn[0]) if speed.cost is not None else None
     if work is not None:
         sheet = preset(PLANNED).ceilings()
@@ -190,7 +196,7 @@ def _speed(
         for _ in range(AGAIN if verdict.floor_seconds is not None else 0):
             if verdict.seconds >= BELOW * (verdict.floor_seconds or 0.0):
                 break  # a clock may err once on a busy machine
-            verdict.seconds = program.run(calls, rounds=rounds).seconds / len(calls)
+            verdict.seconds = program.run(calls, rounds=rounds, warm=on_gpu).seconds / len(calls)
         if verdict.floor_seconds is not None and verdict.seconds < BELOW * verdict.floor_seconds:
             verdict.right = False
             verdict.reason = (
@@ -207,7 +213,7 @@ def _speed(
             verdict.count, verdict.counted = counted.count, _UNITS[count]
             verdict.reference_count = reference.run(calls[:1], count=count).count
         if real and measure:
-            verdict.reference_seconds = reference.run(calls, rounds=rounds).seconds / len(calls)
+            verdict.reference_seconds = reference.run(calls, rounds=rounds, warm=on_gpu).seconds / len(calls)
         for _ in range(TURNS if real and measure and rung.kind == "cpp" else 0):
             assert verdict.seconds is not None and verdict.reference_seconds is not None
             verdict.seconds = min(verdict.seconds, program.run(calls).seconds / len(calls))
@@ -217,7 +223,7 @@ def _speed(
     if real and measure and speed.peer:
         device = here.device if on_gpu else "cpu"
         with source_file(rung, speed.peer) as peer, here.open(_free(rung), peer, device) as other:
-            verdict.peer_seconds = other.run(calls, rounds=rounds).seconds / len(calls)
+            verdict.peer_seconds = other.run(calls, rounds=rounds, warm=on_gpu).seconds / len(calls)
     if verdict.count and verdict.reference_count and verdict.count > speed.ratio * verdict.reference_count:
         verdict.slow, verdict.reason = True, speed.slow
     elif not count and speed.measure is None and verdict.seconds and verdict.reference_seconds:

@@ -135,11 +135,11 @@ class Session:
             raise AttributeError(f"the program has no function {entry!r}")
         return function(*arguments)
 
-    def give_outputs(self) -> dict[str, Any]:
-        """Hand out the results, the inputs as they are now, and if results lie in the same memory."""
+    def give_outputs(self, inputs: bool) -> dict[str, Any]:
+        """Hand out the results, the inputs as they are now if asked for, and if results lie in the same memory."""
         places = [_addresses(value) for value in self.outputs]
         shared = any(a & b for i, a in enumerate(places) for b in places[:i])
-        after = [list(arguments) for _, arguments in self.inputs]
+        after = [list(arguments) for _, arguments in self.inputs] if inputs else []
         return {"outputs": [_bare(value) for value in self.outputs], "inputs": after, "shared": shared}
 
     def compile_kernel(self, name: str, target: str, **declared: Any) -> dict[str, Any]:

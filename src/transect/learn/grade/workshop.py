@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class ProgramRun:
 
     outputs: list[Any]
     inputs: list[list[Any]]
-    """The arguments as they are after the calls."""
+    """Arguments as they are after the calls, if asked for."""
     seconds: float
     """Seconds of one round of all calls by the grader's clock, the cost of asking taken off."""
     count: int
@@ -95,14 +96,28 @@ class Submission:
         return reply
 
     def run(
-        self, calls: Sequence[tuple[str, Sequence[Any]]], *, count: str = "", reuse: bool = False, rounds: int = 1
+        self,
+        calls: Sequence[tuple[str, Sequence[Any]]],
+        *,
+        count: str = "",
+        reuse: bool = False,
+        rounds: int = 1,
+        warm: bool = False,
+        inputs: bool = False,
     ) -> ProgramRun:
-        """Make calls, and take their results after the clock has stopped. ``rounds``: times that all are made; the
-        results are those of the last, and the seconds those of one round."""
+        """Make calls, and take their results after the clock has stopped.
+
+        Args:
+            rounds: times that all are made; the results are those of the last, and the seconds those of one round.
+            warm: make the calls once before the clock starts (a kernel is compiled at its first launch).
+            inputs: return the arguments as they are after the calls.
+        """
         self.ask("inputs", calls=[[entry, list(arguments)] for entry, arguments in calls], reuse=reuse)
+        if warm:
+            self.ask("go", count="", rounds=1)
         idle = min(self._timed("", dry=True)[0] for _ in range(3))
         seconds, reply = self._timed(count, rounds=rounds)
-        found = self.ask("outputs")
+        found = self.ask("outputs", inputs=inputs)
         made = ProgramRun(
             found["outputs"], found["inputs"], max((seconds - idle) / rounds, 1e-9), reply["count"], found["shared"]
         )
@@ -142,12 +157,15 @@ class Workshop:
         shut: in a sandbox without network, for programs of strangers.
 
     Raises:
-        ValueError: ``shut``, and this machine has no sandbox; the message says what to install.
+        ValueError: ``shut``, and this machine has no sandbox, or Triton's interpreter cannot run with this NumPy; the
+            message says what to install.
     """
 
     def __init__(self, device: str = "cpu", *, interpret: bool | None = None, shut: bool = False) -> None:
         self.device = device
         interpret = device == "cpu" if interpret is None else interpret
+        if interpret:
+            _check_interpreter()
         self._folder = tempfile.TemporaryDirectory()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = ours
@@ -207,6 +225,19 @@ def workshop(given: Workshop | None, **options: Any) -> Iterator[Workshop]:
         return
     with Workshop(**options) as made:
         yield made
+
+
+def _check_interpreter() -> None:
+    """Refuse versions of Triton and NumPy whose interpreted kernels fail, which would look like a student's mistake."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        return
+    older = tuple(map(int, triton.split(".")[:2])) < (3, 7)
+    if older and tuple(map(int, version("numpy").split(".")[:2])) > (2, 3):
+        raise ValueError(
+            f"the interpreter of triton {triton} fails with numpy {version('numpy')}: install numpy<2.4, or triton 3.7"
+        )
 
 
 def _environment(interpret: bool, temporary: str) -> Mapping[str, str]:
