@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ __all__ = [
     "RESULTS",
     "ROOT",
     "cited",
+    "command",
     "commit",
     "environment",
     "made_at",
@@ -78,6 +80,13 @@ def made_at(runs: Iterable[Mapping[str, Any]]) -> str:
     if older:
         parts.append(f"commit {', '.join(older)} (measured before {latest})")
     return "; ".join(parts)
+
+
+def command(path: str) -> str:
+    """Return the command line of the benchmark at ``path``, without the place of its output."""
+    given = iter(sys.argv[1:])
+    kept = [each for each in given if not (each == "--out" and next(given, None))]
+    return " ".join(["python", path, *kept])
 
 
 def summary(values: Sequence[float]) -> dict[str, float | int]:

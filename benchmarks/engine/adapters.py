@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -157,7 +156,7 @@ def main() -> None:
     cuda = torch.cuda.is_available() and options.device != "cpu"
     found |= {name: getattr(options, name) for name in ("model", "rows", "rank", "tokens", "rounds", "quantization")}
     found |= {"targets": list(targets), "environment": record.environment()}
-    found["command"] = " ".join(["python", "benchmarks/engine/adapters.py", *sys.argv[1:]])
+    found["command"] = record.command("benchmarks/engine/adapters.py")
     if cuda:
         found["device"] = torch.cuda.get_device_name()
     record.write(options.out or record.RESULTS / ("h200" if cuda else "cpu") / "adapters.json", found)

@@ -19,7 +19,6 @@ import json
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -294,7 +293,7 @@ def grid_table(result: dict[str, Any]) -> str:
         f"| sequences | acceptance | {' | '.join(columns)} | chosen over the best |",
         "|---" * (len(columns) + 3) + "|",
     ]
-    for name, cell in result["cells"].items():
+    for name, cell in sorted(result["cells"].items(), key=lambda item: int(item[0].split(" x ")[0])):
         rows, chance = name.split(" x ")
         chosen = cell["chosen"]["over_off"]
         ratios = [f"{chosen['median']:.2f} ({chosen['low']:.2f} to {chosen['high']:.2f})"]
@@ -351,7 +350,7 @@ def main() -> None:
     out = options.out or record.RESULTS / ("h200" if device == "cuda" else "cpu") / f"speculation_{options.what}.json"
     found: dict[str, Any] = {"model": options.model, "tokens": options.tokens, "cells": {}}
     found["environment"] = record.environment()
-    found["command"] = " ".join(["python", "benchmarks/engine/speculation.py", *sys.argv[1:]])
+    found["command"] = record.command("benchmarks/engine/speculation.py")
     if device == "cuda":
         found["device"] = torch.cuda.get_device_name()
     others: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The HTTP calls that LibreChat makes to a custom endpoint, as its backend sends them.
+"""The HTTP calls that LibreChat makes to a custom endpoint, after its documentation; its code was not read.
 
 LibreChat lists models with ``GET /models`` (``models.fetch`` of ``librechat.yaml``), streams chats through LangChain's
 client for JavaScript with the conversation's parameters and the user's id, and asks for the title of a conversation as

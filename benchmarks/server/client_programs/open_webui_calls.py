@@ -1,4 +1,4 @@
-"""The HTTP calls that Open WebUI makes to an OpenAI-compatible connection, as its backend sends them.
+"""The HTTP calls that Open WebUI makes to an OpenAI-compatible connection, after a copy of its source.
 
 Read in its sources (routers/openai.py, retrieval/utils.py): the list of models for a connection; a chat, streamed with
 its usage, with a marker for caches on the last message and a user's headers; titles and tags of a chat, not streamed;
