@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.peers import peer
 from benchmarks.server import load_cpu
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -33,8 +34,8 @@ def test_both_servers_get_the_same_file_threads_and_context(module, monkeypatch)
     found = module.commands("a", 3, "/other/python", 81)
     ours, theirs = (" ".join(found[name]) for name in ("Transect", "llama.cpp"))
     assert theirs.startswith("/other/python -m llama_cpp.server --model /models/a.gguf --port 81")
-    assert "--n_threads 3 --n_threads_batch 3" in theirs and f"--n_ctx {module.CONTEXT}" in theirs
-    assert "serve a --port 81 --threads 3" in ours and f"--max-model-len {module.CONTEXT}" in ours
+    assert "--n_threads 3 --n_threads_batch 3" in theirs and f"--n_ctx {peer.CONTEXT}" in theirs
+    assert "serve a --port 81 --threads 3" in ours and f"--max-model-len {peer.CONTEXT}" in ours
 
 
 def test_a_server_that_ends_at_once_is_an_error_with_its_last_words(module):

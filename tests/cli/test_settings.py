@@ -242,17 +242,21 @@ def test_letters_that_a_terminal_lacks_end_nothing(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "modules", [("--lora-modules", "a=x", "b=y"), ("--lora-modules", "a=x", "--lora-modules", "b=y")]
 )
-def test_several_values_after_one_flag_as_in_vllm(run, modules):
-    code, _, errors = run("serve", "smollm2-135m", "--enable-lora", *modules, "--port", "0")
-    assert code == 2 and "--lora-modules names 2, and only one adapter at a time is served" in errors
-    assert "transect export --merge" in errors
+def test_several_values_after_one_flag_as_in_vllm(serve, modules):
+    seen, _ = serve("--enable-lora", *modules, "--port", "7", "some/model")
+    assert seen["port"] == 7 and seen["options"].lora_modules == ("a=x", "b=y")
 
 
 def test_what_follows_the_values_of_a_flag_is_read_as_ever(serve):
-    seen, _ = serve("--lora-modules", "a=x", "--port", "7", "some/model")
-    assert seen["port"] == 7 and seen["options"].model_names == ("a",)
-    seen, _ = serve("--lora-modules", "a=x", "some/model")
-    assert seen["options"].model_names == ("a",)
+    seen, _ = serve("--enable-lora", "--lora-modules", "a=x", "--port", "7", "some/model")
+    assert seen["port"] == 7 and seen["options"].lora_modules == ("a=x",)
+    seen, _ = serve("--enable-lora", "--lora-modules", "a=x", "some/model")
+    assert seen["options"].lora_modules == ("a=x",) and seen["options"].model_names == ("some/model",)
+
+
+def test_adapters_without_the_engine_setting_are_refused(run):
+    code, _, errors = run("serve", "smollm2-135m", "--lora-modules", "a=x")
+    assert code == 2 and "add --enable-lora" in errors
 
 
 def test_a_mistyped_variable_is_named_with_the_nearest_right_one(run, monkeypatch):

@@ -74,6 +74,7 @@ def start_engine(config, compilers, began, children):  # type: ignore[no-untyped
     core.decisions = log_for(core)
     numerics = Numerics({"weights": "stub"}, os.environ.get("STUB_EXACT", "1") == "1")
     return types.SimpleNamespace(
+        adapters=None,
         core=core,
         ranks=None,
         report=(),
@@ -84,7 +85,7 @@ def start_engine(config, compilers, began, children):  # type: ignore[no-untyped
         kernels="none",
         numerics=numerics,
         source=types.SimpleNamespace(config=types.SimpleNamespace(dim=8)),
-        grammars=lambda checked: types.SimpleNamespace(close=lambda: None),
+        grammars=lambda checked: types.SimpleNamespace(close=lambda: None, kept_bytes=0),
     )
 
 

@@ -84,7 +84,10 @@ def test_devices_that_could_never_do_are_not_tried(monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
-    [(("--gpu", "epyc", "--gpus", "1"), "change what"), (("--gpus", "16", "--axes", "tensor"), "within hosts of 8")],
+    [
+        (("--gpu", "epyc", "--gpus", "1"), "change the settings"),
+        (("--gpus", "16", "--axes", "tensor"), "within hosts of 8"),
+    ],
 )
 def test_where_no_layout_can_be_memory_is_not_the_reason(capsys, arguments, why):
     with pytest.raises(SystemExit) as stopped:

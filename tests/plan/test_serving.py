@@ -117,7 +117,7 @@ def test_the_command(tmp_path):
         (("--rate", "1", "--users", "5"), "give one of --users, --rate and --trace"),
         (("--rate", "1", "--context", "64"), "give --context"),
         (("--rate", "1", "--tp", "two"), "must be numbers"),
-        (("--rate", "1", "--gpu", "l4", "--gpu", "h200", "--price", "3"), "of which card"),
+        (("--rate", "1", "--gpu", "l4", "--gpu", "h200", "--price", "3"), "names no card"),
         (("--rate", "1", "--gpu", "l4", "--gpu", "h200", "--price", "l4=3"), "h200 is missing"),
         (("--rate", "1", "--target", "soon"), "not understood"),
     ],

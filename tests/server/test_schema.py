@@ -35,6 +35,8 @@ ROUTES = [
     ("/load", "GET"),
     ("/tokenizer_info", "GET"),
     ("/reset_prefix_cache", "POST"),
+    ("/v1/load_lora_adapter", "POST"),
+    ("/v1/unload_lora_adapter", "POST"),
 ]
 MANY = 30 if proving() else 10
 WITH_BODY = [

@@ -77,8 +77,8 @@ class Shapes:
         self.inner, self.seen = inner, set()
         planned = inner._planner._ragged
 
-        def plan(batch, memory):
-            made = planned(batch, memory)
+        def plan(batch, memory, adapters):
+            made = planned(batch, memory, adapters)
             if made.whole is None:
                 self.seen.add("none")
             else:

@@ -406,6 +406,7 @@ async def test_messages_on_their_way_to_an_engine_that_dies_end_with_it():
     loop = asyncio.get_running_loop()
     engine._socket = SimpleNamespace(send=lambda message: loop.create_future())
     engine._death, engine._streams, engine._stats_waiters, engine._sending = None, {}, [], set()
+    engine._adapter_waiters = {}
     waiting, left = (asyncio.create_task(engine._send(wire.StatsQuery())) for _ in range(2))
     await asyncio.sleep(0)
     left.cancel()

@@ -63,7 +63,7 @@ def detail(response, status):
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs", ["'jsn'"]),
         ({"guided_choice": []}, "guided_choice", ["1 to"]),
         ({"guided_choice": [""]}, "guided_choice", ["empty"]),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", ["give one"]),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", ["give only one"]),
         ({"messages": []}, "messages", ["is empty: give at least 1"]),
         ({"messages": "Hi"}, "messages", []),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages", ["messages[0].role"]),

@@ -36,6 +36,8 @@ def test_every_setting_is_on_the_page_and_explained() -> None:
 
 def test_a_row_says_values_default_and_meaning() -> None:
     rows = page().splitlines()
-    assert any(r.startswith('| `rounding` | `stochastic`, `nearest` | `"stochastic"` | of weights') for r in rows)
+    assert any(
+        r.startswith('| `rounding` | `stochastic`, `nearest` | `"stochastic"` | rounding of weights') for r in rows
+    )
     assert any(r.startswith("| `learning_rate` | number | by task | 3e-4 to pretrain") for r in rows)
     assert any(r.startswith("| `model` | string | needed |") for r in rows)

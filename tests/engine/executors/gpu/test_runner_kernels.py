@@ -70,8 +70,8 @@ def test_padding_is_never_seen(options):
     runner = GPURunner(model, *padded, **limits, pad_tokens=16, **options)
     plan_ragged, apart = runner._planner._ragged, []
 
-    def every_token_has_a_row(batch, memory):
-        plan = plan_ragged(batch, memory)
+    def every_token_has_a_row(batch, memory, adapters):
+        plan = plan_ragged(batch, memory, adapters)
         if plan.whole is not None:  # attention multiplies values past the end of a prompt with 0: none may be NaN
             apart.append(plan)
             assert plan.layout.numpy(memory).start[-1] == plan.layout.tokens

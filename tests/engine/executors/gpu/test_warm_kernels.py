@@ -114,7 +114,7 @@ def test_whole_prompts_behind_decodes_and_alone():
         )
         return inner(tokens, positions, context, places)
 
-    noted.ops = inner.ops
+    noted.ops, noted.adapters = inner.ops, inner.adapters
     runner._model = noted
     for task in found:
         runner.compile_whole(task.rows, task.prompts, task.tokens_each)
