@@ -313,7 +313,7 @@ class EngineCore:
         step, work = self._work
         if batch.step != step:
             next_one = batch.step == step + 1 and self.scheduler.config.pipeline_depth == 1
-            goes_on = batch.again and next_one and not work.pairs
+            goes_on = batch.again and next_one and not (work.pairs or work.scored)
             if goes_on:
                 work = work._replace(keys=work.keys + work.tokens)
             else:
