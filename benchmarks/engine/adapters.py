@@ -4,7 +4,7 @@
                                          [--rank 16] [--targets q_proj v_proj ...] [--device cpu] [--out FILE]
 
 ``base`` is an engine without ``enable_lora``, ``unused`` one with adapters loaded that no request names, ``mixed`` has
-an adapter for every other row, and a number is so many adapters over all rows. ``served alone`` (``--alone``) is
+an adapter for every other row, and a number is the count of adapters over all rows. ``served alone`` (``--alone``) is
 the base with one adapter for all requests (``--adapter``). Contenders take turns within each round; ratios are of one
 round.
 Adapters have random factors beside the matrices of ``--targets`` (all of the layers if none are named).

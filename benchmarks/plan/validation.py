@@ -59,7 +59,7 @@ from transect.spec.shapes import PRESETS
 PROMPT, OUTPUT = "uniform:16-96", "uniform:8-24"
 BURSTINESS = (0.25, 1.0, 4.0)
 SHARES = (0.3, 0.6, 0.9)
-"""Of the knee."""
+"""Loads, as shares of the load at the knee."""
 KNEE = "ttft.p99=3s,itl.p99=1s"
 FIGURES = (
     ("ttft", "p50"),
@@ -72,7 +72,7 @@ FIGURES = (
 )
 CONTEXT = 1024
 ENGINES = 8
-"""Of the fleet whose simulation is timed."""
+"""Engines of the fleet whose simulation is timed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@
 * ``families/``: families of models, one file an entry; ``hf.py`` reads and writes their ``config.json``, ``gguf.py``
   their GGUF metadata; ``gguf_places.py``: tensors of GGUF files
 * ``settings.py``: settings of engine, server and training: options, checks and pages from dataclasses
-* ``fields.py``: values of files, checked as they are read, with errors that name the field
+* ``fields.py``: values of files, checked as they are read, with errors that name the field; ``records.py`` finds the
+  records of folders with one file an entry
 * ``layouts/``: layouts of a model over ranks; ``numbers/``: number formats, one file an entry
 """

@@ -26,7 +26,7 @@ class Submit(msgspec.Struct, tag="submit"):
     output_token_ids: tuple[tuple[int, ...] | None, ...] | None = None
     """See ``Request``; None unless another engine has begun the request."""
     arrival: float | None = None
-    """Arrival at the first engine, on the machine's monotonic clock; None for now."""
+    """Arrival at the first engine, on the machine's monotonic clock; None if the request arrives now."""
     adapter: str = ""
     """Content id of its adapter; empty for none."""
     adapter_path: str = ""

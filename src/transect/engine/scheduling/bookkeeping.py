@@ -201,7 +201,7 @@ class Bookkeeping:
         self.jumps.reset()
         self.blocks.reset(self._step)
         for state in self.requests.values():
-            for seq in state.begin_anew():
+            for seq in state.restart():
                 self.waiting.push(seq)
         told = unclear is None or any((o.request_id, o.index) == (unclear.request_id, unclear.index) for o in outputs)
         if unclear is not None and not told and unclear.finish_reason is None:

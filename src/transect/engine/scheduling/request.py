@@ -221,7 +221,7 @@ class Sequence:
             ),
         )
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Discard KV blocks and draws in flight; the known tokens, and the state derived from them, are kept."""
         self.length = self.prompt_len + len(self.output_token_ids)
         self.scheduled = self.last_step = self.cached = self.num_registered = 0
@@ -323,17 +323,17 @@ class RequestState:
                 self.num_live -= 1
             else:
                 choice.output_token_ids.extend(tokens)
-        going = self.begin_anew()
+        going = self.restart()
         if self.prompt_done:
             self.first_scheduled, self.prompt_logprobs = now, None
         return going
 
-    def begin_anew(self) -> list[Sequence]:
+    def restart(self) -> list[Sequence]:
         """Discard KV blocks and draws in flight of all choices. Returns the sequences that have tokens to compute."""
         self.prompt_done = any(c.output_token_ids or c.finish_reason == ELSEWHERE for c in self.choices)
         going = []
         for choice in self.choices:
-            choice.begin_anew()
+            choice.restart()
             ended = choice.finish_reason is not None
             choice.status = Status.GONE if ended else Status.UNBORN
             if choice is self.leader if not self.prompt_done else not ended:

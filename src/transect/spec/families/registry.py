@@ -6,12 +6,11 @@ name, parity tests and the table of the docs ask here.
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 
 from ..fields import shown
+from ..records import records_in
 from .family import Family
 
 
@@ -22,14 +21,7 @@ def families() -> Mapping[str, Family]:
     Raises:
         ValueError: two records have one name.
     """
-    found: dict[str, Family] = {}
-    for info in pkgutil.iter_modules(import_module(__package__).__path__):
-        if info.name == __name__.rpartition(".")[2]:
-            continue
-        for each in vars(import_module(f"{__package__}.{info.name}")).values():
-            if isinstance(each, Family) and found.setdefault(each.name, each) is not each:
-                raise ValueError(f"two families are called {each.name!r}: rename one")
-    return found
+    return records_in(__package__, Family, "families")
 
 
 @cache

@@ -7,53 +7,27 @@ options that take a format, their help, the errors and the table of the docs ask
 from __future__ import annotations
 
 import math
-import pkgutil
 from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 from ..fields import Fields
+from ..records import records_in
 from .dense import DTYPES
 from .gguf import BLOCK_TYPES, MATRIX_TYPES
 from .number_format import CacheUse, FileUse, Method, NumberFormat
-
-T = TypeVar("T")
-
-
-@cache
-def _modules() -> tuple[Any, ...]:
-    package = import_module(__package__)
-    found = (info.name for info in pkgutil.iter_modules(package.__path__))
-    return tuple(import_module(f"{__package__}.{name}") for name in found if name != __name__.rpartition(".")[2])
-
-
-def _all(kind: type[T]) -> dict[str, T]:
-    """Return records by name.
-
-    Raises:
-        ValueError: two records have one name.
-    """
-    found: dict[str, T] = {}
-    for module in _modules():
-        for each in vars(module).values():
-            if isinstance(each, kind):
-                name: str = each.name  # type: ignore[attr-defined]
-                if found.setdefault(name, each) is not each:
-                    raise ValueError(f"two records of {kind.__name__} are called {name!r}: rename one")
-    return found
 
 
 @cache
 def formats() -> Mapping[str, NumberFormat]:
     """Return all formats by name."""
-    return _all(NumberFormat)
+    return records_in(__package__, NumberFormat, "number formats")
 
 
 @cache
 def methods() -> Mapping[str, Method]:
     """Return the quantization methods of checkpoints that can be read, by name."""
-    return _all(Method)
+    return records_in(__package__, Method, "checkpoint methods")
 
 
 @cache

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 
+from ...records import records_in
 from .pipeline_schedule import PipelineSchedule
 
 
@@ -17,13 +16,7 @@ def schedules() -> Mapping[str, PipelineSchedule]:
     Raises:
         ValueError: two records have one name.
     """
-    found: dict[str, PipelineSchedule] = {}
-    for info in pkgutil.iter_modules(import_module(__package__).__path__):
-        if info.name == __name__.rpartition(".")[2]:
-            continue
-        for each in vars(import_module(f"{__package__}.{info.name}")).values():
-            if isinstance(each, PipelineSchedule) and found.setdefault(each.name, each) is not each:
-                raise ValueError(f"two pipeline schedules are called {each.name!r}: rename one")
+    found = records_in(__package__, PipelineSchedule, "pipeline schedules")
     return {each.name: each for each in sorted(found.values(), key=lambda each: (each.chunked, each.name))}
 
 
