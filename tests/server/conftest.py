@@ -90,7 +90,17 @@ class FakeEngine:
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def stream(
-        self, prompt_token_ids, params, request_id, *, prompt=None, priority=0, pooling=None, client="", weight=1.0
+        self,
+        prompt_token_ids,
+        params,
+        request_id,
+        *,
+        prompt=None,
+        priority=0,
+        pooling=None,
+        client="",
+        weight=1.0,
+        adapter=None,
     ) -> AsyncIterator:
         text = bytes(each for each in prompt_token_ids if each < 256).decode(errors="replace")
         if "FULL" in text:

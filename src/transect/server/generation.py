@@ -220,7 +220,7 @@ class Generation:
             pooling=self._pooling,
             client=self._client.name,
             weight=self._client.weight,
-            **({} if adapter is None else {"adapter": adapter}),
+            adapter=adapter,
         )
         try:
             async with aclosing(stream) as updates:  # type: ignore[type-var]

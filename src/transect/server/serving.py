@@ -23,6 +23,7 @@ from .options import ServerOptions
 from .rendering import Renderer, RenderHere
 
 if TYPE_CHECKING:
+    from ..checkpoints.peft_config import AdapterFiles
     from ..engine.scheduling.outputs import SchedulerStats
     from ..text.output_processor import Update
     from ..text.protocols import ChatTemplateLike, TokenizerLike
@@ -33,7 +34,7 @@ PROBE_S = 2.0
 
 
 class Engine(Protocol):
-    """The part of ``engine.async_engine.AsyncEngine`` that the server uses."""
+    """The part of ``engine.frontends.generating.Generates`` that the server uses."""
 
     @property
     def tokenizer(self) -> TokenizerLike: ...
@@ -63,6 +64,7 @@ class Engine(Protocol):
         pooling: Pooling | None = None,
         client: str = "",
         weight: float = 1.0,
+        adapter: AdapterFiles | None = None,
     ) -> AsyncIterator[Update]:
         """Yield deltas of all choices until each had its terminal update; closing the iterator early aborts the
         request."""
