@@ -231,6 +231,8 @@ class Generation:
             self._serving.adapters.use(self._adapter) as adapter,
             aclosing(self._updates_with(adapter, index, prompt)) as events,
         ):
+            if adapter is not None and self._slip is not None:
+                self._slip.adapter = adapter.id
             async for event in events:
                 yield event
 
