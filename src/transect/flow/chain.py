@@ -8,9 +8,11 @@ not pass ends the chain; a failed one too, with the error as reason.
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .digests import differences, key_of
@@ -91,11 +93,12 @@ class Chain:
         found: list[PlannedStep] = []
         unknown = stopped = ""
         last = self._last_kept()
+        folders: dict[str, Path] = {}
         for step in self._steps.values():
             if step.name not in self.config.tables:
                 found.append(PlannedStep(step.name, "leave out", "", f"the file has no table [{step.name}]"))
                 continue
-            context = self._context(step, outcomes, "")
+            context = self._context(step, outcomes, folders)
             if stopped:
                 found.append(PlannedStep(step.name, "leave out", "", f"{stopped} does not pass"))
                 continue
@@ -107,9 +110,9 @@ class Chain:
             kept = self.folder.outcome(step.name, key)
             if kept is not None:
                 outcome = StepOutcome.from_dict(kept)
-                reason = step.lost(self._context(step, outcomes, key), outcome) if step.name == last else ""
+                reason = self._lost(step, self._context(step, outcomes, folders, key, is_last=step.name == last), outcome)
                 if not reason:
-                    outcomes[step.name] = outcome
+                    outcomes[step.name], folders[step.name] = outcome, self.folder.work(step.name, key)
                     found.append(PlannedStep(step.name, "skip", outcome.reason, "its inputs did not change"))
                     stopped = "" if outcome.passed else step.name
                     continue
@@ -135,18 +138,24 @@ class Chain:
             last = self._last_kept()
             states = [StepState(name, WAITING if name in self.config.tables else LEFT_OUT) for name in self._steps]
             outcomes: dict[str, StepOutcome] = {}
+            folders: dict[str, Path] = {}
             for state in states:
                 if state.state == LEFT_OUT:
                     continue
-                outcome = self._advance(state, states, outcomes, last)
-                outcomes[state.name] = outcome
+                outcome = self._advance(state, states, outcomes, folders, last)
+                outcomes[state.name], folders[state.name] = outcome, self.folder.work(state.name, state.key)
                 if not outcome.passed:
                     break
             self._write(states)
             return states
 
     def _advance(
-        self, state: StepState, states: list[StepState], outcomes: Mapping[str, StepOutcome], last: str
+        self,
+        state: StepState,
+        states: list[StepState],
+        outcomes: Mapping[str, StepOutcome],
+        folders: Mapping[str, Path],
+        last: str,
     ) -> StepOutcome:
         """Run or skip one step; raises as ``run``."""
         step = self._steps[state.name]
@@ -154,13 +163,13 @@ class Chain:
         try:
             if self._should_stop():
                 raise InterruptedStep
-            state.inputs = plain(step.inputs(self._context(step, outcomes, "")))
+            state.inputs = plain(step.inputs(self._context(step, outcomes, folders)))
             state.key = key_of([step.name, state.inputs])
-            context = self._context(step, outcomes, state.key, states, state)
+            context = self._context(step, outcomes, folders, state.key, states, state, step.name == last)
             kept = self.folder.outcome(step.name, state.key)
             if kept is not None:
                 outcome = StepOutcome.from_dict(kept)
-                reason = step.lost(context, outcome) if step.name == last else ""
+                reason = self._lost(step, context, outcome)
                 if not reason:
                     state.began, state.seconds, state.kept = kept.get("began", 0.0), kept.get("seconds", 0.0), True
                     self._end(state, outcome)
@@ -208,9 +217,11 @@ class Chain:
         self,
         step: FlowStep,
         outcomes: Mapping[str, StepOutcome],
-        key: str,
+        folders: Mapping[str, Path],
+        key: str = "",
         states: list[StepState] | None = None,
         state: StepState | None = None,
+        is_last: bool = True,
     ) -> StepContext:
         def show(figures: Mapping[str, Any]) -> None:
             assert states is not None and state is not None
@@ -223,10 +234,18 @@ class Chain:
             folder=self.folder.work(step.name, key),
             tables=self.config.tables,
             before=dict(outcomes),
+            folders=dict(folders),
+            is_last=is_last,
             tell=lambda line: self._tell(f"{step.name}: {line}"),
             show=show if state is not None else lambda figures: None,
             should_stop=self._should_stop,
         )
+
+    @staticmethod
+    def _lost(step: FlowStep, context: StepContext, outcome: StepOutcome) -> str:
+        """Return the reason why a kept outcome cannot be used; empty if it can."""
+        missing = [name for name in outcome.files.values() if not (context.folder / name).exists()]
+        return f"{context.folder / missing[0]} is missing" if missing else step.lost(context, outcome)
 
     def _write(self, states: list[StepState]) -> None:
         self.folder.write_chain(
@@ -246,18 +265,20 @@ class Chain:
     def _last_kept(self) -> str:
         """Return the name of the last step that would be skipped."""
         outcomes: dict[str, StepOutcome] = {}
+        folders: dict[str, Path] = {}
         last = ""
         for step in self._steps.values():
             if step.name not in self.config.tables:
                 continue
             try:
-                inputs = plain(step.inputs(self._context(step, outcomes, "")))
+                inputs = plain(step.inputs(self._context(step, outcomes, folders)))
             except ValueError:  # the run itself reports it, in the step's turn
                 break
-            kept = self.folder.outcome(step.name, key_of([step.name, inputs]))
+            key = key_of([step.name, inputs])
+            kept = self.folder.outcome(step.name, key)
             if kept is None:
                 break
-            outcomes[step.name] = StepOutcome.from_dict(kept)
+            outcomes[step.name], folders[step.name] = StepOutcome.from_dict(kept), self.folder.work(step.name, key)
             last = step.name
             if not outcomes[step.name].passed:
                 break
@@ -266,6 +287,4 @@ class Chain:
 
 def plain(values: Any) -> Any:
     """Return values as JSON would return them: tuples as lists, paths as text, keys as text."""
-    import json
-
     return json.loads(json.dumps(values, default=str))

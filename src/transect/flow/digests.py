@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,22 @@ def canonical(values: Any) -> bytes:
 
 
 def file_digest(path: Path) -> str:
-    """Hash a file's content (SHA-256).
+    """Hash a file's content (SHA-256); a file that did not change since is not read again.
 
     Raises:
         ValueError: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        found = path.stat()
+        return _digest(path, found.st_ino, found.st_size, found.st_mtime_ns)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+@lru_cache(4096)
+def _digest(path: Path, *_version: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def files_digest(paths: Iterable[Path]) -> str:

@@ -58,9 +58,9 @@ def without_duplicates(rows: Sequence[DataRow], found: DataFindings) -> list[Dat
     return list(kept.values())
 
 
-def group_alike(rows: Sequence[DataRow], threshold: float, column: str, found: DataFindings) -> list[int]:
-    """Return for each row the index of the first row of its group: rows with similar questions, or with the same value
-    in ``column``, are connected."""
+def group_alike(rows: Sequence[DataRow], threshold: float, found: DataFindings) -> list[int]:
+    """Return for each row the index of the first row of its group: rows with similar questions, or of the same
+    ``group``, are connected."""
 
     def pairs() -> list[tuple[int, int]]:
         alike = []
@@ -73,8 +73,8 @@ def group_alike(rows: Sequence[DataRow], threshold: float, column: str, found: D
         found.near = len(later)
         first: dict[str, int] = {}
         for index, row in enumerate(rows):
-            if column and row.values.get(column) is not None:
-                alike.append((first.setdefault(str(row.values[column]), index), index))
+            if row.group:
+                alike.append((first.setdefault(row.group, index), index))
         return alike
 
     return clusters(len(rows), iter(pairs()))

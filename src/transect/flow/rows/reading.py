@@ -25,6 +25,7 @@ class DataRow:
         answer: text of the trained answer; empty without one.
         place: file and line.
         id: hash of ``values``.
+        group: value of the column that keeps rows together; empty without one.
     """
 
     values: Mapping[str, Any]
@@ -33,13 +34,17 @@ class DataRow:
     answer: str
     place: str
     id: str
+    group: str = ""
 
 
-def read_rows(names: Sequence[str], columns: Mapping[str, str], bad: Counter[str] | None) -> Iterator[DataRow]:
+def read_rows(
+    names: Sequence[str], columns: Mapping[str, str], group: str, bad: Counter[str] | None
+) -> Iterator[DataRow]:
     """Read the rows of files.
 
     Args:
         columns: as ``data.columns`` of a training run.
+        group: column of ``DataRow.group``; empty for none.
         bad: counts rows that cannot be used, by reason; None makes the first one an error.
 
     Raises:
@@ -67,7 +72,10 @@ def read_rows(names: Sequence[str], columns: Mapping[str, str], bad: Counter[str
                 continue
             values = {key: value for key, value in row.items() if key in layout.keys}
             prompt, answer = texts_of(form)
-            yield DataRow(values, layout.name, prompt or answer, answer, where, key_of(values))
+            owner = row.get(group) if group else None
+            yield DataRow(
+                values, layout.name, prompt or answer, answer, where, key_of(values), "" if owner is None else str(owner)
+            )
 
 
 def _rows_of(file: DataFile) -> Iterator[tuple[str, Mapping[str, Any] | ValueError]]:

@@ -100,7 +100,7 @@ def _run(context: StepContext) -> StepOutcome:
     skipped = bad if settings.on_bad_row == "skip" else None
     names = [str(context.path(name)) for name in settings.files]
     files = find(names, "data.files")
-    rows = list(read_rows(names, settings.columns, skipped))
+    rows = list(read_rows(names, settings.columns, settings.group, skipped))
     if not rows:
         raise ValueError(f"{', '.join(settings.files)} hold no row that can be used: correct data.files")
     found = DataFindings()
@@ -118,7 +118,7 @@ def _run(context: StepContext) -> StepOutcome:
     if not rows:
         raise ValueError("every row overlaps with a benchmark: give other data.files or gate files")
     context.check_stop()
-    groups = group_alike(rows, settings.near, settings.group, found)
+    groups = group_alike(rows, settings.near, found)
     if settings.near_duplicates == "drop":
         kept = [index for index, group in enumerate(groups) if group == index]
         rows, groups = [rows[index] for index in kept], list(range(len(kept)))
@@ -149,9 +149,9 @@ def _run(context: StepContext) -> StepOutcome:
         outputs={
             "version": version,
             "layout": rows[0].layout,
-            **{name: str(context.folder / f"{name}.jsonl") if parts[name] else "" for name in SPLITS},
             "digests": {name: key_of(contents[name].decode()) for name in SPLITS},
         },
+        files={name: f"{name}.jsonl" for name in SPLITS if parts[name]},
     )
 
 

@@ -22,13 +22,15 @@ class StepOutcome:
         reason: the result in one sentence, with its numbers.
         passed: False stops the chain here.
         figures: numbers and texts to show.
-        outputs: plain values for later steps: paths, digests, names.
+        outputs: plain values for later steps: digests, names.
+        files: files and folders for later steps, by name: paths relative to the step's folder.
     """
 
     reason: str
     passed: bool = True
     figures: Mapping[str, Any] = field(default_factory=dict)
     outputs: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -37,7 +39,7 @@ class StepOutcome:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepOutcome:
         """Build the outcome from values of ``to_dict``; others are ignored."""
-        return cls(values["reason"], values["passed"], values["figures"], values["outputs"])
+        return cls(values["reason"], values["passed"], values["figures"], values["outputs"], values["files"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class StepContext:
             run with the same inputs.
         tables: settings of all steps, by name.
         before: outcomes of earlier steps, by name. In a plan some are missing.
+        folders: folders of these steps.
+        is_last: no later step has ended.
         tell: prints a line of progress.
         show: replaces the figures of the running step in ``chain.json``.
         should_stop: returns True if the flow was asked to stop; a long step then raises ``InterruptedStep``.
@@ -61,6 +65,8 @@ class StepContext:
     folder: Path
     tables: Mapping[str, Any]
     before: Mapping[str, StepOutcome]
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    is_last: bool = True
     tell: Callable[[str], None] = lambda line: None
     show: Callable[[Mapping[str, Any]], None] = lambda figures: None
     should_stop: Callable[[], bool] = lambda: False
@@ -72,6 +78,11 @@ class StepContext:
     def output(self, step: str, name: str, default: Any = None) -> Any:
         """Return a value that an earlier step has put out; ``default`` if there is none."""
         return self.before[step].outputs.get(name, default) if step in self.before else default
+
+    def file(self, step: str, name: str) -> Path | None:
+        """Return the path of a file that an earlier step has made; None if there is none of this name."""
+        found = self.before[step].files.get(name) if step in self.before else None
+        return None if found is None else self.folders[step] / found
 
     def check_stop(self) -> None:
         """Raise InterruptedStep if the flow was asked to stop."""
@@ -93,8 +104,8 @@ class FlowStep:
         run: the work. After a kill it is called again with the same folder and continues there.
         missing: action for a file without the step's table: run it with ``defaults``, leave it ``out``, or ``refuse``
             the file.
-        lost: the reason why the effect of an earlier run is gone (a server that has forgotten a model); empty if it is
-            still there. It is called for the last finished step only, and makes it run again.
+        lost: the reason why the effect of an earlier run is gone, such as a server that has forgotten a model; empty if
+            it is still there. A step whose effect is gone runs again, as does one whose files are.
         read: builds the settings from a table; the second argument precedes a key in messages.
     """
 
