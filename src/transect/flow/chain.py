@@ -1,6 +1,6 @@
 """The chain of a flow: runs its steps in order, skips those whose inputs did not change, resumes after a kill.
 
-A step's key is the hash of its name and inputs: settings, contents of files, digests of earlier outcomes. Where an outcome
+A step's key is the hash of its name and inputs: settings, contents of files, digests of earlier outcomes. If an outcome
 with that key exists, the step is skipped. Else its work starts, or continues, in a folder of that key. A step that does
 not pass ends the chain; a failed one too, with the error as reason.
 """
@@ -110,7 +110,9 @@ class Chain:
             kept = self.folder.outcome(step.name, key)
             if kept is not None:
                 outcome = StepOutcome.from_dict(kept)
-                reason = self._lost(step, self._context(step, outcomes, folders, key, is_last=step.name == last), outcome)
+                reason = self._lost(
+                    step, self._context(step, outcomes, folders, key, is_last=step.name == last), outcome
+                )
                 if not reason:
                     outcomes[step.name], folders[step.name] = outcome, self.folder.work(step.name, key)
                     found.append(PlannedStep(step.name, "skip", outcome.reason, "its inputs did not change"))

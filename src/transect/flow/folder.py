@@ -5,8 +5,8 @@
     DIR/work/STEP-KEY/              files of a step for one set of inputs; KEY is their hash
     DIR/work/STEP-KEY/outcome.json  its result; exists only if the step has ended
 
-A file is written beside its place, flushed, and renamed. So an ``outcome.json`` is whole, and work of other inputs stays
-for the day when the settings return.
+A file is written beside its place, flushed, and renamed, so an ``outcome.json`` is whole. Work of other inputs stays
+for the day when these settings return.
 """
 
 from __future__ import annotations

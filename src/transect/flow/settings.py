@@ -17,6 +17,27 @@ from .steps.step import FlowStep
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 
 
+def read_flow(path: Path) -> dict[str, Any]:
+    """Read a flow's file as nested values. Raises ValueError if it cannot be read or is not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+
+
+def flow_folder(values: Mapping[str, Any], path: Path) -> Path:
+    """Return the directory of a flow's states. Raises ValueError for a ``name`` or ``dir`` that cannot be used."""
+    name = values.get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(f"{path}: name must be letters, digits, dots, - and _ (at most 64), not {name!r}")
+    folder = values.get("dir", f"flows/{name}")
+    if not isinstance(folder, str) or not folder:
+        raise ValueError(f"{path}: dir must be a directory, not {folder!r}")
+    return path.parent / Path(folder).expanduser()
+
+
 @dataclass(frozen=True, slots=True)
 class FlowConfig:
     """Settings of a flow.
@@ -48,13 +69,7 @@ class FlowConfig:
                 message names the key.
         """
         path = Path(path)
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-        except OSError as error:
-            raise ValueError(f"cannot read {path}: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not TOML: {error}") from None
-        return cls.from_dict(overridden(values, settings), path, all_steps() if steps is None else steps)
+        return cls.from_dict(overridden(read_flow(path), settings), path, all_steps() if steps is None else steps)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], path: Path, steps: Mapping[str, FlowStep]) -> FlowConfig:
@@ -65,12 +80,7 @@ class FlowConfig:
                 near = difflib.get_close_matches(key, known, 1)
                 hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
                 raise ValueError(f"{path}: the setting {key} is not known; {hint}")
-        name = values.get("name")
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise ValueError(f"{path}: name must be letters, digits, dots, - and _ (at most 64), not {name!r}")
-        folder = values.get("dir", f"flows/{name}")
-        if not isinstance(folder, str) or not folder:
-            raise ValueError(f"{path}: dir must be a directory, not {folder!r}")
+        folder = flow_folder(values, path)
         tables = {}
         for step in steps.values():
             if step.name not in values and step.missing == "out":
@@ -84,4 +94,4 @@ class FlowConfig:
                 tables[step.name] = step.read(step.settings, table, f"{step.name}.")
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from None
-        return cls(name, path, path.parent / Path(folder).expanduser(), tables)
+        return cls(values["name"], path, folder, tables)

@@ -70,9 +70,7 @@ def rate_difference(hits: float, count: int, other_hits: float, other_count: int
     return _difference(hits, count, other_hits, other_count, 0.0, confidence)
 
 
-def _difference(
-    hits: float, count: int, other_hits: float, other_count: int, phi: float, confidence: float
-) -> Bounds:
+def _difference(hits: float, count: int, other_hits: float, other_count: int, phi: float, confidence: float) -> Bounds:
     p, q = hits / count, other_hits / other_count
     low, high = rate_bounds(hits, count, confidence)
     other_low, other_high = rate_bounds(other_hits, other_count, confidence)

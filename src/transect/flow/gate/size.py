@@ -24,9 +24,7 @@ class SizeBars:
         parse_bytes(self.most)
 
 
-def _take(
-    candidate: TestedModel, current: TestedModel, settings: SizeBars, path: Callable[[str], Path]
-) -> Samples:
+def _take(candidate: TestedModel, current: TestedModel, settings: SizeBars, path: Callable[[str], Path]) -> Samples:
     return {"candidate": [candidate.size], "current": [current.size]}
 
 

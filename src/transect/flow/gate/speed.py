@@ -40,9 +40,7 @@ class SpeedBars:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
 
-def _take(
-    candidate: TestedModel, current: TestedModel, settings: SpeedBars, path: Callable[[str], Path]
-) -> Samples:
+def _take(candidate: TestedModel, current: TestedModel, settings: SpeedBars, path: Callable[[str], Path]) -> Samples:
     samples: Samples = {"candidate": [], "current": []}
     models = {"candidate": candidate, "current": current}
     rounds = [(number, name) for number in range(settings.rounds + 1) for name in models]

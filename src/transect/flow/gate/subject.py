@@ -92,7 +92,9 @@ class EngineModel:
         source = resolve(self.base)
         tokenizer = llm.tokenizer
         if not isinstance(tokenizer, Tokenizer):
-            raise ValueError(f"{self.base} brings no tokenizer, so it cannot be given text: choose a model that has one")
+            raise ValueError(
+                f"{self.base} brings no tokenizer, so it cannot be given text: choose a model that has one"
+            )
         template = run_template(source, tokenizer, DataConfig())
         documents: list[Document] = []
         for file in find([str(path)], "gate.perplexity.file"):

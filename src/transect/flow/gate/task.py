@@ -28,9 +28,7 @@ class TaskBars(RateBars):
     max_tokens: int = 64
 
 
-def _take(
-    candidate: TestedModel, current: TestedModel, settings: TaskBars, path: Callable[[str], Path]
-) -> Samples:
+def _take(candidate: TestedModel, current: TestedModel, settings: TaskBars, path: Callable[[str], Path]) -> Samples:
     questions = read_questions(path(settings.file))
     checker = checker_of(settings.check, path)
     samples: Samples = {}

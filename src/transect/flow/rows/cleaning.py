@@ -128,7 +128,8 @@ def split(rows: Sequence[DataRow], groups: Sequence[int], shares: tuple[float, f
             largest = max(sizes, key=lambda each: (sizes[each], each))
             if sizes[largest] < 2:
                 raise ValueError(
-                    f"data has {len(rows)} rows in {len(place)} groups of similar ones, too few for {', '.join(wanted)}: "
+                    f"data has {len(rows)} rows in {len(place)} groups of similar ones, too few for "
+                    f"{', '.join(wanted)}: "
                     "add rows, raise data.near, or set data.validation_share or data.test_share to 0"
                 )
             group = min((each for each in lot if lot[each] == largest), key=lambda each: place[each])

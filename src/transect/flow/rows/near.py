@@ -1,9 +1,9 @@
 r"""Near-duplicates by MinHash and locality-sensitive hashing (Broder 1997; Leskovec, Rajaraman, Ullman, chapter 3).
 
-A text is the set of its 5-byte shingles, after case, marks and spaces are evened out. For a random order of all shingles,
-two texts have the same smallest one with the probability of their Jaccard similarity J = |A n B| / |A u B|. A signature is
-the smallest shingle in each of 128 orders. Its bands of r values are buckets: texts with similarity J share at least one
-of b buckets with the probability 1 - (1 - J^r)^b. Texts that share one are then compared exactly.
+A text is the set of its 5-byte shingles, after case, marks and spaces are evened out. For a random order of all
+shingles, two texts have the same smallest one with the probability of their Jaccard similarity J = |A n B| / |A u B|. A
+signature is the smallest shingle in each of 128 orders. Its bands of r values are buckets: texts with similarity J
+share at least one of b buckets with the probability 1 - (1 - J^r)^b. Texts that share one are then compared exactly.
 """
 
 from __future__ import annotations

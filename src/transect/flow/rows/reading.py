@@ -53,7 +53,9 @@ def read_rows(
     first = ""
     for file in find(list(names), "data.files"):
         if file.kind == "tokens":
-            raise ValueError(f"{file.path} holds tokens, and data.files needs text or rows: name the file they are from")
+            raise ValueError(
+                f"{file.path} holds tokens, and data.files needs text or rows: name the file they are from"
+            )
         for where, row in _rows_of(file):
             try:
                 if isinstance(row, ValueError):
@@ -74,7 +76,13 @@ def read_rows(
             prompt, answer = texts_of(form)
             owner = row.get(group) if group else None
             yield DataRow(
-                values, layout.name, prompt or answer, answer, where, key_of(values), "" if owner is None else str(owner)
+                values,
+                layout.name,
+                prompt or answer,
+                answer,
+                where,
+                key_of(values),
+                "" if owner is None else str(owner),
             )
 
 

@@ -1,8 +1,8 @@
 """The data of a flow: checked, cleaned, split without leaks, and kept as a version that is named by its content.
 
-A version has three files of JSON lines (``train``, ``validation``, ``test``), with the columns that the trainer reads. Its
-name is the hash of the three. Rows with similar questions share a split, so no question of the test is a rewording of a
-trained one. Rows that overlap with a benchmark, or with a file of the gate, are left out.
+A version has three files of JSON lines (``train``, ``validation``, ``test``), with the columns that the trainer reads.
+Its name is the hash of the three. Rows with similar questions share a split, so no question of the test is a rewording
+of a trained one. Rows that overlap with a benchmark, or with a file of the gate, are left out.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ def _run(context: StepContext) -> StepOutcome:
         "overlap": found.overlap,
         "conflicts": found.conflicts,
     }
-    write_json({**figures, "version": version, "bad": dict(bad), "examples": found.examples}, context.folder / "report.json")
+    write_json(
+        {**figures, "version": version, "bad": dict(bad), "examples": found.examples}, context.folder / "report.json"
+    )
     dropped = [f"{figures[name]} {name}" for name in ("bad rows", "duplicates", "overlap") if figures[name]]
     left = f"; left out: {', '.join(dropped)}" if dropped else ""
     counts = ", ".join(f"{len(part)} {name}" for name, part in parts.items())

@@ -1,7 +1,7 @@
 """The gate: the candidate is measured beside the current model, and stopped unless every measure is within its bars.
 
-A measure compares with a confidence interval: a bar is met if the whole interval is on its good side, so a noisy gain is not
-a pass. The level is shared among the measures (Bonferroni), so that many measures do not find a false gain.
+A measure compares with a confidence interval: a bar is met if the whole interval is on its good side, so a noisy gain
+is not a pass. The level is shared among the measures (Bonferroni), so that many measures do not find a false gain.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def measure_kind_of(name: str, entries: dict[str, Any], where: str) -> GateMeasu
     return measure_kind(kind)
 
 
-def _against(context: StepContext) -> tuple[str, FlowModel]:
-    """Return name and model of the current version; of the base if there is none.
+def _against(context: StepContext) -> tuple[str, str, FlowModel]:
+    """Return name, version and model to compare with: the current version; without one, the base.
 
     If the candidate is the current version itself, the flow has promoted it before, and the version that it replaced
     counts: a flow that is done stays done.
@@ -92,16 +92,19 @@ def _against(context: StepContext) -> tuple[str, FlowModel]:
     while found is not None and found.model.digest == context.output("train", "digest"):
         found = catalog.version(found.replaced) if found.replaced else None
     if found is not None:
-        return found.name, found.model
+        return found.name, found.name, found.model
     base = context.output("train", "base")
-    return base, model_of(base)
+    return base, "", model_of(base)
 
 
 def _inputs(context: StepContext) -> Mapping[str, Any]:
     settings: FlowGate = context.tables["gate"]
-    name, current = _against(context)
+    _, _, current = _against(context)
     return {
-        "settings": {**asdict(settings), "checks": {name: [k.name, asdict(s)] for name, (k, s) in settings.kinds().items()}},
+        "settings": {
+            **asdict(settings),
+            "checks": {name: [k.name, asdict(s)] for name, (k, s) in settings.kinds().items()},
+        },
         "files": {name: file_digest(context.path(name)) for name in settings.files()},
         "test": context.output("data", "digests", {}).get(TEST),
         "candidate": context.output("train", "digest"),
@@ -120,10 +123,11 @@ def _plan(context: StepContext) -> str:
 
 def _run(context: StepContext) -> StepOutcome:
     settings: FlowGate = context.tables["gate"]
-    against, current = _against(context)
+    against, version, current = _against(context)
+    outputs = {"against": against, "version": version}
     checks = settings.kinds()
     if not checks:
-        return StepOutcome("passed: the gate has no checks", outputs={"against": against})
+        return StepOutcome("passed: the gate has no checks", outputs=outputs)
     folder = context.file("train", "model")
     assert folder is not None
     candidate = model_of(str(folder), base=context.output("train", "base"))
@@ -141,7 +145,7 @@ def _run(context: StepContext) -> StepOutcome:
         reason = f"not better than {against}, {len(failed)} of {len(checks)} checks fail. {'. '.join(failed)}"
     else:
         reason = f"passed against {against}. {'. '.join(f'{name}: {each.reason}' for name, each in verdicts.items())}"
-    return StepOutcome(reason, not failed, figures, {"against": against})
+    return StepOutcome(reason, not failed, figures, outputs)
 
 
 def _samples(

@@ -69,7 +69,7 @@ def _run(context: StepContext) -> StepOutcome:
     outputs = context.before["train"].outputs
     model = model_of(str(folder), base=outputs["base"])
     gate = context.before["gate"]
-    parents = [name for name in (outputs.get("start"), gate.outputs.get("against")) if name]
+    parents = [name for name in (outputs["start"], gate.outputs["version"]) if name]
     lineage = {
         "made_from": outputs["made_from"],
         "data": {
