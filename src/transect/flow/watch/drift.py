@@ -3,14 +3,15 @@
 | test | compares | alarm |
 |---|---|---|
 | ``prompt_vectors``, ``answer_vectors`` | embeddings, by their maximum mean discrepancy | PromptDrift, AnswerDrift |
-| ``prompt_lengths``, ``answer_lengths`` | characters, by the Kolmogorov-Smirnov distance | PromptLengthDrift, AnswerLengthDrift |
+| ``prompt_lengths`` | characters, by the Kolmogorov-Smirnov distance | PromptLengthDrift |
+| ``answer_lengths`` | the same, of answers | AnswerLengthDrift |
 | ``refusals`` | rates of answers that refuse, by Fisher's exact test | RefusalDrift |
 | ``schema_failures`` | rate of answers without their form, against a limit | SchemaFailures |
 | ``judge`` | scores of a judge on a sample, by their means | JudgeScoreDrop |
 
-All p-values are exact or conservative. Each of the m tests that are switched on alarms at ``false_alarms / m``, so a window
-without drift raises any alarm with a probability of at most ``false_alarms`` (Bonferroni). Windows do not overlap, and
-hold one observation of each user and conversation.
+All p-values are exact or conservative. Each of the m tests that are switched on alarms at ``false_alarms / m``, so a
+window without drift raises any alarm with a probability of at most ``false_alarms`` (Bonferroni). Windows do not
+overlap, and hold one observation of each user and conversation.
 """
 
 from __future__ import annotations

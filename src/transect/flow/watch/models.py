@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -22,7 +22,8 @@ ASIDE = {"X-Transect-Capture": "no"}
 """Header of requests that are no user's, so that a server does not capture them."""
 JUDGE = (
     "You grade answers of an assistant. Read the question and the answer, then reply with one digit from 1 (wrong or "
-    "useless) to 5 (correct, complete and clear) and nothing else.\n\nQuestion:\n{prompt}\n\nAnswer:\n{answer}\n\nGrade:"
+    "useless) to 5 (correct, complete and clear) and nothing else.\n\n"
+    "Question:\n{prompt}\n\nAnswer:\n{answer}\n\nGrade:"
 )
 GRADES = "12345"
 
@@ -121,7 +122,9 @@ def _answer(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
     try:
         reply = client.post(path, json={name: value for name, value in body.items() if value is not None})
     except httpx.HTTPError as error:
-        raise ValueError(f"{client.base_url}{path} does not answer ({error}): start the server, or correct its address") from None
+        raise ValueError(
+            f"{client.base_url}{path} does not answer ({error}): start the server, or correct its address"
+        ) from None
     if reply.is_error:
         try:
             message = reply.json()["error"]["message"]
@@ -132,5 +135,3 @@ def _answer(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
         return reply.json()
     except json.JSONDecodeError:
         raise ValueError(f"{client.base_url}{path} answers with no JSON: correct the address") from None
-
-

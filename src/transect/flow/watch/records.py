@@ -7,9 +7,14 @@ herself; ``independent`` keeps one observation of each user and of each conversa
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from ..rows.reading import read_rows
+from .captures import read, segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +99,15 @@ def independent(found: Sequence[Observation]) -> list[Observation]:
             kept.append(each)
             seen |= keys
     return kept[::-1]
+
+
+def reference_in(path: Path) -> list[Observation]:
+    """Read a reference: a directory of captures, or files of training data with prompts and answers.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if path.is_dir() and segments(path):
+        return independent(observations(read(path)))
+    rows = read_rows([str(path)], {}, "", Counter())
+    return [Observation(row.prompt if row.answer != row.prompt else "", row.answer) for row in rows]

@@ -5,8 +5,8 @@ Under the hypothesis that window and reference have the same distribution, every
 those of drawn ones, and stops early where the value is unremarkable (Besag and Clifford, "Sequential Monte Carlo
 p-values", 1991): P(p <= level) <= level, exactly.
 
-A statistic is a function of labels ``[B, N]`` (1: window, 0: reference; float32) that returns ``[B]`` values, of which large
-ones speak against the hypothesis. Preparation may use the pooled values, never the labels.
+A statistic is a function of labels ``[B, N]`` (1: window, 0: reference; float32) that returns ``[B]`` values, of which
+large ones speak against the hypothesis. Preparation may use the pooled values, never the labels.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def permutation_test(
 def vector_statistic(vectors: np.ndarray) -> Statistic:
     """Return the squared maximum mean discrepancy (Gretton et al., "A kernel two-sample test", 2012) of vectors.
 
-    The vectors ``[N, D]`` are centred and projected on their first principal components, scaled to variance 1; the kernel
-    is a sum of Gaussians around the median distance.
+    The vectors ``[N, D]`` are centred and projected on their first principal components, whose standard deviations are
+    replaced by their roots; the kernel is a sum of Gaussians around the median distance.
     """
     centred = vectors.astype(np.float64) - vectors.mean(0, dtype=np.float64)
     left, values, _ = np.linalg.svd(centred, full_matrices=False)
