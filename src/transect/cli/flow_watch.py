@@ -12,7 +12,7 @@ from .engine_options import BUILTIN
 from .settings import output_file
 
 if TYPE_CHECKING:
-    from ..flow.watch.drift import DriftReport
+    from ..flow.watch.report import DriftReport
 
 ALARMED = 3
 """Exit code of a watch that raised an alarm."""
@@ -48,8 +48,9 @@ def watch(
     """Compare captured requests and answers with a reference. Exit 3 if an alarm is raised."""
     from ..flow.watch import follow as following
     from ..flow.watch import models
-    from ..flow.watch.drift import Baseline, DriftSettings, check_window, write_report
+    from ..flow.watch.drift import Baseline, DriftSettings, check_window
     from ..flow.watch.records import reference_in
+    from ..flow.watch.report import write_report
 
     settings = DriftSettings(window=window, false_alarms=false_alarms, schema_failures=schema_failures)
     found = reference_in(reference)

@@ -178,7 +178,7 @@ def read(folder: Path | str, after: float = 0.0) -> Iterator[dict[str, Any]]:
     if not Path(folder).is_dir():
         raise ValueError(f"there is no directory {folder}: name the --capture-dir of a server")
     found = segments(folder)
-    for path, following in zip(found, [*found[1:], None], strict=True):
+    for path, following in zip(found, [*found[1:], None], strict=False):
         if following is not None and _begun_ms(following) <= 1000 * after:
             continue
         with contextlib.suppress(FileNotFoundError):

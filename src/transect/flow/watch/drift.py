@@ -16,19 +16,15 @@ overlap, and hold one observation of each user and conversation.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from .records import Observation
 from .refusals import is_refusal
+from .report import DriftReport, DriftTest
 from .two_sample import (
     TestResult,
     excess_test,
@@ -44,19 +40,8 @@ Embed = Callable[[Sequence[str]], np.ndarray]
 Judge = Callable[[Sequence[Observation]], list[float | None]]
 """Returns scores of answers, None where the judge gave none."""
 
-ALARMS = {
-    "prompt_vectors": "PromptDrift",
-    "answer_vectors": "AnswerDrift",
-    "prompt_lengths": "PromptLengthDrift",
-    "answer_lengths": "AnswerLengthDrift",
-    "refusals": "RefusalDrift",
-    "schema_failures": "SchemaFailures",
-    "judge": "JudgeScoreDrop",
-}
 LEAST = 16
 """Observations below which a sample is not tested."""
-REPORT = "drift.json"
-"""File of the newest report in a directory of captures; the server shows it in its metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,35 +113,6 @@ class Baseline:
         return baseline
 
 
-@dataclass(frozen=True, slots=True)
-class DriftTest:
-    """Result of one test of a window. ``reference`` and ``window``: a figure of each side, such as a mean."""
-
-    name: str
-    statistic: float
-    p: float
-    level: float
-    alarm: bool
-    reference: float
-    window: float
-
-
-@dataclass(frozen=True, slots=True)
-class DriftReport:
-    """Tests of a window. ``first`` and ``last``: times of its observations, in seconds since 1970."""
-
-    first: float
-    last: float
-    observations: int
-    false_alarms: float
-    tests: list[DriftTest]
-
-    @property
-    def alarms(self) -> list[str]:
-        """Names of the raised alarms."""
-        return [ALARMS[test.name] for test in self.tests if test.alarm]
-
-
 def check_window(
     baseline: Baseline,
     window: Sequence[Observation],
@@ -217,23 +173,3 @@ def check_window(
             add("judge", result, float(np.mean(baseline.scores)), float(np.mean(scores)))
     times = [each.time for each in window]
     return DriftReport(min(times), max(times), len(window), settings.false_alarms, tests)
-
-
-def write_report(folder: Path, report: DriftReport, windows: int) -> None:
-    """Write the newest report beside the captures, for the server's metrics. Raises OSError."""
-    path = folder / REPORT
-    fresh = path.with_suffix(".new")
-    data = {"time": time.time(), "windows": windows, **asdict(report)}
-    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w") as file:
-        json.dump(data, file)
-    fresh.replace(path)
-
-
-def read_report(folder: Path) -> dict[str, Any] | None:
-    """Read the newest report; None if there is none, or it is damaged."""
-    try:
-        report = json.loads((folder / REPORT).read_text())
-        return report if isinstance(report, dict) and isinstance(report.get("tests"), list) else None
-    except (OSError, ValueError):
-        return None

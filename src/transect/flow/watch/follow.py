@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .captures import read
-from .drift import Baseline, DriftReport, DriftSettings, Embed, Judge, check_window, write_report
+from .drift import Baseline, DriftSettings, Embed, Judge, check_window
 from .records import Observation, independent, observations
+from .report import DriftReport, write_report
 
 
 def newest_window(folder: Path, settings: DriftSettings, model: str = "", after: float = 0.0) -> list[Observation]:

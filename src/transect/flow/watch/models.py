@@ -28,6 +28,10 @@ JUDGE = (
 GRADES = "12345"
 
 
+class RefusedText(ValueError):
+    """A server refuses a text, for example because it is too long."""
+
+
 def embed_here(model: str, threads: int | None = None) -> Embed:
     """Load a model in this process, and return its vectors: hidden states after the final norm, mean over the tokens.
 
@@ -101,7 +105,10 @@ def judge_at(address: str, model: str | None = None, key: str | None = None, pro
     def grade(each: Observation) -> float | None:
         asked = prompt.replace("{prompt}", _cut(each.prompt)).replace("{answer}", _cut(each.answer))
         body = {"model": model, "messages": [{"role": "user", "content": asked}], "max_tokens": 8, "temperature": 0}
-        said = _answer(client, "/v1/chat/completions", body)["choices"][0]["message"]["content"] or ""
+        try:
+            said = _answer(client, "/v1/chat/completions", body)["choices"][0]["message"]["content"] or ""
+        except RefusedText:
+            return None
         found = re.search(f"[{GRADES}]", said)
         return None if found is None else GRADES.index(found[0]) / (len(GRADES) - 1)
 
@@ -118,7 +125,7 @@ def _client(address: str, key: str | None) -> httpx.Client:
 
 
 def _answer(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
-    """Post a body, and return the answer. Raises ValueError if the server does not answer or refuses."""
+    """Post a body, and return the answer. Raises ValueError if the server does not answer, RefusedText for a 400."""
     try:
         reply = client.post(path, json={name: value for name, value in body.items() if value is not None})
     except httpx.HTTPError as error:
@@ -130,7 +137,8 @@ def _answer(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
             message = reply.json()["error"]["message"]
         except (ValueError, KeyError, TypeError):
             message = reply.text[:200]
-        raise ValueError(f"{client.base_url}{path} refuses ({reply.status_code}): {message}")
+        refusal = RefusedText if reply.status_code == 400 else ValueError
+        raise refusal(f"{client.base_url}{path} refuses ({reply.status_code}): {message}")
     try:
         return reply.json()
     except json.JSONDecodeError:

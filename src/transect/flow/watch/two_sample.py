@@ -68,16 +68,16 @@ def vector_statistic(vectors: np.ndarray) -> Statistic:
     replaced by their roots; the kernel is a sum of Gaussians around the median distance.
     """
     centred = vectors.astype(np.float64) - vectors.mean(0, dtype=np.float64)
-    left, values, _ = np.linalg.svd(centred, full_matrices=False)
-    kept = min(COMPONENTS, int((values > 1e-9 * max(values[0], 1e-30)).sum()))
-    if not kept:
-        return lambda labels: np.zeros(len(labels))
-    scaled = left[:, :kept] * np.sqrt(np.minimum(values[:kept] / values[0], 1.0))
+    values, axes = np.linalg.eigh(centred.T @ centred)
+    values, axes = values[: -COMPONENTS - 1 : -1], axes[:, : -COMPONENTS - 1 : -1]
+    kept = values > 1e-9 * max(values[0], 1e-30)
+    scaled = np.asarray(centred @ axes[:, kept] / values[kept] ** 0.25, np.float32)
     squared = (scaled**2).sum(1)
-    distances = np.maximum(squared[:, None] + squared[None] - 2 * scaled @ scaled.T, 0.0)
-    median = np.median(distances[np.triu_indices(len(distances), 1)]) or 1.0
-    kernel = sum(np.exp(-distances / (width * median)) for width in WIDTHS)
-    kernel = np.asarray(kernel, np.float32)
+    distances = np.maximum(squared[:, None] + squared[None] - 2 * scaled @ scaled.T, 0)
+    median = float(np.median(distances[::2, 1::2])) or 1.0
+    kernel = np.exp(distances / (-WIDTHS[0] * median))
+    for width in WIDTHS[1:]:
+        kernel += np.exp(distances / (-width * median))
 
     def discrepancy(labels: np.ndarray) -> np.ndarray:
         count = labels.sum(1, keepdims=True)
