@@ -12,6 +12,7 @@ from .answering import read_questions
 from .measure import GateMeasure, GateVerdict, Samples, TestedModel
 from .rates import RateBars, describe_rate, judge_rate
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusalBars(RateBars):
     """Prompts of the gate that are to be refused, or not.
