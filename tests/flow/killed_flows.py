@@ -1,7 +1,7 @@
 """Run a flow many times, each killed (SIGKILL) at another write, then run to its end: the results must be equal.
 
-The steps are the shipped ones, but for training and the gate, which are replaced by quick ones behind the same interface. The
-server is a small one in a process of its own. Prints a line of JSON.
+The steps are the shipped ones, but for training and the gate, which are replaced by quick ones behind the same interface.
+The server is a small one in a process of its own. Prints a line of JSON.
 
     python tests/flow/killed_flows.py FOLDER STRIDE
 
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -57,9 +57,9 @@ refusals = 0.5
 class SmallServer(BaseHTTPRequestHandler):
     """The routes that a flow asks; every reading of the counters finds ten more requests of each released version."""
 
-    adapters: set[str] = set()
-    releases: dict[str, dict[str, float]] = {}
-    requests: Counter[str] = Counter()
+    adapters: ClassVar[set[str]] = set()
+    releases: ClassVar[dict[str, dict[str, float]]] = {}
+    requests: ClassVar[Counter[str]] = Counter()
 
     def answer(self, value: Any, code: int = 200) -> None:
         content = value.encode() if isinstance(value, str) else json.dumps(value).encode()
@@ -137,8 +137,8 @@ def train(context) -> StepOutcome:
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "base_model_name_or_path": "../model"}
     write_bytes(json.dumps(settings).encode(), folder / "adapter_config.json")
     outputs = {
-        "digest": model_of(str(folder), base=str(base)).digest, "base": str(base), "data": context.output("data", "version"),
-        "start": "", "made_from": "these rows", "settings": {},
+        "digest": model_of(str(folder), base=str(base)).digest, "base": str(base), "start": "", "settings": {},
+        "data": context.output("data", "version"), "made_from": "these rows",
     }  # fmt: skip
     return StepOutcome("trained", outputs=outputs, files={"model": "adapter"})
 
@@ -225,8 +225,21 @@ def prepare(folder: Path, port: int) -> None:
     save_file({"a": np.zeros(4, np.float32)}, folder / "model" / "model.safetensors")
 
 
+def run_once_here(folder: Path) -> None:
+    """Import what a flow needs, so that no child has to."""
+    pid, port = serve()
+    try:
+        prepare(folder, port)
+        steps = quick_steps()
+        Chain(FlowConfig.from_toml(folder / "flow.toml", [], steps), steps, tell=lambda line: None).run()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 def main(place: Path, stride: int) -> None:
     folder = place / "flow"
+    run_once_here(place / "warm")
     expected, writes, kills, different = None, 1, 0, []
     number: int | None = None
     while number is None or number < writes:

@@ -1,5 +1,6 @@
 """The chain: what is skipped, what a plan says, errors, and a kill at every write."""
 
+import io
 import json
 import subprocess
 import sys
@@ -53,7 +54,11 @@ class Three:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.runs = folder, []
-        steps = [adding("a", 1, self.runs), adding("b", 2, self.runs, "a"), adding("c", 3, self.runs, "b", missing="out")]
+        steps = [
+            adding("a", 1, self.runs),
+            adding("b", 2, self.runs, "a"),
+            adding("c", 3, self.runs, "b", missing="out"),
+        ]
         self.steps = {step.name: step for step in steps}
         (folder / "flow.toml").write_text('name = "sum"\n[c]\nnumber = 100\n')
 
@@ -86,7 +91,7 @@ def test_only_steps_with_new_inputs_run(three) -> None:
 
 def test_a_plan_says_what_and_why_and_writes_nothing(three) -> None:
     assert [(each.action, each.reason) for each in three.chain().plan()] == [
-        ("run", "it has not run with these inputs"), ("run", "a runs before it"), ("run", "b runs before it"),
+        ("run", "it has not run with these inputs"), ("run", "a runs before it"), ("run", "a runs before it"),
     ]  # fmt: skip
     assert not (three.folder / "flows").exists()
     three.run()
@@ -176,9 +181,9 @@ def test_a_folder_that_cannot_be_written_is_said(three) -> None:
 
 
 def test_two_processes_do_not_run_one_flow(three) -> None:
-    with FlowFolder(three.folder / "flows" / "sum").locked():
-        with pytest.raises(ValueError, match=r"another process runs the flow.*wait for it, or set another dir"):
-            three.run()
+    message = r"another process runs the flow.*wait for it, or set another dir"
+    with FlowFolder(three.folder / "flows" / "sum").locked(), pytest.raises(ValueError, match=message):
+        three.run()
     assert three.run() == ["a", "b", "c"]
 
 
@@ -200,7 +205,7 @@ def test_the_picture_has_states_reasons_and_figures(three) -> None:
     with pytest.raises(ValueError, match="holds no flow"):
         chain_state(three.folder)
     three.run("b.passes=false")
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))
+    console = Console(width=100, record=True, file=io.StringIO())
     state = chain_state(three.folder / "flows" / "sum")
     console.print(draw(state))
     text = console.export_text()
@@ -231,10 +236,13 @@ def test_errors_of_a_file_name_the_key(three, text: str, message: str) -> None:
         three.chain()
 
 
-def test_a_kill_at_any_write_changes_no_result(tmp_path) -> None:
+@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.prove)])
+def test_a_kill_at_any_write_changes_no_result(tmp_path, stride: int) -> None:
     """``killed_flows.py``: all steps but training and measuring are the shipped ones, the server is a small one."""
     script = Path(__file__).with_name("killed_flows.py")
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, script, tmp_path, str(stride)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["writes"] > 30 and found["kills"] == found["writes"] and not found["different"]
+    assert found["writes"] > 60 and found["kills"] >= found["writes"] // stride and not found["different"]
+    assert [state for _, state, _ in found["steps"]] == ["done"] * 7

@@ -5,11 +5,11 @@ import random
 
 import pytest
 
+from transect.flow.chain import Chain
 from transect.flow.rows.cleaning import DataFindings, group_alike, overlapping, split, without_duplicates
 from transect.flow.rows.near import clusters, near_pairs, shingles, similarity
 from transect.flow.rows.reading import DataRow, prompts_in, read_rows
 from transect.flow.settings import FlowConfig
-from transect.flow.chain import Chain
 
 WORDS = ["".join(random.Random(number).choices("abcdefghijklmnopqrstuvwxyz", k=6)) for number in range(500)]
 
@@ -20,7 +20,9 @@ def sentences(count: int, seed: int = 0) -> list[str]:
 
 
 def row(prompt: str, answer: str = "yes", group: str = "") -> DataRow:
-    return DataRow({"question": prompt, "answer": answer}, "q", prompt, answer, f"at {prompt[:9]}", prompt + answer, group)
+    return DataRow(
+        {"question": prompt, "answer": answer}, "q", prompt, answer, f"at {prompt[:9]}", prompt + answer, group
+    )
 
 
 def test_near_duplicates_are_found_and_others_are_not() -> None:
@@ -33,7 +35,9 @@ def test_near_duplicates_are_found_and_others_are_not() -> None:
 
 def test_similarities_are_exact() -> None:
     one, other = shingles("the cat sat"), shingles("the cat ran")
-    assert similarity(one, other) == len({*map(int, one)} & {*map(int, other)}) / len({*map(int, one)} | {*map(int, other)})
+    assert similarity(one, other) == len({*map(int, one)} & {*map(int, other)}) / len(
+        {*map(int, one)} | {*map(int, other)}
+    )
     assert similarity(one, shingles("The  CAT; sat!")) == 1
     assert similarity(shingles(""), shingles("")) == 1
 
@@ -86,7 +90,10 @@ def test_equal_rows_and_questions_with_two_answers_are_counted() -> None:
 def test_rows_that_overlap_with_a_benchmark_are_found() -> None:
     questions = sentences(30, seed=5)
     copied = " ".join(questions[3].split()[2:17])  # 15 words inside a longer answer
-    rows = [row(text) for text in sentences(50)] + [row(f"{questions[0]} {WORDS[2]}"), row("a story", f"so {copied} so")]
+    rows = [row(text) for text in sentences(50)] + [
+        row(f"{questions[0]} {WORDS[2]}"),
+        row("a story", f"so {copied} so"),
+    ]
     found = DataFindings()
     assert overlapping(rows, questions, 0.8, found) == {50, 51}
     assert overlapping(rows, [], 0.8, found) == set()
