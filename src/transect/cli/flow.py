@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import flow_watch
+
 if TYPE_CHECKING:
     from ..flow.chain import PlannedStep
 
@@ -113,3 +115,6 @@ def _print_plan(planned: list[PlannedStep]) -> None:
     for each in planned:
         table.add_row(each.name, each.action, each.work, each.reason)
     Console(highlight=False).print(table, markup=False)
+
+
+flow_watch.register(application)

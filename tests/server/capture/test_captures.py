@@ -1,6 +1,7 @@
 """Captures over HTTP: consent, redaction, all APIs, deletion, feedback, and a disk that is full."""
 
 import asyncio
+import dataclasses
 import json
 import stat
 from contextlib import asynccontextmanager
@@ -9,8 +10,13 @@ import httpx
 import pytest
 
 from transect.flow.watch import captures
+from transect.flow.watch.models import embed_at, judge_at
+from transect.flow.watch.records import Observation
+from transect.flow.watch.report import DriftReport, DriftTest, write_report
 from transect.server.app import create_app
 from transect.server.options import ServerOptions
+
+from ..conftest import running
 
 CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Write to ann@example.com"}]
 
@@ -246,3 +252,32 @@ def test_directories_that_others_can_read_are_refused(folder):
     folder.chmod(0o755)
     with pytest.raises(ValueError, match="chmod 700"):
         ServerOptions(model_names=("m",), capture_dir=str(folder))
+
+
+async def test_the_newest_report_on_drift_is_in_the_metrics(engine, folder):
+    tests = [
+        DriftTest("refusals", 0.3, 1e-6, 1e-4, True, 0.0, 0.3),
+        DriftTest("judge", 0.0, 0.5, 1e-4, False, 0.9, 0.9),
+    ]
+    async with serving(engine, folder) as client:
+        assert "transect_drift" not in (await client.get("/metrics")).text
+        write_report(folder, DriftReport(1.0, 2.0, 256, 1e-3, tests), 3)
+        shown = (await client.get("/metrics")).text
+    for line in (
+        'transect_alarm{model_name="fake-model",name="RefusalDrift"} 1.0',
+        'transect_alarm{model_name="fake-model",name="JudgeScoreDrop"} 0.0',
+        'transect_drift_p_value{model_name="fake-model",test="judge"} 0.5',
+        'transect_drift_windows_total{model_name="fake-model"} 3.0',
+    ):
+        assert line in shown
+    assert shown.count("# TYPE transect_alarm ") == 1
+
+
+def test_vectors_and_grades_come_from_a_server_and_are_not_captured(engine, options, folder):
+    engine.reply, engine.max_model_len = "Grade: 4", 300
+    app = create_app(engine, dataclasses.replace(options, capture_dir=str(folder), capture_inputs=True))
+    with running(app) as address:
+        vectors = embed_at(address)(["one", "four"])
+        grades = judge_at(address)([Observation("asked", "said"), Observation("a" * 999, "said")])
+    app.state.serving.captures.close()
+    assert vectors.shape == (2, 4) and grades == [0.75, None] and not kept(folder)

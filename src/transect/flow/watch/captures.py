@@ -166,15 +166,21 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def read(folder: Path | str) -> Iterator[dict[str, Any]]:
+def read(folder: Path | str, after: float = 0.0) -> Iterator[dict[str, Any]]:
     """Yield all records of a directory, oldest first. Segments that leave meanwhile are passed over.
+
+    Args:
+        after: segments that ended before this time, in seconds since 1970, are passed over.
 
     Raises:
         ValueError: there is no such directory.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"there is no directory {folder}: name the --capture-dir of a server")
-    for path in segments(folder):
+    found = segments(folder)
+    for path, following in zip(found, [*found[1:], None], strict=False):
+        if following is not None and _begun_ms(following) <= 1000 * after:
+            continue
         with contextlib.suppress(FileNotFoundError):
             for _, line in lines_in(path):
                 record = parsed(line)

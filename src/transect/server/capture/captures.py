@@ -9,10 +9,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ...engine.executors.pooling import PARAMS
 from ...flow.watch.captures import CaptureFiles
+from ...flow.watch.report import DRIFT_ALARMS, read_report
 from ..http.clients import current_client
 from ..http.errors import ApiError
 from ..operations import request_log
@@ -66,7 +67,7 @@ class Captures:
             files, redaction, decode, lambda reason, count: self._dropped.labels(reason).inc(count), records.inc
         )
         registry.register(self)
-        metrics.engine.alarms[ALARM] = lambda: bool(self.recorder.problem)
+        metrics.engine.alarms.append(self._alarms)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the state as metrics; called by prometheus-client."""
@@ -77,6 +78,15 @@ class Captures:
         except OSError:
             return
         yield GaugeMetricFamily("transect_capture_bytes", "Bytes of all captures", value=size)
+        report = read_report(self.recorder.files.folder)
+        if report is not None:
+            yield from _drift_metrics(report)
+
+    def _alarms(self) -> dict[str, bool]:
+        """Return the alarms of captures, and those of the newest report on drift."""
+        report = read_report(self.recorder.files.folder) or {"tests": []}
+        drifts = {DRIFT_ALARMS[test["name"]]: bool(test["alarm"]) for test in report["tests"]}
+        return {ALARM: bool(self.recorder.problem), **drifts}
 
     def begin(self, answer: str, asked: Asked, model: str, release: str) -> Slip | None:
         """Return a slip for a request; None if it is not to be captured.
@@ -178,3 +188,19 @@ class Captures:
     def close(self) -> None:
         """Write what waits, and end the thread."""
         self.recorder.close()
+
+
+def _drift_metrics(report: dict[str, Any]) -> Iterator[Metric]:
+    """Yield a report on drift as metrics."""
+    p = GaugeMetricFamily("transect_drift_p_value", "p-value of the newest window, by test", labels=["test"])
+    statistic = GaugeMetricFamily(
+        "transect_drift_statistic", "Statistic of the newest window, by test", labels=["test"]
+    )
+    for test in report["tests"]:
+        p.add_metric([test["name"]], test["p"])
+        statistic.add_metric([test["name"]], test["statistic"])
+    yield p
+    yield statistic
+    yield CounterMetricFamily("transect_drift_windows", "Windows that were tested for drift", value=report["windows"])
+    text = "Time of the newest report on drift, in seconds since 1970"
+    yield GaugeMetricFamily("transect_drift_report_time_seconds", text, value=report["time"])

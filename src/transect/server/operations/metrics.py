@@ -6,8 +6,9 @@ are the engine's own, read at the moment of a scrape.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -34,8 +35,8 @@ class EngineCollector:
     def __init__(self) -> None:
         self.stats: SchedulerStats | None = None
         self.drift = DriftWatch()
-        self.alarms: dict[str, Callable[[], bool]] = {DRIFT_ALARM: lambda: self.drift.raised}
-        """Alarms by name, with functions that return True while they are raised."""
+        self.alarms: list[Callable[[], Mapping[str, bool]]] = [lambda: {DRIFT_ALARM: self.drift.raised}]
+        """Functions that return alarms by name, each True while it is raised."""
         self.up = False
 
     def take(self, stats: SchedulerStats) -> None:
@@ -47,8 +48,8 @@ class EngineCollector:
         """Yield the metrics of a scrape; called by prometheus-client."""
         yield _gauge("transect_engine_up", "1 while the engine answers, 0 when it is hung or dead", float(self.up))
         alarm = GaugeMetricFamily("transect_alarm", "1 while an alarm is raised", labels=["name"])
-        for name, raised in self.alarms.items():
-            alarm.add_metric([name], float(raised()))
+        for name, raised in itertools.chain.from_iterable(alarms().items() for alarms in self.alarms):
+            alarm.add_metric([name], float(raised))
         yield alarm
         stats = self.stats
         if stats is None:
