@@ -49,8 +49,8 @@ class FlowFolder:
         return read_json(self.path / CHAIN)
 
     def write_chain(self, values: Mapping[str, Any]) -> None:
-        """Write the states of all steps."""
-        write_json(values, self.path / CHAIN)
+        """Write the states of all steps. They are a view of the outcomes, so they need not survive a power failure."""
+        write_json(values, self.path / CHAIN, flush=False)
 
     def write_outcome(self, step: str, key: str, values: Mapping[str, Any]) -> None:
         """Write the result of a step, which ends it."""
@@ -114,21 +114,25 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_json(values: Any, path: Path) -> None:
+def write_json(values: Any, path: Path, *, flush: bool = True) -> None:
     """Write plain values as JSON, in one step. Raises ValueError if the disk refuses."""
-    write_bytes(json.dumps(values, indent=1, sort_keys=True).encode() + b"\n", path)
+    write_bytes(json.dumps(values, indent=1, sort_keys=True).encode() + b"\n", path, flush=flush)
 
 
-def write_bytes(content: bytes, path: Path) -> None:
-    """Write a file in one step: beside its place, flushed, renamed. Raises ValueError if the disk refuses."""
+def write_bytes(content: bytes, path: Path, *, flush: bool = True) -> None:
+    """Write a file in one step: beside its place, flushed to the disk, renamed. Raises ValueError if the disk
+    refuses."""
     partial = path.with_name(f".partial-{path.name}")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                os.fsync(file.fileno())
         partial.replace(path)
+        if not flush:
+            return
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

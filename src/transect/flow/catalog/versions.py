@@ -109,9 +109,7 @@ class VersionCatalog:
         known = self._folders(model)
         for path in known:
             if (read_json(path / LINEAGE) or {}).get("key") == key:
-                found = self.version(path.name)
-                assert found is not None
-                return found
+                return self._registered(model, path.name)
         number = max((_number(path.name) for path in known), default=0) + 1
         name = f"{model}-v{number}"
         partial = self.path / f".partial-{name}"
@@ -133,10 +131,15 @@ class VersionCatalog:
             }
             write_json(values, partial / LINEAGE)
             partial.rename(self.path / name)
-        self._note(model, name, CANDIDATE, "registered")
-        added = self.version(name)
-        assert added is not None
-        return added
+        return self._registered(model, name)
+
+    def _registered(self, model: str, name: str) -> ModelVersion:
+        """Return a version whose files are there, and note its registration if a kill has prevented that."""
+        if not any(entry["version"] == name for entry in self._states(model)["history"]):
+            self._note(model, name, CANDIDATE, "registered")
+        found = self.version(name)
+        assert found is not None
+        return found
 
     def promote(self, version: ModelVersion, reason: str) -> None:
         """Make a version the current one."""

@@ -48,7 +48,10 @@ class RemoteServer:
     def __init__(self, address: str, key: str = "", timeout_s: float = 60.0, setting: str = "release") -> None:
         self.address, self._setting = address.rstrip("/"), setting
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(base_url=self.address, headers=headers, timeout=timeout_s, trust_env=False)
+        secure = self.address.startswith("https")  # certificates take a while to load
+        self._client = httpx.Client(
+            base_url=self.address, headers=headers, timeout=timeout_s, trust_env=False, verify=secure
+        )
 
     def close(self) -> None:
         """Close the connections."""
