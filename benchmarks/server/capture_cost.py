@@ -3,9 +3,9 @@
     python benchmarks/server/capture_cost.py [--rounds 15] [--out FILE]
 
 The engine is ``tests/helpers/stub_engine.py``: the shipping process, scheduler and messages, without a model, and
-tokens that cost nothing. So the servers are limited by their own work. 32 clients stream chats of 200 tokens after a prompt of
-about 2,000 characters with an e-mail address and a card number, over real sockets. Measured are tokens per second,
-the gap between two pieces of a stream that 99% are below, and the server's processor time per token. Writes
+tokens that cost nothing. So the servers are limited by their own work. 32 clients stream chats of 200 tokens after a
+prompt of about 2,000 characters with an e-mail address and a card number, over real sockets. Measured are tokens per
+second, the gap between two pieces of a stream that 99% are below, and the server's processor time per token. Writes
 benchmarks/results/cpu/capture_cost.json.
 """
 
@@ -148,7 +148,7 @@ def main() -> None:
     assert records == expected, f"{records} of {expected} requests were captured"
     found = compare(measured)
     result = {"command": "python benchmarks/server/capture_cost.py", "streams": STREAMS, "records": records}
-    record.write(arguments.out, result | record.environment() | found)
+    record.write(arguments.out, result | {"environment": record.environment()} | found)
     print(json.dumps(found, indent=1))
 
 

@@ -92,7 +92,7 @@ def test_a_window_without_drift_raises_alarms_at_the_stated_rate():
     """1 in 20 here, for the sake of time: the level is the tests' own, whatever it is."""
     draw = np.random.default_rng(2)
     settings = DriftSettings(window=32, false_alarms=0.05, judged=16)
-    windows = 2000 if proving() else 150
+    windows = 2000 if proving() else 100
     alarmed = 0
     for number in range(windows):
         baseline = Baseline.of(some(draw, 64), settings, embed)

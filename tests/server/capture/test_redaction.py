@@ -119,4 +119,4 @@ def test_a_slow_rule_is_refused_when_it_is_met():
     times = iter(range(1000))
     redaction = Redaction(clock=lambda: float(next(times)))
     with pytest.raises(SlowRule, match="takes too long"):
-        redaction.text("any text")
+        redaction.text("any text with @ and 1 =")
