@@ -310,9 +310,10 @@ def capture_cost() -> str:
     ratio = result["tokens_per_s_ratio"]
     before, after = (result[kind]["processor_us_per_token"]["median"] for kind in ("without", "capturing"))
     return (
-        f"Every request captured, {result['streams']} streams from a server whose engine costs nothing: {ratio['median']:.3f} "
-        f"of the tokens per second without captures ({ratio['min']:.3f} to {ratio['max']:.3f} in {ratio['runs']} rounds, in "
-        f"turns), and {after:.1f} instead of {before:.1f} us of the server's processor time per token.\n"
+        f"Every request captured, {result['streams']} streams from a server whose engine costs nothing: "
+        f"{ratio['median']:.3f} of the tokens per second without captures ({ratio['min']:.3f} to {ratio['max']:.3f} in "
+        f"{ratio['runs']} rounds, in turns), and {after:.1f} instead of {before:.1f} us of the server's processor time "
+        "per token.\n"
         f"{_here(result)}"
     )
 
@@ -324,8 +325,8 @@ def drift() -> str:
     shares = list(next(iter(result["found"].values())))
     said = ", ".join(f"{count} at a rate of {float(rate):g}" for rate, count in counts.items())
     lines = [
-        f"Of {windows:,} windows without drift, alarms in {said}. Planted drifts, by the share of changed requests in a "
-        f"window of 256; each cell is the share of {result['trials']} windows that raised an alarm:",
+        f"Of {windows:,} windows without drift, alarms in {said}. Planted drifts, by the share of changed requests in "
+        f"a window of 256; each cell is the share of {result['trials']} windows that raised an alarm:",
         "",
         "| drift | " + " | ".join(f"{float(share):.0%}" for share in shares) + " |",
         "|---|" + "---|" * len(shares),

@@ -1,6 +1,6 @@
 """Measure the watch for drift: false alarms in windows without drift, and the share of planted drifts that it finds.
 
-    python benchmarks/flow/drift.py [--windows 5000] [--trials 20] [--out FILE]
+    python benchmarks/flow/drift.py [--windows 5000] [--trials 10] [--out FILE]
 
 The texts are sentences of this project's pages, with the vectors of SmolLM2-135M (mean of hidden states). A prompt is a
 sentence of the pages below ``serve``, ``measure`` and ``understand``, and its answer the sentence after it. Reference
@@ -33,7 +33,7 @@ from transect.flow.watch.records import Observation
 
 OWN, OTHER = ("serve", "measure", "understand"), ("train", "learn", "lab-notes")
 MOST_OWN, MOST_OTHER = 1400, 400
-SHARES = (0.05, 0.1, 0.25, 0.5, 1.0)
+SHARES = (0.1, 0.25, 0.5, 1.0)
 DIMENSIONS = 64
 """Principal components of the vectors that are kept, so that many windows can be tested."""
 SORRY = "I'm sorry, but I can't help with that."
@@ -136,7 +136,7 @@ def power(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=5000)
-    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--vectors", type=Path)
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "drift.json")
     arguments = parser.parse_args()

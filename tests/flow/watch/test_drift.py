@@ -55,7 +55,7 @@ def some(draw, count, refusing=0.02, words=WORDS, most=12, answers=None, **more)
     ids=["vectors", "lengths", "means"],
 )
 def test_p_values_are_no_smaller_than_they_say(prepare):
-    """P(p <= level) <= level; with so many windows a wrong test would be far above."""
+    """P(p <= level) <= level; a wrong test would be far above with so many windows."""
     draw = np.random.default_rng(0)
     windows = 4000 if proving() else 400
     found = np.array(

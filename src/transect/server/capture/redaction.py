@@ -172,7 +172,7 @@ def rules_in(path: Path | str) -> dict[str, re.Pattern[str] | None]:
         try:
             rule = re.compile(pattern) if pattern else None
         except re.error as error:
-            raise ValueError(f"{place} {pattern!r} is no regular expression ({error})") from None
+            raise ValueError(f"{place} {pattern!r} is not a regular expression ({error})") from None
         if rule is not None and rule.match(""):
             raise ValueError(f"{place} {pattern!r} matches the empty text: make it stricter")
         found[name] = rule
