@@ -4,7 +4,8 @@ A desk answers questions about capitals with a line of JSON. Its model is SmolLM
 
 1. ``first.toml``: a table becomes an adapter. It passes the gate, is a canary beside the base, and is promoted.
 2. Users begin to ask about money. The watch notices that the questions have drifted from the training data.
-3. Their corrections become preference pairs. ``second.toml`` trains on them, from the current adapter on, and is promoted.
+3. Their corrections become preference pairs. ``second.toml`` trains on them, from the current adapter on, and is
+   promoted.
 4. ``broken.toml``: a table with answers of another form. The gate stops its model.
 5. ``sneaky.toml``: a model that passes the gate, but refuses questions about money. The canary stops it.
 
@@ -95,7 +96,17 @@ def story(folder: Path) -> None:
     with server(folder) as address:
         check(run_flow(folder, "first", address, Users(address, "capitals", capitals)) == 0, "the adapter is promoted")
 
-        watch = ["flow", "watch", "captures", "--reference", "capitals.csv", "--version", "capitals-v1", "--window", "40"]
+        watch = [
+            "flow",
+            "watch",
+            "captures",
+            "--reference",
+            "capitals.csv",
+            "--version",
+            "capitals-v1",
+            "--window",
+            "40",
+        ]
         Users(address, "capitals", capitals, seed=1).ask(40)
         check(transect(folder, *watch) == 0, "users ask what the model was trained on: no alarm")
         curious = Users(address, "capitals", money, seed=2)

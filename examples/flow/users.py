@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from checks import is_form
 
 AT_ONCE = 4
