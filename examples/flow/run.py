@@ -91,31 +91,25 @@ def check(true: bool, what: str) -> None:
         sys.exit(1)
 
 
+def notice_the_drift(folder: Path, address: str, capitals: list[dict[str, str]], money: list[dict[str, str]]) -> None:
+    """Ask what the model was trained on, then something else, and turn the corrections into pairs."""
+    ours = ["captures", "--version", "capitals-v1"]
+    watch = ["flow", "watch", *ours, "--reference", "capitals.csv", "--window", "40"]
+    Users(address, "capitals", capitals, seed=1).ask(40)
+    check(transect(folder, *watch) == 0, "users ask what the model was trained on: no alarm")
+    curious = Users(address, "capitals", money, seed=2)
+    curious.ask(80)
+    check(curious.disliked > 40, f"{curious.disliked} of 80 answers about money are disliked")
+    check(transect(folder, *watch) == ALARM, "the drift is noticed")
+    check(transect(folder, "flow", "feedback", *ours, "--out", "pairs.jsonl") == 0, "corrections become pairs")
+
+
 def story(folder: Path) -> None:
     capitals, money = questions(folder / "capitals.csv"), questions(folder / "money.csv")
     with server(folder) as address:
         check(run_flow(folder, "first", address, Users(address, "capitals", capitals)) == 0, "the adapter is promoted")
-
-        watch = [
-            "flow",
-            "watch",
-            "captures",
-            "--reference",
-            "capitals.csv",
-            "--version",
-            "capitals-v1",
-            "--window",
-            "40",
-        ]
-        Users(address, "capitals", capitals, seed=1).ask(40)
-        check(transect(folder, *watch) == 0, "users ask what the model was trained on: no alarm")
-        curious = Users(address, "capitals", money, seed=2)
-        curious.ask(80)
-        check(curious.disliked > 40, f"{curious.disliked} of 80 answers about money are disliked")
-        check(transect(folder, *watch) == ALARM, "the drift is noticed")
-
-        feedback = ["flow", "feedback", "captures", "--version", "capitals-v1", "--out", "pairs.jsonl"]
-        check((folder / "pairs.jsonl").exists() or transect(folder, *feedback) == 0, "corrections become pairs")
+        if not (folder / "pairs.jsonl").exists():
+            notice_the_drift(folder, address, capitals, money)
         both = [*capitals, *money]
         code = run_flow(folder, "second", address, Users(address, "capitals", both, seed=3))
         check(code == 0, "the model that learned from its users is promoted")

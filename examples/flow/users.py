@@ -4,6 +4,7 @@ import csv
 import json
 import random
 import threading
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class Users:
         self.liked = self.disliked = self.failed = 0
         self._draw = random.Random(seed)
         self._lock = threading.Lock()
-        self._number = 0
+        self._number, self._group = 0, uuid.uuid4().hex[:8]
 
     def ask(self, count: int) -> None:
         """Let ``count`` users ask."""
@@ -62,7 +63,7 @@ class Users:
             while more():
                 with self._lock:
                     self._number += 1
-                    user, row = f"user-{self._number}", self._draw.choice(self.asked)
+                    user, row = f"user-{self._group}-{self._number}", self._draw.choice(self.asked)
                 self._one(client, user, row)
 
     def _one(self, client: httpx.Client, user: str, row: dict[str, str]) -> None:

@@ -1,7 +1,7 @@
 """Versions that are in MLflow's registry too: with tags for their lineage, and an alias for the current one.
 
-Files stay in the directory from which servers load them; MLflow's version points there. The alias ``current`` decides: who
-moves it in MLflow has promoted that version here as well.
+Files stay in the directory from which servers load them; MLflow's version points there. The alias ``current`` decides: a
+version that gets it in MLflow is promoted here as well.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MlflowCatalog(VersionCatalog):
             from mlflow.tracking import MlflowClient
         except ImportError:
             raise ValueError(
-                f"register.mlflow = \"{address}\" needs mlflow: pip install 'transect[track]', or set it to an empty text"
+                f'register.mlflow = "{address}" needs mlflow: pip install \'transect[track]\', or set it to ""'
             ) from None
         self._client: Any = self._try(lambda: MlflowClient(tracking_uri=address, registry_uri=address))
 
