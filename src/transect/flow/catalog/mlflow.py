@@ -1,7 +1,7 @@
 """Versions that are in MLflow's registry too: with tags for their lineage, and an alias for the current one.
 
-Files stay in the directory from which servers load them; MLflow's version points there. The alias ``current`` decides: a
-version that gets it in MLflow is promoted here as well.
+Files stay in the directory from which servers load them; MLflow's version points there. The alias ``current`` decides:
+a version that gets it in MLflow is promoted here as well.
 """
 
 from __future__ import annotations
