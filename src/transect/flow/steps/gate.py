@@ -28,7 +28,7 @@ class FlowGate:
     Attributes:
         confidence: level of all intervals together.
         engine: settings of the engine that answers, as those of ``LLM``: ``max_model_len``, ``device``, ``dtype``.
-        checks: measures by name, each with its settings.
+        checks: measures by name, each with its settings; in the file, a table ``[gate.NAME]`` each.
     """
 
     confidence: float = 0.95
@@ -141,10 +141,10 @@ def _run(context: StepContext) -> StepOutcome:
             raise ValueError(f"gate.{name}: {error}") from None
     failed = [f"{name}: {verdict.reason}" for name, verdict in verdicts.items() if not verdict.passed]
     figures = {name: verdict.to_dict() for name, verdict in verdicts.items()}
-    if failed:
-        reason = f"not better than {against}, {len(failed)} of {len(checks)} checks fail. {'. '.join(failed)}"
-    else:
-        reason = f"passed against {against}. {'. '.join(f'{name}: {each.reason}' for name, each in verdicts.items())}"
+    count = f"{len(checks)} check{'s' * (len(checks) != 1)}"
+    reason = f"{len(failed)} of {count} against {against} fail: {'. '.join(failed)}"
+    if not failed:
+        reason = f"passed {count} against {against}"
     return StepOutcome(reason, not failed, figures, outputs)
 
 
