@@ -47,6 +47,10 @@ class FlowGate:
         """Return the files of all checks, which must not be trained on."""
         return tuple(dict.fromkeys(file for kind, settings in self.kinds().values() for file in kind.files(settings)))
 
+    def programs(self) -> tuple[str, ...]:
+        """Return the files of the user's code that checks run."""
+        return tuple(file for kind, settings in self.kinds().values() for file in kind.programs(settings))
+
 
 def _read(kind: type, values: Mapping[str, Any], where: str) -> FlowGate:
     """Build the settings; a table that is none of them is a check."""
@@ -105,7 +109,7 @@ def _inputs(context: StepContext) -> Mapping[str, Any]:
             **asdict(settings),
             "checks": {name: [k.name, asdict(s)] for name, (k, s) in settings.kinds().items()},
         },
-        "files": {name: file_digest(context.path(name)) for name in settings.files()},
+        "files": {name: file_digest(context.path(name)) for name in (*settings.files(), *settings.programs())},
         "test": context.output("data", "digests", {}).get(TEST),
         "candidate": context.output("train", "digest"),
         "current": current.digest,
