@@ -259,6 +259,17 @@ def training_settings() -> str:
     return "\n".join(table(TrainConfig, by_task=BY_TASK))
 
 
+def flow_settings() -> str:
+    """Render every setting of a flow: of its steps, then of the measures of its gate."""
+    from transect.flow.gate.registry import measures
+    from transect.flow.steps.registry import steps
+    from transect.spec.settings import table
+
+    tables = [*((step.settings, f"{name}.") for name, step in steps().items())]
+    tables += [(measure.settings, f"gate.NAME, measure = \"{name}\".") for name, measure in measures().items()]
+    return "\n".join(line for kind, where in tables for line in table(kind, where))
+
+
 def serving_settings() -> str:
     """Render every setting of an engine and of a server, by group."""
     from transect.cli.serve import NO_OPTIONS
@@ -520,6 +531,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "structure": lambda: structure.table(_load("cpu/structure.json")),
     "speed-of-trees": lambda: speed_of_trees.table(_load("cpu/speed_of_trees.json")),
     "training-settings": training_settings,
+    "flow-settings": flow_settings,
     "serving-settings": serving_settings,
     "capture-cost": capture_cost,
     "drift": drift,

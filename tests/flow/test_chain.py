@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import killed_flows
 import pytest
 
 from transect.flow.chain import Chain
@@ -239,7 +240,7 @@ def test_errors_of_a_file_name_the_key(three, text: str, message: str) -> None:
 @pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.prove)])
 def test_a_kill_at_any_write_changes_no_result(tmp_path, stride: int) -> None:
     """``killed_flows.py``: all steps but training and measuring are the shipped ones, the server is a small one."""
-    script = Path(__file__).with_name("killed_flows.py")
+    script = Path(killed_flows.__file__)
     command = [sys.executable, script, tmp_path, str(stride)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -78,12 +78,14 @@ def run(
 @application.command()
 def show(
     place: Annotated[Path, typer.Argument(help="The flow's file, or its dir.")],
+    follow: Annotated[bool, typer.Option("--follow", help="Draw again while the flow runs.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Draw the chain with its states, figures and reasons."""
     import json
+    import time
 
-    from ..flow.picture import chain_state
+    from ..flow.picture import chain_state, draw
 
     folder = place
     if place.is_file():
@@ -92,6 +94,14 @@ def show(
         folder = flow_folder(read_flow(place), place)
     if as_json:
         print(json.dumps(chain_state(folder), indent=1))
+    elif follow:
+        from rich.live import Live
+
+        with Live(refresh_per_second=2, vertical_overflow="visible") as live:
+            while (state := chain_state(folder))["running"]:
+                live.update(draw(state))
+                time.sleep(0.5)
+            live.update(draw(state))
     else:
         _draw(folder)
 

@@ -60,8 +60,13 @@ def draw(state: Mapping[str, Any]) -> RenderableType:
         outcome = step["outcome"]
         for text in filter(None, (outcome.get("reason"), step["problem"])):
             lines.append(Text(f"{bar}  {text}", overflow="fold"))
-        if step["state"] not in ("stopped", "failed") and (figures := shown(outcome.get("figures", {}))):
-            lines.append(Text(f"{bar}  {figures}", style="dim", overflow="fold"))
+        figures = outcome.get("figures", {})
+        for name, verdict in figures.items():
+            if isinstance(verdict, Mapping) and "passed" in verdict:
+                sign, style = MARKS["done" if verdict["passed"] else "stopped"]
+                lines.append(Text(f"{bar}  {sign} {name}: {verdict['reason']}", style=style, overflow="fold"))
+        if step["state"] != "failed" and (text := shown(figures)):
+            lines.append(Text(f"{bar}  {text}", style="dim", overflow="fold"))
     return Group(*lines)
 
 

@@ -83,6 +83,12 @@ def checker_of(name: str, path: Callable[[str], Path]) -> Checker:
     return reward_function(f"{path(place)}:{function}" if place.endswith(".py") else name)
 
 
+def program_of(name: str) -> tuple[str, ...]:
+    """Return the file of a checker that ``checker_of`` would read; none of a built-in one or of a module."""
+    place = name.rpartition(":")[0]
+    return (place,) if place.endswith(".py") else ()
+
+
 def verdict_of(checker: Checker, answer: str, record: Mapping[str, Any]) -> int:
     """Return 1 if a checker calls an answer right, else 0. Raises ValueError if the checker fails."""
     try:

@@ -59,10 +59,11 @@ class GateMeasure:
     Attributes:
         name: name in the flow's file.
         settings: frozen dataclass of a table of the gate.
-        files: the files that a table names; they must not be trained on.
         take: samples of both models. Arguments: candidate, current, settings, path of a file that the settings name.
         judge: verdict from samples, settings and confidence.
         describe: the bar in a few words.
+        files: the files that a table names; they must not be trained on.
+        programs: files with code of the user; the measure is taken again if they change.
     """
 
     name: str
@@ -71,3 +72,4 @@ class GateMeasure:
     judge: Callable[[Samples, Any, float], GateVerdict]
     describe: Callable[[Any], str]
     files: Callable[[Any], tuple[str, ...]] = lambda settings: ()
+    programs: Callable[[Any], tuple[str, ...]] = lambda settings: ()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .answering import checker_of, read_questions, verdict_of
+from .answering import checker_of, program_of, read_questions, verdict_of
 from .measure import GateMeasure, GateVerdict, Samples, TestedModel
 from .rates import RateBars, describe_rate, judge_rate
 
@@ -50,4 +50,5 @@ TASK = GateMeasure(
     judge=_judge,
     describe=describe_rate,
     files=lambda settings: (settings.file,),
+    programs=lambda settings: program_of(settings.check),
 )

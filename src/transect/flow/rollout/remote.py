@@ -105,7 +105,7 @@ class RemoteServer:
             ) from None
         if response.status_code == 404 and missing:
             return response
-        if response.status_code in (401, 403) and "lora_path" not in response.text:
+        if response.status_code in (401, 403) and "adapter_directory" not in response.text:
             raise ValueError(
                 f"the server at {self.address} asks for the operator's key ({response.status_code}): put it into the "
                 f"environment variable that {self._setting}.key_variable names"

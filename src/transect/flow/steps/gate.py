@@ -28,7 +28,7 @@ class FlowGate:
     Attributes:
         confidence: level of all intervals together.
         engine: settings of the engine that answers, as those of ``LLM``: ``max_model_len``, ``device``, ``dtype``.
-        checks: measures by name, each with its settings.
+        checks: measures by name, each with its settings; in the file, a table ``[gate.NAME]`` each.
     """
 
     confidence: float = 0.95
@@ -46,6 +46,10 @@ class FlowGate:
     def files(self) -> tuple[str, ...]:
         """Return the files of all checks, which must not be trained on."""
         return tuple(dict.fromkeys(file for kind, settings in self.kinds().values() for file in kind.files(settings)))
+
+    def programs(self) -> tuple[str, ...]:
+        """Return the files of the user's code that checks run."""
+        return tuple(file for kind, settings in self.kinds().values() for file in kind.programs(settings))
 
 
 def _read(kind: type, values: Mapping[str, Any], where: str) -> FlowGate:
@@ -105,7 +109,7 @@ def _inputs(context: StepContext) -> Mapping[str, Any]:
             **asdict(settings),
             "checks": {name: [k.name, asdict(s)] for name, (k, s) in settings.kinds().items()},
         },
-        "files": {name: file_digest(context.path(name)) for name in settings.files()},
+        "files": {name: file_digest(context.path(name)) for name in (*settings.files(), *settings.programs())},
         "test": context.output("data", "digests", {}).get(TEST),
         "candidate": context.output("train", "digest"),
         "current": current.digest,
@@ -141,10 +145,10 @@ def _run(context: StepContext) -> StepOutcome:
             raise ValueError(f"gate.{name}: {error}") from None
     failed = [f"{name}: {verdict.reason}" for name, verdict in verdicts.items() if not verdict.passed]
     figures = {name: verdict.to_dict() for name, verdict in verdicts.items()}
-    if failed:
-        reason = f"not better than {against}, {len(failed)} of {len(checks)} checks fail. {'. '.join(failed)}"
-    else:
-        reason = f"passed against {against}. {'. '.join(f'{name}: {each.reason}' for name, each in verdicts.items())}"
+    count = f"{len(checks)} check{'s' * (len(checks) != 1)}"
+    reason = f"{len(failed)} of {count} against {against} fail: {'. '.join(failed)}"
+    if not failed:
+        reason = f"passed {count} against {against}"
     return StepOutcome(reason, not failed, figures, outputs)
 
 

@@ -27,8 +27,7 @@ def _decision(context: StepContext) -> tuple[bool, str]:
     """Return True to promote, and the reason."""
     if "watch" in context.before:
         return context.output("watch", "action") == PROMOTE_IT, str(context.output("watch", "reason"))
-    checks = len(context.before["gate"].figures)
-    return True, f"it passed {checks} check{'s' * (checks != 1)} of the gate, and the flow has no [watch]"
+    return True, f"the gate {context.before['gate'].reason}, and the flow has no [watch]"
 
 
 def _inputs(context: StepContext) -> Mapping[str, Any]:

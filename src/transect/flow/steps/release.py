@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,8 @@ def differs(server: RemoteServer, name: str, weights: Mapping[str, float]) -> st
 
 def _inputs(context: StepContext) -> Mapping[str, Any]:
     return {
-        "settings": {name: value for name, value in asdict(context.tables["release"]).items() if name != "timeout_s"},
+        "name": release_name(context),
+        "share": context.tables["release"].share,
         "version": context.output("register", "version"),
         "digest": context.output("register", "digest"),
         "against": current_version(context),

@@ -1,9 +1,9 @@
 """Run a flow many times, each killed (SIGKILL) at another write, then run to its end: the results must be equal.
 
-The steps are the shipped ones, but for training and the gate, which are replaced by quick ones behind the same interface.
-The server is a small one in a process of its own. Prints a line of JSON.
+The steps are the shipped ones, but for training and the gate, which are replaced by quick ones behind the same
+interface. The server is a small one in a process of its own. Prints a line of JSON.
 
-    python tests/flow/killed_flows.py FOLDER STRIDE
+    python tests/helpers/killed_flows.py FOLDER STRIDE
 
 With a stride of 1 there is a kill at every write, with 10 at every tenth.
 """
