@@ -87,6 +87,11 @@ def search_method(name: str) -> SearchMethod:
     return found
 
 
+def search_prefixes() -> list[str]:
+    """List the prefixes of model names that select a method."""
+    return sorted(prefix for method in search_methods().values() for prefix in method.prefixes)
+
+
 def prefixed(model: str) -> tuple[SearchMethod, str] | None:
     """Split a model name such as ``bon-MODEL`` into a method and the rest; None if it has no method's prefix."""
     for method in search_methods().values():
