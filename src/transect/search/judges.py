@@ -48,12 +48,14 @@ class Verdict:
         return [*opening, {"role": "assistant", "content": answer}, {"role": "user", "content": QUESTION}]
 
     def score(self, position: PositionLogprobs) -> float:
-        """Return P(yes) / (P(yes) + P(no)) over the likeliest tokens; 0.5 if neither is among them."""
+        """Return P(yes) / (P(yes) + P(no)) over the likeliest tokens, which may be beginnings of the two words; 0.5 if
+        neither is among them."""
         mass = {"yes": 0.0, "no": 0.0}
         for entry in position.values():
-            word = (entry.decoded_token or "").strip().lower()
-            if word in mass:
-                mass[word] += float(np.exp(entry.logprob))
+            begun = (entry.decoded_token or "").strip().lower()
+            for word in mass:
+                if begun and word.startswith(begun):
+                    mass[word] += float(np.exp(entry.logprob))
         total = mass["yes"] + mass["no"]
         return mass["yes"] / total if total else 0.5
 

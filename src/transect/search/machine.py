@@ -207,12 +207,14 @@ class SearchRun:
             work.reason, work.stop_reason, work.error = update.finish_reason, update.stop_reason, update.error
         self._pump()
 
-    def rendered(self, key: int, prompt_token_ids: Sequence[int]) -> None:
-        """Take the token ids of a rendering."""
+    def rendered(self, key: int, prompt_token_ids: Sequence[int] | None) -> None:
+        """Take the token ids of a rendering; None if they do not fit into the context."""
         target = self._renders.pop(key)
         if self.done:
             return
-        if isinstance(target, tuple):
+        if prompt_token_ids is None:
+            self._unrendered(target)
+        elif isinstance(target, tuple):
             branch, name = target
             judge = self.judges[name]
             assert isinstance(judge, Verdict)
@@ -222,6 +224,16 @@ class SearchRun:
             self._prompts[target] = list(prompt_token_ids)
             self._extend(self._held.pop(target, []))
         self._pump()
+
+    def _unrendered(self, target: int | tuple[Branch, str]) -> None:
+        """Leave a branch without a score, or drop those that would answer a conversation that is too long."""
+        if isinstance(target, tuple):
+            target[0].scores[target[1]] = None
+            self._news.append(target[0])
+            return
+        for action in self._held.pop(target):
+            action.branch.state, action.branch.finish_reason = "dropped", "length"
+            self._news.append(action.branch)
 
     def judged(self, key: int, score: float | None) -> None:
         """Take the score of a ``Call``; None if the function has failed."""

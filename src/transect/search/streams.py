@@ -25,8 +25,8 @@ class Performs(Protocol):
     async def abort(self, key: int, choice: int) -> None:
         """End a choice of an engine request, whose terminal update may still come."""
 
-    async def render(self, messages: Messages) -> list[int]:
-        """Return the token ids of a conversation."""
+    async def render(self, messages: Messages) -> list[int] | None:
+        """Return the token ids of a conversation; None if they do not fit into the context."""
 
     async def call(self, operation: Call) -> float | None:
         """Return the score of a judge's function."""

@@ -100,9 +100,7 @@ def requested_search(given: Any, body: Any) -> Search | None:
     if method is not None and isinstance(given, Mapping | None):
         given = {"method": method.name, **(given or {})}
         if given["method"] != method.name:
-            message = (
-                f"search.method is {given['method']!r:.60} and the model's prefix means {method.name}: drop one"
-            )
+            message = f"search.method is {given['method']!r:.60} and the model's prefix means {method.name}: drop one"
             raise ApiError(400, message, param="search")
     try:
         search = Search.of(given)

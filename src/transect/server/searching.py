@@ -206,10 +206,15 @@ class Searching:
         """End a choice of an engine request."""
         await self._parts[key].drop(choice)
 
-    async def render(self, messages: Messages) -> list[int]:
-        """Return the token ids of a conversation."""
+    async def render(self, messages: Messages) -> list[int] | None:
+        """Return the token ids of a conversation; None if they do not fit into the context."""
         said = [ChatMessage.model_validate(message) for message in messages]
-        prompt = await chat_prompt(self._serving, said, template_kwargs=self._template_kwargs)
+        try:
+            prompt = await chat_prompt(self._serving, said, template_kwargs=self._template_kwargs)
+        except ApiError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            return None
         return prompt.token_ids
 
     async def call(self, operation: Call) -> float | None:

@@ -191,21 +191,22 @@ class Chat:
         final: RequestOutput | None = None
         async with generation:
             async for news in generation:
-                if isinstance(news, SearchProgress):
-                    yield event(self._progress(generation, news))
-                    continue
-                if news.update.approximate:
-                    yield CONTINUED
                 body = b""
-                if news.choice not in texts:
-                    first = ChunkChoice(index=news.choice, delta=Delta(role="assistant", content=""))
+                index = 0 if isinstance(news, SearchProgress) else news.choice
+                if index not in texts:
+                    first = ChunkChoice(index=index, delta=Delta(role="assistant", content=""))
                     chunk = self._chunk(generation, [first])
                     if self.body.return_token_ids:
                         chunk.prompt_token_ids = generation.prompts[0].token_ids
                     body = event(chunk)
-                    choice = ChunkChoice(index=news.choice, delta=Delta(content=PLACE))
-                    texts[news.choice] = TextEvents(self._chunk(generation, [choice]))
-                    readers[news.choice] = self.answers.reader()
+                    choice = ChunkChoice(index=index, delta=Delta(content=PLACE))
+                    texts[index] = TextEvents(self._chunk(generation, [choice]))
+                    readers[index] = self.answers.reader()
+                if isinstance(news, SearchProgress):
+                    yield body + event(self._progress(generation, news))
+                    continue
+                if news.update.approximate:
+                    yield CONTINUED
                 update, reader = news.update, readers[news.choice]
                 final = update.final or final
                 piece = reader.feed(update.text, update.finish_reason, update.stop_reason)
