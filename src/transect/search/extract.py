@@ -9,7 +9,7 @@ from typing import Literal, get_args
 Extractor = Literal["auto", "number", "boxed", "line", "choice", "text"]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _CHOICE = re.compile(r"\b([A-J])\b")
-_SAID = re.compile(r"(?:answer|result)\s*(?:is|:|=)\s*", re.IGNORECASE)
+_SAID = re.compile(r"(?:answer|result)\s*(?:(?:is|:|=)\s*)+", re.IGNORECASE)
 MOST_CHARACTERS = 20_000
 """Characters at the end of a text that are searched."""
 
