@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..engine.frontends.inputs import LoRARequest, prompt_token_ids, text_options
+from ..engine.scheduling.arrivals import seed_of
 from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.inert import chat_tokens
 from ..text.output_processor import OutputProcessor
@@ -40,12 +41,17 @@ def search_locally(
     loras = {each.lora_name: each for each in (*adapters, *(() if lora_request is None else (lora_request,)))}
     check_adapters(search, named, loras)
     runs = []
-    for messages, text, ids in _inputs(llm, prompts):
+    inputs = _inputs(llm, prompts)
+    for number, (messages, text, ids) in enumerate(inputs):
+        if params.seed is not None and len(inputs) > 1:  # or branches of one number would share their luck
+            own_params = params.with_(seed=seed_of(params.seed, number))
+        else:
+            own_params = params
         own = "" if lora_request is None else lora_request.lora_name
         tree = Tree(messages, text or "", own, _without_thoughts(llm))
         runs.append(
             SearchRun(
-                search, tree, ids, params, seed=secrets.randbits(63), max_model_len=llm.max_model_len,
+                search, tree, ids, own_params, seed=secrets.randbits(63), max_model_len=llm.max_model_len,
                 decode=llm.tokenizer.decode, judges=named,
             )
         )  # fmt: skip

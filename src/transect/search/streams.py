@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
 
+from ..checkpoints.peft_config import AdapterFiles
 from ..engine.frontends.mailbox import Mailbox
 from ..text.output_processor import Update
 from .machine import Abort, Call, Operation, Render, SearchRun, Submit
@@ -105,3 +106,52 @@ async def _perform(
     else:
         score = await engine.call(operation)
         mailbox.put(lambda: run.judged(operation.key, score))
+
+
+class OverEngine:
+    """Performs the operations of one search in an ``AsyncEngine`` or ``Replicas``.
+
+    Args:
+        engine: streams updates.
+        name: beginning of the engine requests' ids.
+        render: token ids of a conversation.
+        adapters: files of adapters by name.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        name: str,
+        render: Callable[[Messages], list[int]] | None = None,
+        adapters: Mapping[str, AdapterFiles] | None = None,
+    ) -> None:
+        self._engine, self._name, self._render, self._adapters = engine, name, render, adapters or {}
+
+    async def submit(self, operation: Submit) -> AsyncIterator[Update]:
+        """Yield the updates of an engine request. Raises ValueError if it fails."""
+        stream = self._engine.stream(
+            operation.prompt_token_ids,
+            operation.params,
+            f"{self._name}-{operation.key}",
+            pooling=operation.pooling,
+            adapter=self._adapters.get(operation.adapter),
+        )
+        async with aclosing(stream) as updates:
+            async for update in updates:
+                if update.finish_reason == "error":
+                    raise ValueError(update.error)
+                yield update
+
+    async def abort(self, key: int, choice: int) -> None:
+        """End a choice of an engine request."""
+        await self._engine.abort(f"{self._name}-{key}", choice)
+
+    async def render(self, messages: Messages) -> list[int] | None:
+        """Return the token ids of a conversation; None if they do not fit into the context."""
+        assert self._render is not None, "a search with messages has a template"
+        ids = await asyncio.to_thread(self._render, messages)
+        return ids if len(ids) < self._engine.max_model_len else None
+
+    async def call(self, operation: Call) -> float | None:
+        """Return the score of a judge's function."""
+        return await asyncio.to_thread(operation.judge.function, operation.question, operation.answer)
