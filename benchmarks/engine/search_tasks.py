@@ -1,7 +1,8 @@
 """Tasks with exact checkers, at which a model of 135 million parameters has a chance: arithmetic of few digits, sorting
 letters, a format puzzle; and one without signal, whose answers are drawn by lot.
 
-Each task is one message of the user, with solved examples before the question. ``guess`` is the accuracy of the best guess that does
+Each task is a conversation with solved examples as earlier turns; ``sum`` has none, for programs that read one message
+only. ``guess`` is the accuracy of the best guess that does
 not read the question.
 """
 
@@ -12,8 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-SYSTEM = "You answer questions. Follow the form of the examples."
-EXAMPLES = 5
+SYSTEM = "Answer as in the examples."
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,26 @@ class Family:
         make: random generator -> (question, answer, short answer to it).
         extract: extractor of ``search/extract.py`` that finds the short answer.
         guess: accuracy of guessing; None for the frequency of the most frequent answer.
+        examples: solved examples before the question.
     """
 
     name: str
     make: Callable[[random.Random], tuple[str, str, str]]
     extract: str
     guess: float | None = None
+    examples: int = 4
 
     def tasks(self, count: int, seed: int) -> list[Task]:
         """Make tasks; the examples of each are drawn anew."""
         rng = random.Random(f"{self.name} {seed}")
         found = []
         for _ in range(count):
-            shown = [self.make(rng)[:2] for _ in range(EXAMPLES)]
+            messages = [{"role": "system", "content": SYSTEM}] if self.examples else []
+            for _ in range(self.examples):
+                question, answer, _ = self.make(rng)
+                messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             question, _, short = self.make(rng)
-            text = "".join(f"Question: {asked}\nAnswer: {answer}\n\n" for asked, answer in shown)
-            messages = [
-                {"role": "system", "content": SYSTEM},
-                {"role": "user", "content": f"{text}Question: {question}\nAnswer:"},
-            ]
-            found.append(Task(messages, short))
+            found.append(Task([*messages, {"role": "user", "content": question}], short))
         return found
 
     def guessing(self, tasks: list[Task]) -> float:
@@ -64,6 +64,12 @@ class Family:
 def add(rng: random.Random) -> tuple[str, str, str]:
     """Add two numbers below 20."""
     a, b = rng.randint(2, 19), rng.randint(2, 19)
+    return f"What is {a} + {b}?", f"{a} + {b} = {a + b}", str(a + b)
+
+
+def small(rng: random.Random) -> tuple[str, str, str]:
+    """Add two digits."""
+    a, b = rng.randint(1, 9), rng.randint(1, 9)
     return f"What is {a} + {b}?", f"{a} + {b} = {a + b}", str(a + b)
 
 
@@ -91,6 +97,7 @@ FAMILIES = {
     family.name: family
     for family in (
         Family("add", add, "number"),
+        Family("sum", small, "number", examples=0),
         Family("sort", sort, "line", 1 / 6),
         Family("puzzle", puzzle, "line", 1 / 24),
         Family("lot", lot, "number", 1 / 10),
