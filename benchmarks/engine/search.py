@@ -186,19 +186,17 @@ def tasks(options: argparse.Namespace) -> dict[str, Any]:
 @contextmanager
 def process(command: Sequence[str], ready: str, **environment: str) -> Iterator[str]:
     """Run a server until the block ends; yields the line that has ``ready``."""
-    made = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment}
-    )
-    try:
-        assert made.stdout is not None
-        lines = iter(made.stdout.readline, "")
-        line = next((line for line in lines if ready in line), None)
-        if line is None:
-            raise RuntimeError(f"{command[0]} did not start")
-        yield line
-    finally:
-        made.terminate()
-        made.wait(60)
+    with tempfile.NamedTemporaryFile("r+") as log:  # a pipe that nobody reads would block the server
+        made = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment})
+        try:
+            while not (line := next((line for line in Path(log.name).read_text().splitlines() if ready in line), "")):
+                if made.poll() is not None:
+                    raise RuntimeError(f"{command[0]} did not start: {Path(log.name).read_text()[-500:]}")
+                time.sleep(0.1)
+            yield line
+        finally:
+            made.terminate()
+            made.wait(60)
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..checkpoints.peft_config import WEIGHTS, read_header
 from ..engine.scheduling.sampling_params import MAX_LOGPROBS, SamplingParams
 from ..text.outputs import PositionLogprobs
 from .tree import Messages
@@ -76,16 +77,18 @@ class RewardHead:
         Raises:
             ValueError: there is no such file or tensor.
         """
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
+        from safetensors import SafetensorError, safe_open
 
         file = Path(path).expanduser()
-        file = file / "adapter_model.safetensors" if file.is_dir() else file
+        file = file / WEIGHTS if file.is_dir() else file
+        found: dict[str, np.ndarray] = {}
         try:
-            tensors = load_file(file)
-        except (OSError, SafetensorError, ValueError) as error:
+            with safe_open(file, "numpy") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                    if "score." in name and np.prod(tensors.get_slice(name).get_shape()) <= LARGEST_HEAD:
+                        found[name] = tensors.get_tensor(name)
+        except (OSError, SafetensorError, ValueError, TypeError) as error:
             raise ValueError(f"the reward head {path} cannot be read ({error}): give a safetensors file") from None
-        found = {name: value for name, value in tensors.items() if "score." in name and value.size <= LARGEST_HEAD}
         weights = [value for name, value in found.items() if name.endswith("weight")]
         if len(weights) != 1 or weights[0].ndim != 2 or len(weights[0]) != 1:
             shapes = {name: list(value.shape) for name, value in found.items()}
@@ -95,6 +98,15 @@ class RewardHead:
             )
         biases = [float(value.reshape(-1)[0]) for name, value in found.items() if name.endswith("bias")]
         return cls(weights[0][0].astype(np.float64), sum(biases), adapter)
+
+    @classmethod
+    def of_adapter(cls, directory: Path, name: str) -> RewardHead | None:
+        """Return the head of an adapter for classification; None if it has none that can be read."""
+        try:
+            shapes, _ = read_header(directory)
+            return cls.read(directory, name) if any("score." in each for each in shapes) else None
+        except ValueError:
+            return None
 
     def check_size(self, hidden_size: int) -> None:
         """Check that the head fits a model.

@@ -50,6 +50,9 @@ class SearchSupport:
         self._threads = {name: ThreadPoolExecutor(1, f"verifier-{name}") for name in self._verifiers}
         self._judges: dict[str, Judge] = {**heads, **{name: Program(each) for name, each in self._verifiers.items()}}
 
+        self._of_adapters: dict[Any, Judge] = {}
+        """Judges by name, directory and content of their adapters."""
+
     async def start(self) -> None:
         """Start the processes of verifiers. Raises ValueError if one cannot be used."""
         for name, verifier in self._verifiers.items():
@@ -64,8 +67,15 @@ class SearchSupport:
 
     def judges(self, serving: Serving) -> dict[str, Judge]:
         """Return the judges by name; an adapter of the server judges as a verifier, unless it has a reward head."""
-        names = [entry.name for entry in serving.adapters.entries()]
-        judges: dict[str, Judge] = {name: Verdict(name) for name in names if name not in BUILTIN}
+        names: list[str] = []
+        judges: dict[str, Judge] = {}
+        for entry in serving.adapters.entries():
+            name, files = entry.name, (entry.name, entry.path, entry.files and entry.files.id)
+            names.append(name)
+            if files not in self._of_adapters:
+                self._of_adapters[files] = RewardHead.of_adapter(entry.path, name) or Verdict(name)
+            if name not in BUILTIN:
+                judges[name] = self._of_adapters[files]
         for name, judge in self._judges.items():
             if isinstance(judge, RewardHead) and name in names:
                 judge = dataclasses.replace(judge, adapter=name)
