@@ -36,7 +36,7 @@ import _paths  # noqa: F401
 from benchmarks import record
 from transect import LLM, SamplingParams, Search
 from transect.search.extract import extract
-from transect.search.report import Gain, Share
+from transect.search.report import Accuracy, Gain
 
 MAX_TOKENS = 24
 VERIFIER = '''
@@ -241,7 +241,7 @@ def served(options: argparse.Namespace) -> dict[str, Any]:
                 for task in asked
             ]
             guess = family.guessing(asked)
-            found: dict[str, Any] = {"guess": guess, "greedy": Share(sum(single), len(single)).value}
+            found: dict[str, Any] = {"guess": guess, "greedy": Accuracy(sum(single), len(single)).value}
             if not options.optillm:
                 print("no --optillm: only transect is measured", flush=True)
                 return found | _race({"transect": url}, asked, family, single, guess, options.rounds)

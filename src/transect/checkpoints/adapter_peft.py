@@ -60,8 +60,8 @@ def module_names(config: ModelConfig) -> dict[str, str]:
 
 
 def read_adapter(directory: Path, config: ModelConfig, *, skips_score: bool = False) -> StoredAdapter:
-    """Return an adapter for a model of this configuration, which is ``adapted_config``'s. ``skips_score``: leave out
-    the head of an adapter for classification, which is no part of the model.
+    """Return an adapter for a model of this configuration, which is ``adapted_config``'s. ``skips_score``: ignore the
+    head of an adapter for classification.
 
     Raises:
         ValueError: a file is missing or damaged, or holds what does not fit the model; the message names it.

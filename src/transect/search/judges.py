@@ -1,10 +1,10 @@
-"""Judges: sources of scores of branches, by the name that a search gives as ``score``.
+"""Judges of branches, by the name that a search gives as ``score``.
 
     likelihood    mean log-probability of the answer's tokens, known from the pass that drew them
     verdict       probability of "yes" when the model is asked if its answer is right (Kadavath et al. 2022,
-                  arXiv:2207.05221); ``Verdict`` with an adapter asks a verifier that was trained for it
-    RewardHead    a linear head over the hidden state of the last token, of the base or of an adapter: what a reward
-                  model for classification is (Stiennon et al. 2020, arXiv:2009.01325)
+                  arXiv:2207.05221); ``ModelVerdict`` with an adapter asks a verifier that was trained for it
+    RewardHead    a linear head over the hidden state of the last token, of the base or of an adapter: a reward
+                  model for classification (Stiennon et al. 2020, arXiv:2009.01325)
     Program       a function of the operator's, in a process with limits (``programs.py``)
 
 Models that judge run in the engine that draws; their prompts extend the branch, so the prefix cache has the KV.
@@ -37,7 +37,7 @@ class Likelihood:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ModelVerdict:
     """The probability of "yes" to ``QUESTION``; ``adapter``: name of the adapter that is asked, empty for the base."""
 
     adapter: str = ""
@@ -132,8 +132,8 @@ class Program:
     function: Callable[[str, str], float | None]
 
 
-Judge = Likelihood | Verdict | RewardHead | Program
-BUILTIN: Mapping[str, Judge] = {LIKELIHOOD: Likelihood(), VERDICT: Verdict()}
+Judge = Likelihood | ModelVerdict | RewardHead | Program
+BUILTIN: Mapping[str, Judge] = {LIKELIHOOD: Likelihood(), VERDICT: ModelVerdict()}
 
 
 def judge_of(name: str, judges: Mapping[str, Judge]) -> Judge:
