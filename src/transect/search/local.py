@@ -123,6 +123,8 @@ class LocalSearch:
         try:
             self._perform()
             while any(not run.done for run in self._runs):
+                if not self._owners:
+                    raise RuntimeError("a search waits, and the engine has no request of it")
                 for output in self._llm.step():
                     self._take(output)
                 if ends:

@@ -168,6 +168,8 @@ class SearchRun:
         """Root, or (branch, judge's name), of each rendering that is under way."""
         self._judging: dict[int, tuple[Branch, str]] = {}
         """Branch and judge's name of each score that is under way."""
+        self._error: str | None = None
+        """Last error of the engine in a branch."""
         self._news: list[Branch] = []
         """Branches whose scores are known, or whose ``Extend`` had nothing to do."""
         self._pump()
@@ -334,7 +336,7 @@ class SearchRun:
                     self._operations.append(Render(key, root.messages))
                 held.append(action)
                 continue
-            place = number if branch.tokens else id(branch.parent)
+            place = ("alone", number) if branch.tokens else ("together", id(branch.parent))
             settings = branch.adapter, action.max_tokens, action.stop, action.floor, action.greedy
             groups.setdefault((root.id, place, *settings), []).append(action)
         for group in groups.values():
@@ -454,9 +456,7 @@ class SearchRun:
         branch.text += text
         branch.state = "ended" if work.error is None else "dropped"
         branch.finish_reason, branch.stop_reason = reason, stop_reason
-        self._error = work.error
-
-    _error: str | None = None
+        self._error = work.error or self._error
 
     def _keep(self, work: _Work, count: int) -> None:
         """Move the first ``count`` drawn tokens to the branch."""
