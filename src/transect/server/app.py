@@ -14,6 +14,7 @@ from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel
 
 from .. import __version__
+from ..search.methods.registry import search_prefixes
 from .anthropic.messages import Messages, count_tokens
 from .anthropic.messages import error_event as message_error
 from .anthropic.protocol import CountRequest, MessagesRequest
@@ -215,7 +216,10 @@ async def count_message_tokens(request: Request, body: CountRequest) -> dict[str
 async def models(request: Request) -> ModelList:
     """List the names that requests may give as ``model``."""
     serving = _serving(request)
-    names = [*serving.version_names(), *serving.releases.names()]
+    names = serving.version_names()
+    if serving.options.search_models:
+        names += [f"{prefix}-{name}" for name in names for prefix in search_prefixes()]
+    names += serving.releases.names()
     return ModelList(data=[_model(serving, name) for name in names])
 
 

@@ -27,15 +27,15 @@ from .openai.protocol import FIELDS
 from .openai.replies import PromptDetails, Usage
 from .operations import request_log
 from .operations.metrics import RequestTimer
-from .releases import current_version, one_request
 from .serving import Serving
+from .watching import RequestWatch
 
 if TYPE_CHECKING:
     from ..checkpoints.peft_config import AdapterFiles
     from ..engine.scheduling.outputs import RequestTimes
     from ..text.output_processor import Update
     from ..text.outputs import RequestOutput
-    from .capture.slips import CaptureSlip, RequestContent
+    from .capture.slips import RequestContent
     from .operations.tracing import RequestSpan
 
 
@@ -71,6 +71,8 @@ class Generation:
         priority: lower runs earlier.
         deadline: time by which the last token must have arrived; None for the server's limit from now.
         pooling: return vectors of the prompts (``RequestOutput.pooled``).
+        adapter: name of the adapter; None for the one that the HTTP request has chosen.
+        part_of: id, if this is a part of a larger work.
     """
 
     def __init__(
@@ -81,8 +83,11 @@ class Generation:
         priority: int = 0,
         deadline: Deadline | None = None,
         pooling: Pooling | None = None,
+        *,
+        adapter: str | None = None,
+        part_of: str | None = None,
     ) -> None:
-        self.id = uuid.uuid4().hex
+        self.id = part_of or uuid.uuid4().hex
         self.created = int(time.time())
         self.prompts, self.params = prompts, params
         self.completion_tokens = 0
@@ -97,20 +102,16 @@ class Generation:
         self._counted = False
         self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
-        self._client, self._adapter = current_client(), current_adapter()
+        self._client, self._adapter = current_client(), current_adapter() if adapter is None else adapter
+        self._dropped: set[int] = set()
+        """Choices that ``drop`` has ended."""
         serving.owners.note(self.id)
         self._deadline = deadline or Deadline(serving.options.request_timeout_s)
-        self._version = current_version()
-        self._asked: RequestContent | None = None
-        self._slip: CaptureSlip | None = None
-        self._unanswered, self._failed = len(prompts), False
+        self._watch = RequestWatch(serving, self.id, len(prompts), part=part_of is not None)
 
-    def describe(self, asked: RequestContent) -> Self:
+    def describe(self, content: RequestContent) -> Self:
         """Describe the request, for captures and for the metrics of released versions; returns this object."""
-        self._asked = asked
-        if self._serving.captures is not None:
-            release = "" if self._version is None else self._version.release
-            self._slip = self._serving.captures.begin(self.id, asked, self._serving.model_name, release)
+        self._watch.describe(content)
         return self
 
     def usage(self) -> Usage:
@@ -131,8 +132,7 @@ class Generation:
         Raises:
             ApiError: the engine refused (400, 429, 503), is gone (503) or took too long (504). Nothing is left running.
         """
-        if self._version is not None:
-            self._version.begin()
+        self._watch.begin()
         try:
             self._source = self._traced(0, self.prompts[0]) if len(self.prompts) == 1 else self._merged()
             self._held = await self._next()
@@ -177,6 +177,11 @@ class Generation:
                     results[event.prompt] = event.update.final
         return [results[index] for index in range(len(self.prompts))]
 
+    async def drop(self, choice: int) -> None:
+        """End a choice of a request with one prompt; its last update has the finish reason "abort"."""
+        self._dropped.add(choice)
+        await self._serving.engine.abort(f"{self.id}-0", choice)
+
     async def aclose(self) -> None:
         """Abort everything that still runs in the engine. May be called repeatedly."""
         if self._source is not None:
@@ -186,8 +191,7 @@ class Generation:
             self._counted = True
             self._serving.accounts.spend(self._client, usage.prompt_tokens, usage.completion_tokens)
             self._serving.adapters.count(self._adapter, usage.prompt_tokens, usage.completion_tokens)
-            if self._source is not None:
-                self._witness_end()
+            self._watch.end(self._first_token_s, self.completion_tokens / (len(self.prompts) * self.params.n))
         request_log.note(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
@@ -197,15 +201,6 @@ class Generation:
             **request_log.engine_seconds(self._times),
         )
 
-    def _witness_end(self) -> None:
-        """Hand the request's slip on, and count the request for its version."""
-        if self._slip is not None and self._serving.captures is not None:
-            self._serving.captures.end(self._slip, self._first_token_s, not self._unanswered)
-        if self._version is not None:
-            tokens = self.completion_tokens / (len(self.prompts) * self.params.n)
-            self._version.timed(self._first_token_s, time.monotonic() - self._began, tokens)
-            self._version.end(self._failed)
-
     async def _next(self) -> Event | None:
         assert self._source is not None
         try:
@@ -214,7 +209,7 @@ class Generation:
             async with self._deadline:
                 return await anext(self._source, None)
         except ApiError as error:
-            self._failed = error.status_code >= 500 and error.code != "queue_full"
+            self._watch.failed(error)
             raise
 
     def _traced(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
@@ -231,8 +226,8 @@ class Generation:
             self._serving.adapters.use(self._adapter) as adapter,
             aclosing(self._updates_with(adapter, index, prompt)) as events,
         ):
-            if adapter is not None and self._slip is not None:
-                self._slip.adapter = adapter.id
+            if adapter is not None:
+                self._watch.adapted(adapter.id)
             async for event in events:
                 yield event
 
@@ -318,19 +313,11 @@ class Generation:
             timer.choice_finished(update.finish_reason)
         if update.finish_reason == "error":
             raise ApiError(500, update.error or "the engine failed while running this request", code="engine_error")
-        if update.finish_reason == "abort":
+        if update.finish_reason == "abort" and update.index not in self._dropped:
             raise ApiError(503, update.error or "the request was ended by the server", code="aborted")
         if update.final is not None:
-            self._answered(index, update.final)
+            self._watch.answered(index, update.final)
         return Event(index, index * self.params.n + update.index, update)
-
-    def _answered(self, index: int, result: RequestOutput) -> None:
-        """Show the complete answers to a prompt to those that watch."""
-        self._unanswered -= 1
-        if self._slip is not None:
-            self._slip.take(index, result)
-        if self._version is not None and self._asked is not None:
-            self._version.answered(self._asked, result)
 
 
 async def whole_in_groups(
@@ -349,10 +336,9 @@ async def whole_in_groups(
     """
     size = min(GROUP, serving.options.max_prompts)
     results: list[RequestOutput] = []
-    with one_request():
-        for start in range(0, len(prompts), size):
-            group = prompts[start : start + size]
-            results += await Generation(serving, group, params, priority, deadline, pooling=pooling).whole()
+    for start in range(0, len(prompts), size):
+        group = prompts[start : start + size]
+        results += await Generation(serving, group, params, priority, deadline, pooling=pooling).whole()
     return results
 
 
