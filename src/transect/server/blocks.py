@@ -135,7 +135,8 @@ class Conversation:
         """State of the search, where the last news was nothing else."""
         self.blocks = Blocks()
         self.ending = Ending("stop", None)
-        self._api, self._tools, self._streamed = "chat", (), False
+        self._api, self._streamed = "chat", False
+        self._tools: Sequence[Any] = ()
         self.thought_tokens = 0
         """Tokens of the answer that were thoughts; known when the answer has ended."""
         self.continued = False

@@ -312,7 +312,7 @@ class VersionSeries:
         if failed:
             self._metrics["errors"].inc()
 
-    def timed(self, first_token_s: float | None, last_token_s: float, tokens: int) -> None:
+    def timed(self, first_token_s: float | None, last_token_s: float, tokens: float) -> None:
         """Take the times of a request since its arrival, and its number of tokens."""
         if first_token_s is not None:
             self._metrics["first_token"].observe(first_token_s)
