@@ -14,6 +14,7 @@ from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel
 
 from .. import __version__
+from ..search.methods.registry import search_prefixes
 from .anthropic.messages import Messages, count_tokens
 from .anthropic.messages import error_event as message_error
 from .anthropic.protocol import CountRequest, MessagesRequest
@@ -208,6 +209,8 @@ async def models(request: Request) -> ModelList:
     """List the names that requests may give as ``model``."""
     serving = _serving(request)
     names = [*serving.options.model_names, *(each.name for each in serving.adapters.entries())]
+    if serving.options.search_models:
+        names += [f"{prefix}-{name}" for name in names for prefix in search_prefixes()]
     return ModelList(data=[_model(serving, name) for name in names])
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engine.executors.pooling import Pooling
 from ..engine.scheduling.sampling_params import SamplingParams
+from ..search.methods.registry import prefixed
 from ..text.reasoning import thoughts_of
 from ..text.tools.registry import shape_of
 from .adapters import Adapters, choose_adapter, current_adapter
@@ -21,6 +22,7 @@ from .operations.metrics import Metrics
 from .operations.tracing import Tracing, exporter_for
 from .options import ServerOptions
 from .rendering import Renderer, RenderHere
+from .searches import SearchSupport, choose_method
 
 if TYPE_CHECKING:
     from ..checkpoints.peft_config import AdapterFiles
@@ -70,6 +72,9 @@ class Engine(Protocol):
         request."""
         ...
 
+    async def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it; its stream gets a terminal update for each choice that this ends."""
+
     @property
     def pid(self) -> int | None: ...
     async def health(self) -> Any: ...
@@ -89,6 +94,7 @@ class Serving:
         self.owners = Owners()
         self.accounts = Accounts(self.metrics.registry)
         self.adapters = Adapters(engine, options, self.metrics.registry)
+        self.search = SearchSupport(engine, options)
         self.renderer = renderer or RenderHere()
         endpoint = options.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(exporter_for(endpoint), options.model_names[0])
@@ -127,6 +133,11 @@ class Serving:
             return
         if self.adapters.find(name) is not None:
             choose_adapter(name)
+        elif (searched := prefixed(name)) is not None and (
+            searched[1] in names or self.adapters.find(searched[1]) is not None
+        ):
+            choose_method(searched[0])
+            choose_adapter("" if searched[1] in names else searched[1])
         else:
             names = (*names, *(each.name for each in self.adapters.entries()))
             hint = nearest(name[:100], names) or f"; this server has {', '.join(map(repr, names))}"

@@ -204,7 +204,7 @@ class AsyncEngine(Generates):
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def snapshot(self, request_id: str) -> RequestOutput | None:
-        """Return the current state of a request; None if it has ended and only its last update is in transit."""
+        """Return the current state of a request; see ``Generates``."""
         return self._processor.snapshot(request_id) if request_id in self._processor else None
 
     async def stream(
@@ -275,20 +275,21 @@ class AsyncEngine(Generates):
             if not self._streams:
                 self._idle.set()
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; its stream gets a terminal update with ``finish_reason`` "abort" for each running choice."""
+    async def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it; see ``Generates``."""
         if request_id not in self._streams:
             return
-        for update in self._processor.finish(request_id):
+        for update in self._processor.finish(request_id, choice=choice):
             self._streams[request_id].mailbox.put(update)
         if self._death is None:
-            await self._send(wire.Abort(request_id))
+            await self._send(wire.Abort(request_id, choice))
 
-    def end(self, stream: OutputStream) -> list[Update]:
-        """End a request that is in no engine. Returns the terminal updates of its running choices."""
+    def end(self, stream: OutputStream, choice: int | None = None) -> list[Update]:
+        """End a request that is in no engine, or one choice of it. Returns the terminal updates of what this ends."""
         self._take_over(stream)
-        stream.state = None
-        return self._processor.finish(stream.request_id)
+        updates = self._processor.finish(stream.request_id, choice=choice)
+        stream.state = self._processor.release(stream.request_id)
+        return updates
 
     def _take_over(self, stream: OutputStream) -> None:
         if stream.state is None:

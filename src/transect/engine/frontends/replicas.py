@@ -202,8 +202,8 @@ class Replicas(Generates):
         try:
             full: set[AsyncEngine] = set()
             while stream.left:
-                if stream.aborted:
-                    for update in self.engines[0].end(stream):
+                while stream.aborted:
+                    for update in self.engines[0].end(stream, stream.aborted.pop(0)):
                         stream.mailbox.put(update)
                 if len(stream.mailbox):
                     for item in await stream.take():
@@ -344,13 +344,13 @@ class Replicas(Generates):
         where = self._where.get(request_id)
         return None if where is None else where.snapshot(request_id)
 
-    async def abort(self, request_id: str) -> None:
-        """End a request on its replica, or between two replicas."""
+    async def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it, on its replica or between two replicas."""
         where, stream = self._where.get(request_id), self._streams.get(request_id)
         if where is not None:
-            await where.abort(request_id)
+            await where.abort(request_id, choice)
         elif stream is not None:
-            stream.aborted = True
+            stream.aborted.append(choice)
             self._wake()
 
     # ---- state -------------------------------------------------------------------------------------------------------

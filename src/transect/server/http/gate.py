@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..adapters import choose_adapter
 from ..operations import request_log
+from ..searches import choose_method
 from ..serving import Serving
 from .clients import Client, Clients
 from .errors import ApiError
@@ -93,6 +94,7 @@ class Gate:
         path = scope["path"].removeprefix(root)
         client = self._clients.of(scope)
         choose_adapter("")
+        choose_method(None)
         shut = path == METRICS and self.serving.options.protect_metrics
         if path in OPEN and not (shut and client is None):
             await self.app(scope, receive, send)

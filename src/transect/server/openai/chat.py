@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...text.tools.spec import tool_use
 from ..answers import AnswerPiece, AnswerReader, Answers
@@ -14,6 +14,8 @@ from ..http.deadline import Deadline
 from ..http.errors import ApiError, bad_value
 from ..http.sse import CONTINUED, PLACE, TextEvents, event
 from ..prompts import chat_prompt, effort_kwargs
+from ..searches import requested_search
+from ..searching import Searching, SearchProgress
 from ..serving import Serving
 from .logprobs import chat_logprobs, prompt_logprobs
 from .long_replies import all_chat_logprobs
@@ -28,6 +30,8 @@ from .replies import (
     CompletionDetails,
     Delta,
     FunctionCall,
+    SearchChunk,
+    SearchedChat,
     ToolCall,
     Usage,
     finish_reason,
@@ -58,6 +62,7 @@ class Chat:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         self.top = body.top_logprobs or 0
+        self.search = requested_search(body.search, body)
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         defaults = serving.engine.sampling_defaults
         limit = defaults.limit(limit)
@@ -80,6 +85,10 @@ class Chat:
             return message.replace("max_tokens", "max_completion_tokens", 1)
         return message
 
+    def _template_kwargs(self) -> dict[str, Any]:
+        effort = effort_kwargs(self.serving, self.body.reasoning_effort)
+        return {**effort, **(self.body.chat_template_kwargs or {})}
+
     async def _prompt(self) -> Prompt:
         prompt = await chat_prompt(
             self.serving,
@@ -89,10 +98,7 @@ class Chat:
             truncate=self.body.truncate_prompt_tokens,
             room=self.params.max_tokens or 1,
             add_special=self.body.add_special_tokens is True,
-            template_kwargs={
-                **effort_kwargs(self.serving, self.body.reasoning_effort),
-                **(self.body.chat_template_kwargs or {}),
-            },
+            template_kwargs=self._template_kwargs(),
             use=self.use,
         )
         said = self.body.messages[-1].text if self.body.continue_final_message else ""
@@ -103,14 +109,18 @@ class Chat:
             raise bad_value(str(error), FIELDS) from None
         return prompt
 
-    async def _prepare(self) -> Generation | Beams:
+    async def _prepare(self) -> Generation | Beams | Searching:
         prompt = await self._prompt()
         width, room = self.params.n, self.serving.engine.max_model_len - len(prompt.token_ids)
         beams = beam_params(self.body, self.params, width, room)
         priority = self.body.priority or 0
         if beams is not None:
             return Beams(self.serving, [prompt], beams, width, priority, self.deadline)
-        return Generation(self.serving, [prompt], self.params, priority, self.deadline)
+        if self.search is None:
+            return Generation(self.serving, [prompt], self.params, priority, self.deadline)
+        kwargs, messages = self._template_kwargs(), self.body.messages
+        more = (self.answers, priority, self.deadline, kwargs)
+        return Searching(self.serving, self.search, prompt, messages, self.params, *more)
 
     async def whole(self) -> ChatResponse:
         """Return the answer in one piece."""
@@ -119,7 +129,7 @@ class Chat:
         (result,) = await generation.whole()
         readers = [self.answers.reader() for _ in result.outputs]
         choices = [await self._choice(*each) for each in zip(result.outputs, readers, strict=True)]
-        return ChatResponse(
+        response = ChatResponse(
             id=f"chatcmpl-{generation.id}",
             created=generation.created,
             model=self.serving.model_name,
@@ -128,8 +138,13 @@ class Chat:
             prompt_logprobs=prompt_logprobs(result.prompt_logprobs),
             prompt_token_ids=result.prompt_token_ids if self.body.return_token_ids else None,
         )
+        if isinstance(generation, Searching):
+            return SearchedChat(**dict(response), search=generation.report)
+        return response
 
-    def _usage(self, generation: Generation | Beams, read: Iterable[tuple[AnswerReader, CompletionOutput]]) -> Usage:
+    def _usage(
+        self, generation: Generation | Beams | Searching, read: Iterable[tuple[AnswerReader, CompletionOutput]]
+    ) -> Usage:
         """Return the token counts; ``read``: each answer with its reader."""
         usage = generation.usage()
         if self.answers.thinks:
@@ -166,28 +181,32 @@ class Chat:
         sent."""
         async with self.deadline:
             generation = await self._prepare()
-        assert isinstance(generation, Generation), "beams are not streamed"
+        assert not isinstance(generation, Beams), "beams are not streamed"
         await generation.start()
         return self._chunks(generation)
 
-    async def _chunks(self, generation: Generation) -> AsyncIterator[bytes]:
+    async def _chunks(self, generation: Generation | Searching) -> AsyncIterator[bytes]:
         texts: dict[int, TextEvents] = {}
         readers: dict[int, AnswerReader] = {}
         final: RequestOutput | None = None
         async with generation:
             async for news in generation:
-                if news.update.approximate:
-                    yield CONTINUED
                 body = b""
-                if news.choice not in texts:
-                    first = ChunkChoice(index=news.choice, delta=Delta(role="assistant", content=""))
+                index = 0 if isinstance(news, SearchProgress) else news.choice
+                if index not in texts:
+                    first = ChunkChoice(index=index, delta=Delta(role="assistant", content=""))
                     chunk = self._chunk(generation, [first])
                     if self.body.return_token_ids:
                         chunk.prompt_token_ids = generation.prompts[0].token_ids
                     body = event(chunk)
-                    choice = ChunkChoice(index=news.choice, delta=Delta(content=PLACE))
-                    texts[news.choice] = TextEvents(self._chunk(generation, [choice]))
-                    readers[news.choice] = self.answers.reader()
+                    choice = ChunkChoice(index=index, delta=Delta(content=PLACE))
+                    texts[index] = TextEvents(self._chunk(generation, [choice]))
+                    readers[index] = self.answers.reader()
+                if isinstance(news, SearchProgress):
+                    yield body + event(self._progress(generation, news))
+                    continue
+                if news.update.approximate:
+                    yield CONTINUED
                 update, reader = news.update, readers[news.choice]
                 final = update.final or final
                 piece = reader.feed(update.text, update.finish_reason, update.stop_reason)
@@ -200,6 +219,10 @@ class Chat:
             if self.body.include_usage:
                 read = [] if final is None else [(readers[output.index], output) for output in final.outputs]
                 yield event(self._chunk(generation, [], self._usage(generation, read)))
+
+    def _progress(self, generation: Generation | Searching, news: SearchProgress) -> SearchChunk:
+        """Build a chunk that ordinary clients read as an empty piece of the answer."""
+        return SearchChunk(**dict(self._chunk(generation, [ChunkChoice(index=0, delta=Delta())])), search=news.state)
 
     def _pieces(self, news: Event, piece: AnswerPiece, reader: AnswerReader) -> list[ChunkChoice]:
         """Split an update into chunks: the new parts, then the end by itself."""
@@ -225,7 +248,9 @@ class Chat:
             return None
         return chat_logprobs(positions, token_ids, self.top, self.serving.engine.tokenizer)
 
-    def _chunk(self, generation: Generation, choices: list[ChunkChoice], usage: Usage | None = None) -> ChatChunk:
+    def _chunk(
+        self, generation: Generation | Searching, choices: list[ChunkChoice], usage: Usage | None = None
+    ) -> ChatChunk:
         return ChatChunk(
             id=f"chatcmpl-{generation.id}",
             created=generation.created,
