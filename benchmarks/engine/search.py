@@ -36,7 +36,7 @@ import _paths  # noqa: F401
 from benchmarks import record
 from transect import LLM, SamplingParams, Search
 from transect.search.extract import extract
-from transect.search.report import Gain, Share
+from transect.search.report import Accuracy, Gain
 
 MAX_TOKENS = 24
 VERIFIER = '''
@@ -186,19 +186,17 @@ def tasks(options: argparse.Namespace) -> dict[str, Any]:
 @contextmanager
 def process(command: Sequence[str], ready: str, **environment: str) -> Iterator[str]:
     """Run a server until the block ends; yields the line that has ``ready``."""
-    made = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment}
-    )
-    try:
-        assert made.stdout is not None
-        lines = iter(made.stdout.readline, "")
-        line = next((line for line in lines if ready in line), None)
-        if line is None:
-            raise RuntimeError(f"{command[0]} did not start")
-        yield line
-    finally:
-        made.terminate()
-        made.wait(60)
+    with tempfile.NamedTemporaryFile("r+") as log:  # a pipe that nobody reads would block the server
+        made = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment})
+        try:
+            while not (line := next((line for line in Path(log.name).read_text().splitlines() if ready in line), "")):
+                if made.poll() is not None:
+                    raise RuntimeError(f"{command[0]} did not start: {Path(log.name).read_text()[-500:]}")
+                time.sleep(0.1)
+            yield line
+        finally:
+            made.terminate()
+            made.wait(60)
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -243,7 +241,7 @@ def served(options: argparse.Namespace) -> dict[str, Any]:
                 for task in asked
             ]
             guess = family.guessing(asked)
-            found: dict[str, Any] = {"guess": guess, "greedy": Share(sum(single), len(single)).value}
+            found: dict[str, Any] = {"guess": guess, "greedy": Accuracy(sum(single), len(single)).value}
             if not options.optillm:
                 print("no --optillm: only transect is measured", flush=True)
                 return found | _race({"transect": url}, asked, family, single, guess, options.rounds)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .engine.frontends.inputs import LoRARequest
     from .engine.frontends.llm import LLM
     from .engine.scheduling.sampling_params import SamplingParams
-    from .search.settings import Search
+    from .search.local import Search
     from .text.grammar.params import StructuredOutputsParams
     from .text.outputs import CompletionOutput, RequestOutput
 
@@ -46,7 +46,7 @@ _HOMES = {
     "PoolingParams": "transect.engine.executors.pooling",
     "RequestOutput": "transect.text.outputs",
     "SamplingParams": "transect.engine.scheduling.sampling_params",
-    "Search": "transect.search.settings",
+    "Search": "transect.search.local",
     "StructuredOutputsParams": "transect.text.grammar.params",
 }
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from transect import Search
 from transect.engine.scheduling.sampling_params import SamplingParams
-from transect.search.machine import Abort, Call, Render, SearchRun, Submit
-from transect.search.settings import Search
+from transect.search.machine import Call, EndChoice, Render, RunRequest, SearchRun
 from transect.search.tree import Tree
 from transect.text.output_processor import Update
 from transect.text.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -39,8 +39,8 @@ class Drive:
 
     def __init__(self, run: SearchRun, reply: Reply, speed: random.Random | None = None) -> None:
         self.run, self.reply, self.speed = run, reply, speed
-        self.submits: list[Submit] = []
-        self.aborts: list[Abort] = []
+        self.submits: list[RunRequest] = []
+        self.aborts: list[EndChoice] = []
         self.left: dict[tuple[int, int], list[int]] = {}
         self.steps = 0
 
@@ -55,9 +55,9 @@ class Drive:
     def perform(self) -> None:
         while operations := self.run.take():
             for each in operations:
-                if isinstance(each, Submit):
+                if isinstance(each, RunRequest):
                     self.submit(each)
-                elif isinstance(each, Abort):
+                elif isinstance(each, EndChoice):
                     self.aborts.append(each)
                     self.left.pop((each.key, each.choice), None)
                 elif isinstance(each, Render):
@@ -66,7 +66,7 @@ class Drive:
                 elif isinstance(each, Call):
                     self.run.judged(each.key, each.judge.function(each.question, each.answer))
 
-    def submit(self, submit: Submit) -> None:
+    def submit(self, submit: RunRequest) -> None:
         self.submits.append(submit)
         prompt = decode(submit.prompt_token_ids)
         if submit.pooling is not None:

@@ -9,11 +9,11 @@ from kv_checker import Broken
 from search_runs import tree_of
 from small_engine import make
 
+from transect import Search
 from transect.engine.scheduling.request import Request
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.search.local import LocalSearch
 from transect.search.machine import SearchRun
-from transect.search.settings import Search
 from transect.search.tree import Drop, Extend, Tree
 
 BLOCK = 4

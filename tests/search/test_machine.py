@@ -7,9 +7,9 @@ import pytest
 from effort import proving
 from search_runs import Drive, start, tree_of
 
+from transect import Search
 from transect.search.judges import Program, RewardHead
 from transect.search.methods.registry import search_methods
-from transect.search.settings import Search
 
 TURNS = 60 if proving() else 12
 

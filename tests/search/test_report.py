@@ -4,14 +4,14 @@ import random
 
 import pytest
 
-from transect.search.report import Gain, Share
+from transect.search.report import Accuracy, Gain
 
 
 def test_wilsons_interval_of_a_known_case():
     """8 of 10: 0.490 to 0.943 (Newcombe 1998)."""
-    low, high = Share(8, 10).interval
+    low, high = Accuracy(8, 10).interval
     assert low == pytest.approx(0.4902, abs=1e-3) and high == pytest.approx(0.9433, abs=1e-3)
-    assert Share(0, 10).interval[0] == 0 and Share(10, 10).interval[1] == 1
+    assert Accuracy(0, 10).interval[0] == 0 and Accuracy(10, 10).interval[1] == pytest.approx(1)
 
 
 def test_a_clear_gain_and_a_clear_loss_are_said():

@@ -5,10 +5,10 @@ import re
 import pytest
 
 from transect import Search
-from transect.search.judges import RewardHead, Verdict, judge_of
+from transect.search.judges import ModelVerdict, RewardHead, judge_of
 from transect.search.methods.registry import prefixed, search_methods
 from transect.search.methods.steps import certainty, settled
-from transect.search.settings import Budget, search_from_words
+from transect.search.settings import SearchBudget, search_from_words
 from transect.text.outputs import Logprob
 
 
@@ -22,7 +22,7 @@ def test_settings_survive_a_round_trip(name):
 def test_a_command_line_gives_the_same_search():
     search = search_from_words("adaptive", 16, "2000", '{"certainty": 0.9}')
     assert search.to_dict() == Search("adaptive", n=16, budget=2000, certainty=0.9).to_dict()
-    assert search_from_words("majority", None, "1.5s", None).budget == Budget(None, 1.5)
+    assert search_from_words("majority", None, "1.5s", None).budget == SearchBudget(None, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_certainty_is_the_tail_of_a_beta_distribution():
 
 def test_a_judge_that_is_none_is_refused_with_those_that_are():
     with pytest.raises(ValueError, match=r"search.score must be one of likelihood, verdict, mine, not 'yours'"):
-        judge_of("yours", {"mine": Verdict()})
+        judge_of("yours", {"mine": ModelVerdict()})
 
 
 def test_a_verdict_is_the_share_of_yes():
     position = {1: Logprob(-1.0, 1, " Yes"), 2: Logprob(-1.0, 2, "no"), 3: Logprob(-0.1, 3, "Maybe")}
-    assert Verdict().score(position) == 0.5
-    assert Verdict().score({3: position[3]}) == 0.5 and Verdict().score({1: position[1]}) == 1.0
+    assert ModelVerdict().score(position) == 0.5
+    assert ModelVerdict().score({3: position[3]}) == 0.5 and ModelVerdict().score({1: position[1]}) == 1.0
 
 
 def test_reward_heads_are_read_from_files(tmp_path):

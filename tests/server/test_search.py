@@ -93,7 +93,7 @@ async def test_prefixes_of_models_select_methods(client, engine):
         ({"search": {"n": 3}}, "search must be an object such as"),
         ({"search": {"method": "majority", "n": 1000}}, "search.n must be a whole number of at least 1 and at"),
         ({"search": {"method": "majority", "n": "4"}}, "search.n must be whole number, not '4'"),
-        ({"search": {"method": "majority", "rounds": 2}}, "search.rounds is no setting of majority, which takes n,"),
+        ({"search": {"method": "majority", "rounds": 2}}, "majority has no setting search.rounds; it takes n,"),
         ({"search": {"method": "majority", "extract": "re"}}, "search.extract must be"),
         ({"search": {"method": "majority", "budget": -3}}, "search.budget must be at least 1 token"),
         ({"search": {"method": "majority", "budget": {"minutes": 1}}}, "search.budget must be a number of tokens"),

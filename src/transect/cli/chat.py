@@ -11,7 +11,7 @@ import typer
 from .engine_options import BUILTIN, WHERE_IT_RUNS, ModelArgument, engine_config, engine_settings, takes
 from .searching import (
     Branches,
-    SearchBudget,
+    BudgetOption,
     SearchName,
     SearchOptions,
     ShownSearch,
@@ -41,7 +41,7 @@ def command(
     seed: Annotated[int | None, typer.Option(help="Seed, for repeatable answers.")] = None,
     search: SearchName = None,
     n: Branches = None,
-    budget: SearchBudget = None,
+    budget: BudgetOption = None,
     search_options: SearchOptions = None,
     verifier: VerifierPlaces = None,
     config: ConfigFile = None,

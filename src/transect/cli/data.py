@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .engine_options import WHERE_IT_RUNS, engine_config, engine_settings, takes
-from .searching import Branches, SearchBudget, SearchName, SearchOptions, VerifierPlaces, read_search
+from .searching import Branches, BudgetOption, SearchName, SearchOptions, VerifierPlaces, read_search
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -175,15 +175,15 @@ def sample(
     seed: Annotated[int | None, typer.Option(help="Seed, for repeatable answers.")] = None,
     columns: Columns = None,
     n: Branches = None,
-    budget: SearchBudget = None,
+    budget: BudgetOption = None,
     search_options: SearchOptions = None,
     verifier: VerifierPlaces = None,
     **settings: Any,
 ) -> None:
-    """Draw training data: search an answer to each prompt, and write pairs for DPO, prompts with answers for GRPO, or
-    chats. Prompts whose answers teach nothing are left out."""
+    """Draw training data by searching answers to prompts: pairs for DPO, prompts with answers for GRPO, or chats."""
     from ..engine.frontends.llm import LLM
     from ..engine.scheduling.sampling_params import SamplingParams
+    from ..search.local import search_locally
     from ..search.rows import KINDS, row_of
     from ..text.inert import chat_tokens
     from ..train.data.layouts import prompt_of
@@ -208,7 +208,7 @@ def sample(
         for start in range(0, len(prompts), group):
             records = [record for record, _ in prompts[start : start + group]]
             said = [prompt_of(record)[0] for record in records]
-            for record, result in zip(records, llm.search(said, asked, params, judges=judges), strict=True):
+            for record, result in zip(records, search_locally(llm, said, asked, params, judges=judges), strict=True):
                 tokens += result.drawn
                 row = row_of(result, record, kind)
                 if row is not None:

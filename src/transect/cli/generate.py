@@ -10,7 +10,7 @@ import typer
 from .engine_options import WHERE_IT_RUNS, ModelArgument, engine_config, engine_settings, takes
 from .searching import (
     Branches,
-    SearchBudget,
+    BudgetOption,
     SearchName,
     SearchOptions,
     ShownSearch,
@@ -40,7 +40,7 @@ def command(
     parse_special: Annotated[bool, typer.Option(help="Read special tokens in the prompt, such as <|im_end|>.")] = True,
     search: SearchName = None,
     n: Branches = None,
-    budget: SearchBudget = None,
+    budget: BudgetOption = None,
     search_options: SearchOptions = None,
     verifier: VerifierPlaces = None,
     config: ConfigFile = None,

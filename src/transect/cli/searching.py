@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from ..search.judges import Judge
     from ..search.result import SearchResult
-    from ..search.settings import Search
+    from ..search.settings import SearchSettings
 
 PANEL = "Search"
 SearchName = Annotated[
@@ -20,7 +20,7 @@ SearchName = Annotated[
     ),
 ]
 Branches = Annotated[int | None, typer.Option("--n", help="Branches of the search.", rich_help_panel=PANEL)]
-SearchBudget = Annotated[
+BudgetOption = Annotated[
     str | None, typer.Option("--budget", help="Most tokens (2000) or seconds (5s).", rich_help_panel=PANEL)
 ]
 SearchOptions = Annotated[
@@ -38,7 +38,7 @@ VerifierPlaces = Annotated[
 
 def read_search(
     method: str | None, n: int | None, budget: str | None, options: str | None, verifiers: list[str] | None
-) -> tuple[Search | None, dict[str, Judge]]:
+) -> tuple[SearchSettings | None, dict[str, Judge]]:
     """Build a search and its judges from options of the command line; None without ``--search``.
 
     Raises:
@@ -59,7 +59,7 @@ def read_search(
     return search, {name: Program(Verifier(place)) for name, place in places.items()}
 
 
-def sequences(search: Search | None) -> int:
+def sequences(search: SearchSettings | None) -> int:
     """Return the sequences that run at the same time."""
     return 1 if search is None else search.options.n
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..engine.scheduling.sampling_params import SamplingParams
     from ..search.judges import Judge
     from ..search.result import SearchResult
-    from ..search.settings import Search
+    from ..search.settings import SearchSettings
     from ..search.tree import Messages
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class EngineSession:
 
     async def search(
         self,
-        search: Search,
+        search: SearchSettings,
         token_ids: Sequence[int],
         params: SamplingParams,
         *,

@@ -1,10 +1,10 @@
-"""Judges: sources of scores of branches, by the name that a search gives as ``score``.
+"""Judges of branches, by the name that a search gives as ``score``.
 
     likelihood    mean log-probability of the answer's tokens, known from the pass that drew them
     verdict       probability of "yes" when the model is asked if its answer is right (Kadavath et al. 2022,
-                  arXiv:2207.05221); ``Verdict`` with an adapter asks a verifier that was trained for it
-    RewardHead    a linear head over the hidden state of the last token, of the base or of an adapter: what a reward
-                  model for classification is (Stiennon et al. 2020, arXiv:2009.01325)
+                  arXiv:2207.05221); ``ModelVerdict`` with an adapter asks a verifier that was trained for it
+    RewardHead    a linear head over the hidden state of the last token, of the base or of an adapter: a reward
+                  model for classification (Stiennon et al. 2020, arXiv:2009.01325)
     Program       a function of the operator's, in a process with limits (``programs.py``)
 
 Models that judge run in the engine that draws; their prompts extend the branch, so the prefix cache has the KV.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..checkpoints.peft_config import WEIGHTS, read_header
 from ..engine.scheduling.sampling_params import MAX_LOGPROBS, SamplingParams
 from ..text.outputs import PositionLogprobs
 from .tree import Messages
@@ -36,7 +37,7 @@ class Likelihood:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ModelVerdict:
     """The probability of "yes" to ``QUESTION``; ``adapter``: name of the adapter that is asked, empty for the base."""
 
     adapter: str = ""
@@ -76,16 +77,18 @@ class RewardHead:
         Raises:
             ValueError: there is no such file or tensor.
         """
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
+        from safetensors import SafetensorError, safe_open
 
         file = Path(path).expanduser()
-        file = file / "adapter_model.safetensors" if file.is_dir() else file
+        file = file / WEIGHTS if file.is_dir() else file
+        found: dict[str, np.ndarray] = {}
         try:
-            tensors = load_file(file)
-        except (OSError, SafetensorError, ValueError) as error:
+            with safe_open(file, "numpy") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                    if "score." in name and np.prod(tensors.get_slice(name).get_shape()) <= LARGEST_HEAD:
+                        found[name] = tensors.get_tensor(name)
+        except (OSError, SafetensorError, ValueError, TypeError) as error:
             raise ValueError(f"the reward head {path} cannot be read ({error}): give a safetensors file") from None
-        found = {name: value for name, value in tensors.items() if "score." in name and value.size <= LARGEST_HEAD}
         weights = [value for name, value in found.items() if name.endswith("weight")]
         if len(weights) != 1 or weights[0].ndim != 2 or len(weights[0]) != 1:
             shapes = {name: list(value.shape) for name, value in found.items()}
@@ -95,6 +98,15 @@ class RewardHead:
             )
         biases = [float(value.reshape(-1)[0]) for name, value in found.items() if name.endswith("bias")]
         return cls(weights[0][0].astype(np.float64), sum(biases), adapter)
+
+    @classmethod
+    def of_adapter(cls, directory: Path, name: str) -> RewardHead | None:
+        """Return the head of an adapter for classification; None if it has none that can be read."""
+        try:
+            shapes, _ = read_header(directory)
+            return cls.read(directory, name) if any("score." in each for each in shapes) else None
+        except ValueError:
+            return None
 
     def check_size(self, hidden_size: int) -> None:
         """Check that the head fits a model.
@@ -120,8 +132,8 @@ class Program:
     function: Callable[[str, str], float | None]
 
 
-Judge = Likelihood | Verdict | RewardHead | Program
-BUILTIN: Mapping[str, Judge] = {LIKELIHOOD: Likelihood(), VERDICT: Verdict()}
+Judge = Likelihood | ModelVerdict | RewardHead | Program
+BUILTIN: Mapping[str, Judge] = {LIKELIHOOD: Likelihood(), VERDICT: ModelVerdict()}
 
 
 def judge_of(name: str, judges: Mapping[str, Judge]) -> Judge:

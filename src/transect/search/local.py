@@ -14,19 +14,27 @@ from ..text.inert import chat_tokens
 from ..text.output_processor import OutputProcessor
 from ..text.reasoning import thoughts_of
 from .judges import Judge, Program
-from .machine import Abort, Call, Operation, Render, SearchRun, Submit
+from .machine import Call, EndChoice, Operation, Render, RunRequest, SearchRun
 from .result import SearchResult
-from .settings import Search
+from .settings import SearchSettings
 from .tree import Messages, Tree
 
 if TYPE_CHECKING:
     from ..engine.frontends.llm import LLM
 
 
+class Search(SearchSettings):
+    """Settings of a search that an ``LLM`` can run: ``llm.search(messages, Search("best_of_n", n=16))``."""
+
+    def run(self, llm: LLM, prompts: Any, params: SamplingParams | None = None, **options: Any) -> list[SearchResult]:
+        """Search an answer to each prompt; see ``LLM.search``."""
+        return search_locally(llm, prompts, self, params, **options)
+
+
 def search_locally(
     llm: LLM,
     prompts: Any,
-    search: Search,
+    search: SearchSettings,
     sampling_params: SamplingParams | None = None,
     *,
     judges: Mapping[str, Judge | Callable[[str, str], float | None]] | None = None,
@@ -59,7 +67,7 @@ def search_locally(
     return [run.result for run in runs if run.result is not None]
 
 
-def check_adapters(search: Search, judges: Mapping[str, Judge], adapters: Mapping[str, Any]) -> None:
+def check_adapters(search: SearchSettings, judges: Mapping[str, Judge], adapters: Mapping[str, Any]) -> None:
     """Check that the adapters of a search's method and judges are there.
 
     Raises:
@@ -115,6 +123,8 @@ class LocalSearch:
         try:
             self._perform()
             while any(not run.done for run in self._runs):
+                if not self._owners:
+                    raise RuntimeError("a search waits, and the engine has no request of it")
                 for output in self._llm.step():
                     self._take(output)
                 if ends:
@@ -153,10 +163,10 @@ class LocalSearch:
                 self._on_progress(number, run.progress())
 
     def _do(self, number: int, run: SearchRun, operation: Operation) -> None:
-        if isinstance(operation, Submit):
+        if isinstance(operation, RunRequest):
             if not run.done:
                 self._submit(number, run, operation)
-        elif isinstance(operation, Abort):
+        elif isinstance(operation, EndChoice):
             name = self._ids[number, operation.key]
             if name in self._owners:
                 self._llm.abort(name, operation.choice)
@@ -170,7 +180,7 @@ class LocalSearch:
         elif isinstance(operation, Call):
             run.judged(operation.key, operation.judge.function(operation.question, operation.answer))
 
-    def _submit(self, number: int, run: SearchRun, operation: Submit) -> None:
+    def _submit(self, number: int, run: SearchRun, operation: RunRequest) -> None:
         name = self._llm.submit(
             operation.prompt_token_ids,
             operation.params,

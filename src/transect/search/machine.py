@@ -26,17 +26,17 @@ from ..engine.executors.pooling import Pooling
 from ..engine.scheduling.arrivals import seed_of
 from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.output_processor import Update
-from .judges import VERDICT_PARAMS, Judge, Likelihood, Program, RewardHead, Verdict, judge_of
+from .judges import VERDICT_PARAMS, Judge, Likelihood, ModelVerdict, Program, RewardHead, judge_of
 from .result import SearchResult
-from .settings import Search
-from .tree import Action, Branch, Drop, Extend, Messages, Score, Tree
+from .settings import SearchSettings
+from .tree import Action, Assess, Branch, Drop, Extend, Messages, Tree
 
 MOST_IDLE = 1000
 """Times in a row that a method may yield without work for the engine."""
 
 
 @dataclass(slots=True)
-class Submit:
+class RunRequest:
     """Operation: run an engine request. Its choices are the branches in ``works``, or it is for a judge."""
 
     key: int
@@ -47,7 +47,7 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class EndChoice:
     """Operation: end a choice of an engine request."""
 
     key: int
@@ -72,7 +72,7 @@ class Call:
     answer: str
 
 
-Operation = Submit | Abort | Render | Call
+Operation = RunRequest | EndChoice | Render | Call
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +126,7 @@ class SearchRun:
 
     def __init__(
         self,
-        search: Search,
+        search: SearchSettings,
         tree: Tree,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
@@ -168,6 +168,8 @@ class SearchRun:
         """Root, or (branch, judge's name), of each rendering that is under way."""
         self._judging: dict[int, tuple[Branch, str]] = {}
         """Branch and judge's name of each score that is under way."""
+        self._error: str | None = None
+        """Last error of the engine in a branch."""
         self._news: list[Branch] = []
         """Branches whose scores are known, or whose ``Extend`` had nothing to do."""
         self._pump()
@@ -217,7 +219,7 @@ class SearchRun:
         elif isinstance(target, tuple):
             branch, name = target
             judge = self.judges[name]
-            assert isinstance(judge, Verdict)
+            assert isinstance(judge, ModelVerdict)
             adapter = judge.adapter or branch.root.adapter
             self._submit_judge(branch, name, list(prompt_token_ids), VERDICT_PARAMS, adapter)
         else:
@@ -313,7 +315,7 @@ class SearchRun:
             if isinstance(action, Drop):
                 self._drop(action.branch)
         for action in actions:
-            if isinstance(action, Score):
+            if isinstance(action, Assess):
                 self._score(action)
         self._extend([action for action in actions if isinstance(action, Extend)])
 
@@ -334,7 +336,7 @@ class SearchRun:
                     self._operations.append(Render(key, root.messages))
                 held.append(action)
                 continue
-            place = number if branch.tokens else id(branch.parent)
+            place = ("alone", number) if branch.tokens else ("together", id(branch.parent))
             settings = branch.adapter, action.max_tokens, action.stop, action.floor, action.greedy
             groups.setdefault((root.id, place, *settings), []).append(action)
         for group in groups.values():
@@ -369,7 +371,7 @@ class SearchRun:
             action.branch.state = "alive"
             limit = "length" if most == room else "step"
             self._works[key, choice] = _Work(action.branch, action, key, choice, self.clock, limit)
-        self._operations.append(Submit(key, prompt, self.params.with_(**changes), branch.adapter))
+        self._operations.append(RunRequest(key, prompt, self.params.with_(**changes), branch.adapter))
 
     def _drop(self, branch: Branch) -> None:
         """End a branch at the current tick."""
@@ -380,7 +382,7 @@ class SearchRun:
         if not branch.complete:
             branch.state = "dropped"
 
-    def _score(self, action: Score) -> None:
+    def _score(self, action: Assess) -> None:
         branch, name = action.branch, action.by
         judge = self.judges[name]
         if isinstance(judge, Likelihood):
@@ -416,7 +418,7 @@ class SearchRun:
             return
         key = self._key()
         self._judging[key] = branch, name
-        self._operations.append(Submit(key, prompt, params, adapter, pooling))
+        self._operations.append(RunRequest(key, prompt, params, adapter, pooling))
 
     def _judge(self, key: int, update: Update) -> None:
         """Read the score from a judge's finished engine request."""
@@ -426,7 +428,7 @@ class SearchRun:
         score: float | None = None
         if isinstance(judge, RewardHead) and final.pooled is not None:
             score = judge.score(final.pooled)
-        elif isinstance(judge, Verdict) and final.outputs[0].logprobs:
+        elif isinstance(judge, ModelVerdict) and final.outputs[0].logprobs:
             score = judge.score(final.outputs[0].logprobs[0])
         self.judged(key, score)
 
@@ -454,9 +456,7 @@ class SearchRun:
         branch.text += text
         branch.state = "ended" if work.error is None else "dropped"
         branch.finish_reason, branch.stop_reason = reason, stop_reason
-        self._error = work.error
-
-    _error: str | None = None
+        self._error = work.error or self._error
 
     def _keep(self, work: _Work, count: int) -> None:
         """Move the first ``count`` drawn tokens to the branch."""
@@ -469,7 +469,7 @@ class SearchRun:
         """Stop drawing a branch."""
         del self._works[work.key, work.choice]
         if work.reason is None:
-            self._operations.append(Abort(work.key, work.choice))
+            self._operations.append(EndChoice(work.key, work.choice))
 
     def _cut(self, reason: str | None) -> None:
         """End all running branches where they are. ``reason``: their finish reason; with None they keep all tokens."""

@@ -16,7 +16,7 @@ Z = 1.959964
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Accuracy:
     """A share of right answers.
 
     Attributes:
@@ -73,7 +73,7 @@ class Gain:
         low, high = self.interval
         if high < 0:
             return "loss"
-        guessing = Share(sum(self.searched), len(self.searched)).interval[0] <= self.guess
+        guessing = Accuracy(sum(self.searched), len(self.searched)).interval[0] <= self.guess
         return "gain" if low > 0 and not guessing else "no gain"
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,17 +81,17 @@ class Gain:
         shares = {"searched": self.searched, "single": self.single}
         found: dict[str, Any] = {"guess": self.guess, "verdict": self.verdict, "difference": list(self.interval)}
         for name, values in shares.items():
-            share = Share(sum(values), len(values))
+            share = Accuracy(sum(values), len(values))
             found[name] = {"accuracy": share.value, "interval": list(share.interval), "tasks": share.count}
         return found
 
     def __str__(self) -> str:
         low, high = self.interval
         difference = (
-            Share(sum(self.searched), len(self.searched)).value - Share(sum(self.single), len(self.single)).value
+            Accuracy(sum(self.searched), len(self.searched)).value - Accuracy(sum(self.single), len(self.single)).value
         )
         return (
-            f"{self.verdict}: search {Share(sum(self.searched), len(self.searched))}, one greedy answer "
-            f"{Share(sum(self.single), len(self.single))}, guessing {self.guess:.1%}; difference "
+            f"{self.verdict}: search {Accuracy(sum(self.searched), len(self.searched))}, one greedy answer "
+            f"{Accuracy(sum(self.single), len(self.single))}, guessing {self.guess:.1%}; difference "
             f"{100 * difference:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})"
         )

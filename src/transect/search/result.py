@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .settings import Search
+from .settings import SearchSettings
 from .tree import Branch, Tree
 
 
@@ -23,7 +23,7 @@ class SearchResult:
         ended_by: "method", or the budget that was spent: "tokens" or "seconds".
     """
 
-    search: Search
+    search: SearchSettings
     tree: Tree
     branch: Branch
     seed: int

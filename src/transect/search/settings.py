@@ -1,4 +1,4 @@
-"""``Search``: the settings of one search, from a request's ``search`` object, keyword arguments or a command line."""
+"""``SearchSettings``: settings of a search, from a request's ``search`` object, arguments or a command line."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from ..spec.settings import Setting, settings_of
 from .methods.registry import Options, SearchMethod, search_method
-
-if TYPE_CHECKING:
-    from ..engine.frontends.llm import LLM
-    from ..engine.scheduling.sampling_params import SamplingParams
-    from .result import SearchResult
 
 SHARED = ("method", "budget", "details")
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class SearchBudget:
     """Limits of a search; None for no limit.
 
     Attributes:
@@ -33,13 +28,13 @@ class Budget:
     seconds: float | None = None
 
     @classmethod
-    def of(cls, value: Any) -> Budget:
+    def of(cls, value: Any) -> SearchBudget:
         """Read a budget: a number of tokens, or an object with ``tokens`` and ``seconds``.
 
         Raises:
             ValueError: it is something else.
         """
-        if value is None or isinstance(value, Budget):
+        if value is None or isinstance(value, SearchBudget):
             return value or cls()
         given = {"tokens": value} if isinstance(value, int) else value
         fields = {"tokens", "seconds"}
@@ -57,8 +52,8 @@ class Budget:
         return cls(tokens, None if seconds is None else float(seconds))
 
 
-class Search:
-    """Settings of a search: ``Search("best_of_n", n=16, budget=4000)``.
+class SearchSettings:
+    """Settings of a search.
 
     Args:
         method: name of a method (``search/methods/``).
@@ -76,30 +71,24 @@ class Search:
         if not isinstance(details, bool):
             raise ValueError(f"search.details must be true or false, not {details!r:.60}")
         self.method: SearchMethod = search_method(method)
-        self.budget = Budget.of(budget)
+        self.budget = SearchBudget.of(budget)
         self.details = details
         self.options: Options = _options(self.method, options)
 
     @classmethod
-    def of(cls, given: Any) -> Search:
+    def of(cls, given: Any) -> SearchSettings:
         """Read settings from an object such as ``{"method": "majority", "n": 16}``, or from a method's name.
 
         Raises:
             ValueError: see the class.
         """
-        if isinstance(given, Search):
+        if isinstance(given, SearchSettings):
             return given
         if isinstance(given, str):
             return cls(given)
         if not isinstance(given, Mapping) or "method" not in given:
             raise ValueError(f'search must be an object such as {{"method": "majority", "n": 8}}, not {given!r:.60}')
         return cls(**dict(given))
-
-    def run(self, llm: LLM, prompts: Any, params: SamplingParams | None = None, **options: Any) -> list[SearchResult]:
-        """Search answers in an ``LLM``; see ``LLM.search``."""
-        from .local import search_locally
-
-        return search_locally(llm, prompts, self, params, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as ``of`` reads them."""
@@ -127,7 +116,7 @@ def _options(method: SearchMethod, given: Mapping[str, Any]) -> Options:
     for name, value in given.items():
         if name not in known:
             takes = ", ".join([*known, *SHARED[1:]])
-            raise ValueError(f"search.{name[:60]} is no setting of {method.name}, which takes {takes}")
+            raise ValueError(f"{method.name} has no setting search.{name[:60]}; it takes {takes}")
         _check_type(name, value, known[name])
     try:
         return method.options(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
@@ -150,7 +139,7 @@ def _check_type(name: str, value: Any, setting: Setting) -> None:
         raise ValueError(f"search.{name} must be {setting.values.replace('`', '')}, not {value!r:.60}")
 
 
-def search_from_words(method: str, n: int | None, budget: str | None, options: str | None) -> Search:
+def search_from_words(method: str, n: int | None, budget: str | None, options: str | None) -> SearchSettings:
     """Build a search from the options of a command.
 
     Args:
@@ -176,4 +165,4 @@ def search_from_words(method: str, n: int | None, budget: str | None, options: s
             given["budget"] = {"seconds": float(number)} if seconds else int(number)
         except ValueError:
             raise ValueError(f"--budget takes tokens (2000) or seconds (5s), not {budget!r}") from None
-    return Search(**{"method": method, **given})
+    return SearchSettings(**{"method": method, **given})

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ..checkpoints.peft_config import AdapterFiles
 from ..engine.frontends.mailbox import Mailbox
 from ..text.output_processor import Update
-from .machine import Abort, Call, Operation, Render, SearchRun, Submit
+from .machine import Call, EndChoice, Operation, Render, RunRequest, SearchRun
 from .tree import Messages
 
 PROGRESS_S = 0.25
@@ -20,7 +20,7 @@ PROGRESS_S = 0.25
 class Performs(Protocol):
     """Performs the operations of a search in an engine."""
 
-    def submit(self, operation: Submit) -> AsyncIterator[Update]:
+    def submit(self, operation: RunRequest) -> AsyncIterator[Update]:
         """Yield the updates of an engine request; closing the iterator ends it."""
 
     async def abort(self, key: int, choice: int) -> None:
@@ -93,12 +93,12 @@ async def _perform(
     run: SearchRun, engine: Performs, operation: Operation, mailbox: Mailbox[Callable[[], None] | Exception]
 ) -> None:
     """Perform one operation, and put what it brings into the mailbox."""
-    if isinstance(operation, Submit):
+    if isinstance(operation, RunRequest):
         key = operation.key
         async with aclosing(engine.submit(operation)) as updates:  # type: ignore[type-var]
             async for update in updates:
                 mailbox.put(lambda update=update: run.feed(key, update))  # type: ignore[misc]
-    elif isinstance(operation, Abort):
+    elif isinstance(operation, EndChoice):
         await engine.abort(operation.key, operation.choice)
     elif isinstance(operation, Render):
         ids = await engine.render(operation.messages)
@@ -127,7 +127,7 @@ class OverEngine:
     ) -> None:
         self._engine, self._name, self._render, self._adapters = engine, name, render, adapters or {}
 
-    async def submit(self, operation: Submit) -> AsyncIterator[Update]:
+    async def submit(self, operation: RunRequest) -> AsyncIterator[Update]:
         """Yield the updates of an engine request. Raises ValueError if it fails."""
         stream = self._engine.stream(
             operation.prompt_token_ids,

@@ -1,7 +1,7 @@
 """Branches of one search, and the actions that a method yields.
 
 A method is a generator. It forks branches (``Tree.fork``, ``Tree.ask``), and yields lists of actions: ``Extend`` draws
-more tokens of a branch, ``Score`` judges it, ``Drop`` ends it. The yield returns the branches whose work has ended, at
+more tokens of a branch, ``Assess`` judges it, ``Drop`` ends it. The yield returns the branches whose work has ended, at
 least one, in an order that depends on tokens alone (``machine.py``).
 """
 
@@ -80,7 +80,7 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
+class LikelihoodFloor:
     """Least mean log-probability of ``window`` consecutive tokens; a branch below it is dropped."""
 
     value: float
@@ -109,12 +109,12 @@ class Extend:
     branch: Branch
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    floor: Floor | None = None
+    floor: LikelihoodFloor | None = None
     greedy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class Assess:
     """Have the judge called ``by`` score a branch; the score is in ``Branch.scores`` then."""
 
     branch: Branch
@@ -128,7 +128,7 @@ class Drop:
     branch: Branch
 
 
-Action = Extend | Score | Drop
+Action = Extend | Assess | Drop
 Steps = Generator[Sequence[Action], list[Branch], None]
 
 
@@ -136,7 +136,7 @@ class Tree:
     """All branches of a search.
 
     Args:
-        messages: conversation to answer; None if the prompt is no conversation.
+        messages: conversation to answer; None for a plain prompt.
         adapter: name of the request's adapter; empty for the base.
         answer_text: text of a branch's answer without thoughts.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..engine.scheduling.sampling_params import SamplingParams
-from ..search.settings import Search
+from ..search.settings import SearchSettings
 from ..text.tools.spec import ToolUse
 from .answers import AnswerPiece, AnswerReader, Answers
 from .generation import Generation
@@ -126,7 +126,7 @@ class Conversation:
         params: SamplingParams,
         use: ToolUse | None,
         deadline: Deadline,
-        search: Search | None = None,
+        search: SearchSettings | None = None,
     ) -> None:
         self.serving, self.messages, self.params, self.use = serving, messages, params, use
         self.deadline, self.search = deadline, search

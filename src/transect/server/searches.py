@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from ..search.judges import BUILTIN, Judge, Program, RewardHead, Verdict
+from ..search.judges import BUILTIN, Judge, ModelVerdict, Program, RewardHead
 from ..search.machine import Call
 from ..search.methods.registry import SearchMethod
 from ..search.programs import Verifier, named_places
-from ..search.settings import Search
+from ..search.settings import SearchSettings
 from .http.errors import ApiError
 from .options import HEADS, VERIFIERS, ServerOptions
 
 if TYPE_CHECKING:
-    from .serving import Engine, Serving
+    from .adapters import Entry
 
 _prefix: ContextVar[SearchMethod | None] = ContextVar("transect_search_method", default=None)
 NOT_WITH_SEARCH = ("logprobs", "top_logprobs", "prompt_logprobs", "use_beam_search", "truncate_prompt_tokens")
@@ -41,7 +41,7 @@ class SearchSupport:
         ValueError: a file cannot be used.
     """
 
-    def __init__(self, engine: Engine, options: ServerOptions) -> None:
+    def __init__(self, engine: Any, options: ServerOptions) -> None:
         self._budget = options.search_budget
         heads = {name: RewardHead.read(path) for name, path in named_places(options.reward_heads, HEADS).items()}
         for head in heads.values():
@@ -49,6 +49,9 @@ class SearchSupport:
         self._verifiers = {name: Verifier(place) for name, place in named_places(options.verifiers, VERIFIERS).items()}
         self._threads = {name: ThreadPoolExecutor(1, f"verifier-{name}") for name in self._verifiers}
         self._judges: dict[str, Judge] = {**heads, **{name: Program(each) for name, each in self._verifiers.items()}}
+
+        self._of_adapters: dict[Any, Judge] = {}
+        """Judges by name, directory and content of their adapters."""
 
     async def start(self) -> None:
         """Start the processes of verifiers. Raises ValueError if one cannot be used."""
@@ -62,10 +65,17 @@ class SearchSupport:
         for pool in self._threads.values():
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def judges(self, serving: Serving) -> dict[str, Judge]:
+    def judges(self, adapters: Sequence[Entry]) -> dict[str, Judge]:
         """Return the judges by name; an adapter of the server judges as a verifier, unless it has a reward head."""
-        names = [entry.name for entry in serving.adapters.entries()]
-        judges: dict[str, Judge] = {name: Verdict(name) for name in names if name not in BUILTIN}
+        names: list[str] = []
+        judges: dict[str, Judge] = {}
+        for entry in adapters:
+            name, files = entry.name, (entry.name, entry.path, entry.files and entry.files.id)
+            names.append(name)
+            if files not in self._of_adapters:
+                self._of_adapters[files] = RewardHead.of_adapter(entry.path, name) or ModelVerdict(name)
+            if name not in BUILTIN:
+                judges[name] = self._of_adapters[files]
         for name, judge in self._judges.items():
             if isinstance(judge, RewardHead) and name in names:
                 judge = dataclasses.replace(judge, adapter=name)
@@ -79,16 +89,16 @@ class SearchSupport:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads[name], function, operation.question, operation.answer)
 
-    def bounded(self, search: Search) -> Search:
+    def bounded(self, search: SearchSettings) -> SearchSettings:
         """Return the search with at most the server's budget of tokens."""
         tokens, most = search.budget.tokens, self._budget
         if most is None or (tokens is not None and tokens <= most):
             return search
         budget = {"tokens": most, **({} if search.budget.seconds is None else {"seconds": search.budget.seconds})}
-        return Search.of({**search.to_dict(), "budget": budget, "details": search.details})
+        return SearchSettings.of({**search.to_dict(), "budget": budget, "details": search.details})
 
 
-def requested_search(given: Any, body: Any) -> Search | None:
+def requested_search(given: Any, body: Any) -> SearchSettings | None:
     """Read the search of a request: its ``search`` object, or the prefix of its model's name; None if it has neither.
 
     Raises:
@@ -103,7 +113,7 @@ def requested_search(given: Any, body: Any) -> Search | None:
             message = f"search.method is {given['method']!r:.60} and the model's prefix means {method.name}: drop one"
             raise ApiError(400, message, param="search")
     try:
-        search = Search.of(given)
+        search = SearchSettings.of(given)
     except ValueError as error:
         raise ApiError(400, str(error), param="search", code="invalid_value") from None
     for name in NOT_WITH_SEARCH:

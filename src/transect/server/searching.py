@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from ..engine.scheduling.sampling_params import SamplingParams
 from ..search.local import check_adapters, question_of
-from ..search.machine import Call, SearchRun, Submit
-from ..search.settings import Search
+from ..search.machine import Call, RunRequest, SearchRun
+from ..search.settings import SearchSettings
 from ..search.streams import follow
 from ..search.tree import Messages, Tree
 from ..text.output_processor import Update
@@ -55,7 +55,7 @@ class Searching:
     def __init__(
         self,
         serving: Serving,
-        search: Search,
+        search: SearchSettings,
         prompt: Prompt,
         messages: Sequence[ChatMessage],
         params: SamplingParams,
@@ -85,9 +85,10 @@ class Searching:
         def decode(ids: Sequence[int]) -> str:
             return serving.engine.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
 
-        judges = serving.search.judges(serving)
+        adapters = serving.adapters.entries()
+        judges = serving.search.judges(adapters)
         try:
-            check_adapters(search, judges, {entry.name: entry for entry in serving.adapters.entries()})
+            check_adapters(search, judges, {entry.name: entry for entry in adapters})
             self._run = SearchRun(
                 serving.search.bounded(search), Tree(plain, question_of(plain), adapter, answer_text),
                 prompt.token_ids, params, seed=secrets.randbits(63), max_model_len=serving.engine.max_model_len,
@@ -184,7 +185,7 @@ class Searching:
 
     # ---- what ``follow`` asks for ------------------------------------------------------------------------------------
 
-    async def submit(self, operation: Submit) -> AsyncIterator[Update]:
+    async def submit(self, operation: RunRequest) -> AsyncIterator[Update]:
         """Yield the updates of an engine request."""
         generation = Generation(
             self._serving,

@@ -15,7 +15,7 @@ from typing import Annotated
 from ...engine.scheduling.sampling_params import MAX_CHOICES
 from ...spec.settings import About
 from ..extract import Extractor
-from ..tree import Branch, Drop, Extend, Floor, Steps, Tree
+from ..tree import Branch, Drop, Extend, LikelihoodFloor, Steps, Tree
 from .registry import Options, SearchMethod
 from .steps import certainty, count_votes, draw, elected
 
@@ -28,7 +28,7 @@ class Confident(Options):
         n: Branches at most.
         extract: Part of an answer that votes: auto, number, boxed, line, choice or text.
         warmup: Branches that run to their ends before the floor is known.
-        keep: Share of the warm-up that reaches the floor.
+        keep: Accuracy of the warm-up that reaches the floor.
         window: Tokens whose mean log-probability is compared.
         certainty: Probability that the leading answer wins, above which the vote is decided; 1 draws all n.
     """
@@ -63,7 +63,7 @@ def steps(tree: Tree, options: Confident) -> Steps:
         return
     floor = None
     if ranked:
-        floor = Floor(ranked[max(math.ceil(options.keep * len(ranked)) - 1, 0)], options.window)
+        floor = LikelihoodFloor(ranked[max(math.ceil(options.keep * len(ranked)) - 1, 0)], options.window)
     yield [Extend(branch, floor=floor) for branch in tree.fork(tree.root, options.n - len(first))]
     while tree.alive and not _decided(tree, options):
         yield []

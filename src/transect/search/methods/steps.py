@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from ..extract import extract
-from ..tree import Action, Branch, Drop, Extend, Score, Steps, Tree
+from ..tree import Action, Assess, Branch, Drop, Extend, Steps, Tree
 
 
 def finish(actions: Sequence[Action]) -> Steps:
@@ -26,7 +26,7 @@ def draw(branches: Sequence[Branch]) -> Steps:
 
 def judge(branches: Iterable[Branch], by: str) -> Steps:
     """Score branches."""
-    actions = [Score(branch, by) for branch in branches]
+    actions = [Assess(branch, by) for branch in branches]
     if actions:
         yield from finish(actions)
 
