@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from urllib.parse import quote
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..adapters import choose_adapter
 from ..operations import request_log
+from ..releases import forget_version
 from ..searches import choose_method
+from ..sender import set_sender
 from ..serving import Serving
 from .clients import Client, Clients
 from .errors import ApiError
@@ -25,6 +28,14 @@ PAGES = ("/docs", "/openapi.json")
 """Routes of the API's description: a browser sends no key, and they reveal no user data."""
 MOST_ID = 128
 """Most characters of an X-Request-Id."""
+
+
+SHOWN = (
+    ("release", b"x-transect-release"),
+    ("version", b"x-transect-version"),
+    ("captured", b"x-transect-captured"),
+)
+"""Facts of a request's log line that its answer has as headers, percent-encoded."""
 
 
 def request_id(scope: Scope) -> bytes:
@@ -89,12 +100,19 @@ class Gate:
                 timing = request_log.server_timing(facts)
                 if timing is not None:
                     message["headers"].append((b"server-timing", timing))
+                message["headers"] += [
+                    (header, quote("yes" if facts[fact] is True else facts[fact]).encode())
+                    for fact, header in SHOWN
+                    if fact in facts
+                ]
             await send(message)
 
         path = scope["path"].removeprefix(root)
         client = self._clients.of(scope)
         choose_adapter("")
         choose_method(None)
+        forget_version()
+        set_sender()
         shut = path == METRICS and self.serving.options.protect_metrics
         if path in OPEN and not (shut and client is None):
             await self.app(scope, receive, send)
