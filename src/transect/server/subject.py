@@ -55,8 +55,8 @@ def current_subject() -> Subject:
 
 
 def set_subject(headers: Mapping[str, str] | None = None, body: Any = None, beginning: str = "") -> None:
-    """Set the subject of the request that this task handles; nobody without arguments. Arguments as of
-    ``subject_of``."""
+    """Set the subject of the request that this task handles; without arguments, an unknown sender. Arguments as
+    of ``subject_of``."""
     _subject.set(NOBODY if headers is None else subject_of(headers, body, beginning))
 
 

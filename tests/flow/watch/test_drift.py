@@ -55,7 +55,7 @@ def some(draw, count, refusing=0.02, words=WORDS, most=12, answers=None, **more)
     ids=["vectors", "lengths", "means"],
 )
 def test_p_values_are_no_smaller_than_they_say(prepare):
-    """P(p <= level) <= level; with so many windows a wrong test would be far above."""
+    """P(p <= level) <= level; a wrong test would be far above with so many windows."""
     draw = np.random.default_rng(0)
     windows = 4000 if proving() else 400
     found = np.array(
@@ -92,7 +92,7 @@ def test_a_window_without_drift_raises_alarms_at_the_stated_rate():
     """1 in 20 here, for the sake of time: the level is the tests' own, whatever it is."""
     draw = np.random.default_rng(2)
     settings = DriftSettings(window=32, false_alarms=0.05, judged=16)
-    windows = 2000 if proving() else 150
+    windows = 2000 if proving() else 100
     alarmed = 0
     for number in range(windows):
         baseline = Baseline.of(some(draw, 64), settings, embed)

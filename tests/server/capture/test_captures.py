@@ -71,7 +71,7 @@ async def test_every_api_is_captured_whole_and_streamed(engine, folder):
         for api, (path, body) in asked.items():
             for stream in [False] if api == "embeddings" else [False, True]:
                 reply = await client.post(path, json=body | ({"stream": True} if stream else {}))
-                assert reply.status_code == 200 and reply.headers.get("x-transect-captured") == "True", reply.text
+                assert reply.status_code == 200 and reply.headers.get("x-transect-captured") == "yes", reply.text
                 ids[api, stream] = reply.text
     found = kept(folder)
     assert [(each["api"], each["stream"]) for each in found] == list(ids)

@@ -1,9 +1,9 @@
-"""Files of captured requests, answers and feedback: segments of JSON lines in one private directory.
+"""Files of captured requests, answers and feedback: segments of JSON lines in a private directory.
 
 ``captures-<milliseconds since 1970>.jsonl`` holds records in the order of their arrival; the oldest segment is deleted
 first, when the directory is over its quota or the segment's first record is over its age. ``lock`` serializes the
-processes that change segments: servers that append, and a command that deletes a user's records. A server opens its
-segment anew for each batch, so that a segment may be replaced between two batches. ``user.key`` is the secret with
+processes that change segments: servers that append, and a command that deletes a user's records. A server reopens its
+segment for each batch, so that a segment may be replaced between two batches. ``user.key`` is the secret with
 which ids of users become the hashes in records.
 
 The directory has permissions 0700, and its files 0600.
@@ -158,7 +158,7 @@ def lines_in(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """Parse a line; None for a line that is no record, such as one cut off by a crash."""
+    """Parse a line; None if it is not a record, for example because a crash has cut it off."""
     try:
         record = json.loads(line)
     except ValueError:

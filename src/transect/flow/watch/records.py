@@ -45,7 +45,7 @@ class Observation:
 
 
 def observation_of(record: Mapping[str, Any]) -> Observation | None:
-    """Read a record; None if it is no request with an answer."""
+    """Read a record; None if it is not a request with an answer."""
     answers = record.get("answers")
     if record.get("kind") != "request" or not answers:
         return None

@@ -21,7 +21,7 @@ Statistic = Callable[[np.ndarray], np.ndarray]
 
 STOP = 20
 """Drawn statistics as large as the real one after which a test ends."""
-COMPONENTS = 32
+COMPONENTS = 64
 WIDTHS = (0.5, 1.0, 2.0)
 """Widths of the kernels, as multiples of the median distance."""
 
@@ -89,8 +89,8 @@ def vector_statistic(vectors: np.ndarray) -> Statistic:
 
 
 def ordered_statistic(values: Sequence[float]) -> Statistic:
-    """Return the greatest distance of the two distribution functions (Kolmogorov-Smirnov); equal values are no
-    problem."""
+    """Return the greatest distance of the two distribution functions (Kolmogorov-Smirnov); values may be
+    equal."""
     array = np.asarray(values, np.float64)
     order = np.argsort(array, kind="stable")
     last = np.append(np.diff(array[order]) > 0, True)  # the last of equal values

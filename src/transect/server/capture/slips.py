@@ -159,7 +159,7 @@ def form_of(params: SamplingParams) -> str:
 
 
 def fits_form(form: str, text: str, called: bool, finish_reason: str | None) -> bool:
-    """Return False if an answer does not have the form that was asked for: it was cut off, or is no JSON. A grammar
+    """Return False if an answer does not have the form that was asked for: it was cut off, or is not JSON. A grammar
     enforces the rest while the answer is drawn."""
     if called:
         return True

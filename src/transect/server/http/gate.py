@@ -100,7 +100,9 @@ class Gate:
                 if timing is not None:
                     message["headers"].append((b"server-timing", timing))
                 message["headers"] += [
-                    (header, quote(str(facts[fact])).encode()) for fact, header in SHOWN if fact in facts
+                    (header, quote("yes" if facts[fact] is True else facts[fact]).encode())
+                    for fact, header in SHOWN
+                    if fact in facts
                 ]
             await send(message)
 
