@@ -49,7 +49,7 @@ def _inputs(context: StepContext) -> Mapping[str, Any]:
         "mlflow": context.tables["register"].mlflow,
         "model": context.output("train", "digest"),
         "made from": context.output("train", "made_from"),
-        "gate": context.output("gate", "digest"),
+        "against": context.output("gate", "version"),
     }
 
 
