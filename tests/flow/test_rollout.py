@@ -7,7 +7,7 @@ from http.server import HTTPServer
 import pytest
 from killed_flows import SmallServer, prepare, quick_steps
 
-from transect.flow.chain import Chain
+from transect.flow.chain import FlowChain
 from transect.flow.rollout.remote import RemoteServer, ServerUnreachable
 from transect.flow.rollout.rule import PROMOTE, ROLL_BACK, WAIT, CanaryBars, look
 from transect.flow.rollout.tally import VersionTally
@@ -95,9 +95,9 @@ def small(monkeypatch):
     server.server_close()
 
 
-def chain(folder, *settings: str) -> Chain:
+def chain(folder, *settings: str) -> FlowChain:
     steps = quick_steps()
-    return Chain(FlowConfig.from_toml(folder / "flow.toml", settings, steps), steps, tell=lambda line: None)
+    return FlowChain(FlowConfig.from_toml(folder / "flow.toml", settings, steps), steps, tell=lambda line: None)
 
 
 def test_a_server_that_forgot_the_current_version_gets_it_again(small, tmp_path) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from transect.flow.catalog.models import model_of
-from transect.flow.chain import Chain
+from transect.flow.chain import FlowChain
 from transect.flow.digests import key_of
 from transect.flow.folder import write_bytes, write_json
 from transect.flow.settings import FlowConfig
@@ -176,7 +176,7 @@ def run_flow(folder: Path, kill_at: int | None, count: Callable[[], None] = lamb
     for place, name in ((Path, "replace"), (Path, "rename"), (os, "link")):
         setattr(place, name, killing(getattr(place, name)))
     steps = quick_steps()
-    Chain(FlowConfig.from_toml(folder / "flow.toml", [], steps), steps, tell=lambda line: None).run()
+    FlowChain(FlowConfig.from_toml(folder / "flow.toml", [], steps), steps, tell=lambda line: None).run()
     (folder / "writes").write_text(str(done))
 
 
@@ -231,7 +231,7 @@ def run_once_here(folder: Path) -> None:
     try:
         prepare(folder, port)
         steps = quick_steps()
-        Chain(FlowConfig.from_toml(folder / "flow.toml", [], steps), steps, tell=lambda line: None).run()
+        FlowChain(FlowConfig.from_toml(folder / "flow.toml", [], steps), steps, tell=lambda line: None).run()
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -61,7 +61,7 @@ class PlannedStep:
     reason: str
 
 
-class Chain:
+class FlowChain:
     """A flow that runs.
 
     Args:

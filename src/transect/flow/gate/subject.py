@@ -63,7 +63,7 @@ class TestEngines:
         self._llm = None
 
 
-class EngineModel:
+class AdaptedSubject:
     """A model under test (``TestedModel``), in an engine of ``engines``."""
 
     def __init__(self, model: FlowModel, engines: TestEngines) -> None:

@@ -174,10 +174,10 @@ def _samples(
             if kept is None:
                 context.check_stop()
                 if tested is None:
-                    from ..gate.subject import EngineModel, TestEngines  # imports the engine, which takes seconds
+                    from ..gate.subject import AdaptedSubject, TestEngines  # imports the engine, which takes seconds
 
                     engines = TestEngines([candidate, current], context.tables["gate"].engine)
-                    tested = EngineModel(candidate, engines), EngineModel(current, engines)
+                    tested = AdaptedSubject(candidate, engines), AdaptedSubject(current, engines)
                 context.tell(f"measures {name}")
                 try:
                     kept = kind.take(*tested, settings, path)
