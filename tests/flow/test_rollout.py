@@ -112,6 +112,21 @@ def test_a_server_that_forgot_the_current_version_gets_it_again(small, tmp_path)
     assert SmallServer.releases == {"m": {"m-v1": 1.0}} and SmallServer.adapters == {"m-v1"}
 
 
+def test_a_flow_that_is_done_stays_done_when_another_promotes_a_later_version(small, tmp_path) -> None:
+    prepare(tmp_path / "flow", small.server_port)
+    chain(tmp_path / "flow").run()
+    (tmp_path / "flow" / "rows.jsonl").write_text(
+        (tmp_path / "flow" / "rows.jsonl").read_text().replace("is what", "was")
+    )
+    chain(tmp_path / "flow", "dir=flows/later").run()
+    assert SmallServer.releases == {"m": {"m-v2": 1.0}}
+    before = json.loads((tmp_path / "flow" / "registry" / "m.json").read_text())
+    prepare_rows = (tmp_path / "flow" / "rows.jsonl").read_text().replace("was", "is what")
+    (tmp_path / "flow" / "rows.jsonl").write_text(prepare_rows)
+    assert [state.kept for state in chain(tmp_path / "flow").run()] == [True] * 7
+    assert json.loads((tmp_path / "flow" / "registry" / "m.json").read_text()) == before
+
+
 def test_a_dead_server_is_said_and_nothing_is_lost(small, tmp_path) -> None:
     prepare(tmp_path / "flow", 1)
     with pytest.raises(

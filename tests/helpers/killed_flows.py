@@ -30,8 +30,9 @@ from transect.flow.chain import FlowChain
 from transect.flow.digests import key_of
 from transect.flow.folder import write_bytes, write_json
 from transect.flow.settings import FlowConfig
+from transect.flow.steps.gate import compared_with
 from transect.flow.steps.registry import steps as shipped
-from transect.flow.steps.step import FlowStep, StepOutcome
+from transect.flow.steps.step import FlowStep, StepContext, StepOutcome
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16, "hidden_size": 16,
@@ -146,14 +147,21 @@ def train(context) -> StepOutcome:
 def quick_steps() -> dict[str, FlowStep]:
     """The shipped steps, with a quick training and a gate that passes all."""
     made = dict(shipped())
-    quick = {
-        "settings": NoSettings,
-        "inputs": lambda context: {"data": context.output("data", "version")},
-        "plan": lambda context: "be quick",
-    }
-    made["train"] = FlowStep(name="train", place=20, run=train, **quick)
-    passed = StepOutcome("passed", outputs={"against": "base", "version": ""})
-    made["gate"] = FlowStep(name="gate", place=30, run=lambda context: passed, **quick)
+    quick = {"settings": NoSettings, "plan": lambda context: "be quick"}
+
+    def inputs(context: StepContext) -> dict[str, Any]:
+        return {"data": context.output("data", "version")}
+
+    made["train"] = FlowStep(name="train", place=20, run=train, inputs=inputs, **quick)
+
+    def judge(context: StepContext) -> StepOutcome:
+        against, version, _ = compared_with(context)
+        return StepOutcome("passed", outputs={"against": against, "version": version})
+
+    def judged(context: StepContext) -> dict[str, Any]:
+        return {"candidate": context.output("train", "digest"), "against": compared_with(context)[1]}
+
+    made["gate"] = FlowStep(name="gate", place=30, run=judge, inputs=judged, **quick)
     return made
 
 

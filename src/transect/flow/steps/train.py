@@ -57,18 +57,20 @@ def _points(context: StepContext, start: ModelVersion | None) -> list[SweepPoint
 def _start(context: StepContext) -> ModelVersion | None:
     """Return the version to continue; None if there is none yet.
 
-    If the current version was made by this very training, from the version that it replaced, the training still begins
-    with the latter: a flow that is done stays done.
+    If a version is registered that this very training has made, the training still begins where it began then: a flow
+    that is done stays done.
     """
     if not context.tables["train"].continue_current:
         return None
     catalog = context.tables["register"].catalog(context)
     found = catalog.current(context.model)
+    for known in catalog.lineages(context.model):
+        before = catalog.version(known["start"]) if known["start"] else None
+        if key_of(_inputs_from(context, before)) == known["made_from"]:
+            found = before
+            break
     if found is None:
         return None
-    before = catalog.version(found.replaced) if found.replaced else None
-    if before is not None and key_of(_inputs_from(context, before)) == found.lineage["made_from"]:
-        found = before
     if found.model.adapter is None:
         raise ValueError(
             f"train.continue_current needs an adapter, and {found.name} is a whole model: set model in "
