@@ -10,7 +10,7 @@ import pytest
 
 from transect.server.app import create_app
 from transect.server.options import ServerOptions
-from transect.server.releases import Version, choose_version
+from transect.server.releases import ReleasedVersion, choose_version
 
 from .test_adapters import ASK, OPERATOR, AdapterEngine, make
 
@@ -53,14 +53,19 @@ async def complete(client, model="prod", **more):
 
 
 def test_keys_are_shared_by_weight():
-    versions = [Version("a", 6.0), Version("b", 3.0), Version("c", 1.0), Version("off", 0.0)]
+    versions = [
+        ReleasedVersion("a", 6.0),
+        ReleasedVersion("b", 3.0),
+        ReleasedVersion("c", 1.0),
+        ReleasedVersion("off", 0.0),
+    ]
     counts = Counter(choose_version(versions, f"user:{number}").model for number in range(20_000))
     assert all(abs(counts[each.model] / 20_000 - each.weight / 10) < 0.012 for each in versions)
 
 
 def test_a_wider_canary_keeps_its_users_and_moves_nobody_else():
-    narrow = [Version("a", 60.0), Version("b", 40.0), Version("new", 5.0)]
-    wide = [Version("new", 30.0), Version("a", 60.0), Version("b", 40.0)]
+    narrow = [ReleasedVersion("a", 60.0), ReleasedVersion("b", 40.0), ReleasedVersion("new", 5.0)]
+    wide = [ReleasedVersion("new", 30.0), ReleasedVersion("a", 60.0), ReleasedVersion("b", 40.0)]
     for number in range(5000):
         before, after = (choose_version(each, f"user:{number}").model for each in (narrow, wide))
         assert after in (before, "new")

@@ -51,8 +51,8 @@ from .options import ServerOptions
 from .prompts import chat_prompt, encode, most_counted, truncated
 from .rendering import Renderer
 from .retrieval.routes import retrieval
+from .sender import set_sender
 from .serving import Engine, Serving
-from .subject import set_subject
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text}
@@ -136,7 +136,7 @@ def _serving(request: Request, body: Any = None) -> Serving:
     serving: Serving = request.app.state.serving
     if body is not None:
         earlier = getattr(body, "previous_response_id", None)
-        set_subject(request.headers, body, request.app.state.responses.beginning(earlier))
+        set_sender(request.headers, body, request.app.state.responses.beginning(earlier))
         serving.check_model(body.model)
     return serving
 

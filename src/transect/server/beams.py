@@ -21,7 +21,7 @@ from .serving import Serving
 
 if TYPE_CHECKING:
     from ..text.outputs import PositionLogprobs
-    from .capture.slips import Asked
+    from .capture.slips import RequestContent
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -101,7 +101,7 @@ class Beams:
         self.prompts = prompts
         self._serving, self._params, self._answers = serving, params, answers
         self._priority, self._deadline = priority, deadline
-        self._asked: Asked | None = None
+        self._asked: RequestContent | None = None
         self._usage = Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             completion_tokens=0,
@@ -109,7 +109,7 @@ class Beams:
             prompt_tokens_details=PromptDetails(cached_tokens=0),
         )
 
-    def describe(self, asked: Asked) -> Self:
+    def describe(self, asked: RequestContent) -> Self:
         """Describe the request, for captures and for the metrics of released versions; returns this object."""
         self._asked = asked
         return self

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.tools.spec import ToolUse
 from .answers import AnswerPiece, AnswerReader, Answers
-from .capture.slips import Asked
+from .capture.slips import RequestContent
 from .generation import Generation
 from .http.body import aside
 from .http.deadline import Deadline
@@ -136,7 +136,7 @@ class Conversation:
         """True while updates are approximate (``Update.approximate``)."""
 
     def describe(self, api: str, tools: Sequence[Any] | None, streamed: bool) -> None:
-        """Describe the request for captures and metrics (``Asked``)."""
+        """Describe the request for captures and metrics (``RequestContent``)."""
         self._api, self._tools, self._streamed = api, tools or (), streamed
 
     async def start(self, template_kwargs: dict[str, Any] | None = None, *, goes_on: bool = False) -> Generation:
@@ -172,7 +172,7 @@ class Conversation:
             raise bad_value(str(error), FIELDS) from None
         self.generation = Generation(self.serving, [self.prompt], params, 0, self.deadline)
         reader = None if self._answers.plain else self._answers.reader
-        asked = Asked(self._api, self.params, self.messages, (), self._tools, reader, self._streamed)
+        asked = RequestContent(self._api, self.params, self.messages, (), self._tools, reader, self._streamed)
         self.generation.describe(asked)
         await self.generation.start()
         return self.generation

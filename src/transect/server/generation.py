@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..engine.scheduling.outputs import RequestTimes
     from ..text.output_processor import Update
     from ..text.outputs import RequestOutput
-    from .capture.slips import Asked, Slip
+    from .capture.slips import CaptureSlip, RequestContent
     from .operations.tracing import RequestSpan
 
 
@@ -101,11 +101,11 @@ class Generation:
         serving.owners.note(self.id)
         self._deadline = deadline or Deadline(serving.options.request_timeout_s)
         self._version = current_version()
-        self._asked: Asked | None = None
-        self._slip: Slip | None = None
+        self._asked: RequestContent | None = None
+        self._slip: CaptureSlip | None = None
         self._unanswered, self._failed = len(prompts), False
 
-    def describe(self, asked: Asked) -> Self:
+    def describe(self, asked: RequestContent) -> Self:
         """Describe the request, for captures and for the metrics of released versions; returns this object."""
         self._asked = asked
         if self._serving.captures is not None:

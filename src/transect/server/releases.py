@@ -5,7 +5,7 @@ by weight. The choice is weighted rendezvous hashing (Schindelhauer and Schomake
 2005): each version has a score of the key, and the highest wins. If a version's weight grows, users come to it and none
 moves between the others, so a canary that is widened keeps its users.
 
-Answers name the version: in their field ``model``, and in the header ``X-Transect-Version`` beside
+Answers name the version: in their field ``model``, and in the header ``X-Transect-ReleasedVersion`` beside
 ``X-Transect-Release``.
 """
 
@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from ..flow.watch.refusals import is_refusal
-from .capture.slips import Asked, fits_form, form_of, split_answer
+from .capture.slips import RequestContent, fits_form, form_of, split_answer
 from .http.errors import ApiError, nearest
 from .operations import request_log
 from .operations.metrics import BETWEEN_TOKENS_S, FIRST_TOKEN_S
@@ -43,14 +43,14 @@ MOST_NAME = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class ReleasedVersion:
     """A version of a release: a served model or adapter, and its weight relative to the others."""
 
     model: str
     weight: float
 
 
-def choose_version(versions: Sequence[Version], key: str) -> Version:
+def choose_version(versions: Sequence[ReleasedVersion], key: str) -> ReleasedVersion:
     """Choose a version for a key: always the same one, and each for its share of keys.
 
     Raises:
@@ -60,7 +60,7 @@ def choose_version(versions: Sequence[Version], key: str) -> Version:
     if not able:
         raise ValueError("no version of the release has a positive weight: give one to at least one of them")
 
-    def score(version: Version) -> float:
+    def score(version: ReleasedVersion) -> float:
         digest = hashlib.blake2b(f"{version.model}\0{key}".encode(errors="replace"), digest_size=8).digest()
         uniform = (int.from_bytes(digest, "big") + 0.5) / 2**64
         return -version.weight / math.log(uniform)
@@ -77,7 +77,7 @@ class Release:
     """
 
     name: str
-    versions: tuple[Version, ...]
+    versions: tuple[ReleasedVersion, ...]
     changed: float = field(default_factory=time.time)
 
 
@@ -189,7 +189,7 @@ class Releases:
         """Choose the version for a request, and remember it for this task; None if the name is not released.
 
         Args:
-            key: of the subject; if empty, the version is drawn.
+            key: of the sender; if empty, the version is drawn.
         """
         release = self._releases.get(name)
         if release is None:
@@ -239,7 +239,7 @@ class Releases:
             "draining": self._draining(name, {version.model for version in release.versions}),
         }
 
-    def put(self, name: str, versions: Sequence[Version]) -> dict[str, Any]:
+    def put(self, name: str, versions: Sequence[ReleasedVersion]) -> dict[str, Any]:
         """Release a name, or change its versions, and return its description. Running requests keep their version.
 
         Raises:
@@ -258,7 +258,7 @@ class Releases:
         self._save(before)
         return self._draining(name, set())
 
-    def _put(self, name: str, versions: Sequence[Version]) -> None:
+    def _put(self, name: str, versions: Sequence[ReleasedVersion]) -> None:
         served = list(self._served())
         if name in served:
             message = f"{name[:100]!r} is the name of a served model: release under another name"
@@ -339,7 +339,7 @@ class VersionSeries:
             if tokens > 1:
                 self._metrics["between"].observe((last_token_s - first_token_s) / (tokens - 1))
 
-    def answered(self, asked: Asked, result: RequestOutput) -> None:
+    def answered(self, asked: RequestContent, result: RequestOutput) -> None:
         """Count refusals among complete answers, and answers without their form."""
         form = form_of(asked.params)
         for output in result.outputs:
@@ -358,7 +358,7 @@ class VersionSeries:
             self._metrics["scored"].inc()
 
 
-def releases_in(path: Path) -> dict[str, list[Version]]:
+def releases_in(path: Path) -> dict[str, list[ReleasedVersion]]:
     """Read a file of releases: ``{"NAME": {"versions": [{"model": ..., "weight": ...}]}}``.
 
     Raises:
@@ -368,7 +368,7 @@ def releases_in(path: Path) -> dict[str, list[Version]]:
     try:
         data = json.loads(path.read_text())
         return {
-            name: [Version(str(each["model"]), float(each.get("weight", 1.0))) for each in release["versions"]]
+            name: [ReleasedVersion(str(each["model"]), float(each.get("weight", 1.0))) for each in release["versions"]]
             for name, release in data.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -23,7 +23,7 @@ from .operations.tracing import Tracing, exporter_for
 from .options import ServerOptions
 from .releases import Releases
 from .rendering import Renderer, RenderHere
-from .subject import current_subject
+from .sender import current_sender
 
 if TYPE_CHECKING:
     from ..checkpoints.peft_config import AdapterFiles
@@ -139,7 +139,7 @@ class Serving:
         names = self.options.model_names
         if name is None or name in names:
             return
-        name = self.releases.choose(name, current_subject().key) or name
+        name = self.releases.choose(name, current_sender().key) or name
         if name in names:
             return
         if self.adapters.find(name) is not None:

@@ -18,10 +18,10 @@ from ..http.clients import current_client
 from ..http.errors import ApiError
 from ..operations import request_log
 from ..releases import current_version
-from ..subject import Subject, current_subject
-from .recorder import MOST_FEEDBACK, Job, Known, Recorder
+from ..sender import Sender, current_sender
+from .recorder import MOST_FEEDBACK, Known, Recorder, RecorderJob
 from .redaction import Redaction, rules_in
-from .slips import Asked, Slip
+from .slips import CaptureSlip, RequestContent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -88,35 +88,35 @@ class Captures:
         drifts = {DRIFT_ALARMS[test["name"]]: bool(test["alarm"]) for test in report["tests"]}
         return {ALARM: bool(self.recorder.problem), **drifts}
 
-    def begin(self, answer: str, asked: Asked, model: str, release: str) -> Slip | None:
+    def begin(self, answer: str, asked: RequestContent, model: str, release: str) -> CaptureSlip | None:
         """Return a slip for a request; None if it is not to be captured.
 
         Args:
             answer: id of its answer, 32 hexadecimal digits.
         """
-        subject = current_subject()
+        sender = current_sender()
         if asked.api == "embeddings" and not self._inputs:
             return None
-        if not self._consents(subject):
+        if not self._consents(sender):
             self._refused.inc()
             return None
         if int(answer[:8], 16) >= self._rate * 2**32:
             return None
         client = current_client()
         request_log.note(captured=True)
-        return Slip(answer, asked, subject, client.name if client.has_key else "", model, release, time.time())
+        return CaptureSlip(answer, asked, sender, client.name if client.has_key else "", model, release, time.time())
 
     def inputs(self, answer: str, prompts: Sequence[Any], results: Sequence[RequestOutput], model: str) -> None:
         """Capture the texts of an embeddings request, if these are asked for. Arguments as of ``begin``."""
         version = current_version()
         release = "" if version is None else version.release
-        slip = self.begin(answer, Asked("embeddings", PARAMS, None, prompts), model, release)
+        slip = self.begin(answer, RequestContent("embeddings", PARAMS, None, prompts), model, release)
         if slip is not None:
             for place, result in enumerate(results):
                 slip.take(place, result)
             self.end(slip, None, True)
 
-    def end(self, slip: Slip, first_token_s: float | None, complete: bool) -> None:
+    def end(self, slip: CaptureSlip, first_token_s: float | None, complete: bool) -> None:
         """Hand a slip on, when its request has ended. Answers that did not end are not kept."""
         if not complete:
             self._dropped.labels("unfinished").inc()
@@ -124,8 +124,8 @@ class Captures:
         slip.seconds, slip.first_token_s = time.time() - slip.created, first_token_s
         self.recorder.put(slip)
 
-    def _consents(self, subject: Subject) -> bool:
-        return subject.consent is not False if not self._opt_in else subject.consent is True
+    def _consents(self, sender: Sender) -> bool:
+        return sender.consent is not False if not self._opt_in else sender.consent is True
 
     async def feedback(self, answer: str, choice: int, given: dict[str, Any]) -> Known:
         """Keep feedback on a captured answer, and return what is known of the answer.
@@ -174,7 +174,7 @@ class Captures:
             else:
                 future.set_exception(error)
 
-        if not self.recorder.put(Job(work, lambda *ended: loop.call_soon_threadsafe(settle, *ended))):
+        if not self.recorder.put(RecorderJob(work, lambda *ended: loop.call_soon_threadsafe(settle, *ended))):
             message = "captures are behind: send this again in a moment"
             raise ApiError(503, message, code="captures_busy", headers={"Retry-After": "1"})
         try:

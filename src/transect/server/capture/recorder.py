@@ -20,7 +20,7 @@ import msgspec
 
 from ...flow.watch import captures
 from .redaction import Redaction, SlowRule
-from .slips import Slip
+from .slips import CaptureSlip
 
 log = logging.getLogger("transect.server")
 
@@ -49,7 +49,7 @@ class Known:
     feedback: int = 0
 
 
-class Job:
+class RecorderJob:
     """Work for the recorder's thread besides slips. ``done`` is called there with the result or the error."""
 
     def __init__(self, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
@@ -81,7 +81,7 @@ class Recorder:
         """Reason for which nothing is captured now; empty while all is well."""
         self._retry_at = 0.0
         self._broken = False
-        self._queue: queue.Queue[Slip | Job | None] = queue.Queue(MOST_WAITING)
+        self._queue: queue.Queue[CaptureSlip | RecorderJob | None] = queue.Queue(MOST_WAITING)
         self._waiting_bytes = 0
         self._lock = threading.Lock()
         self._known: OrderedDict[str, Known] = OrderedDict()
@@ -91,9 +91,9 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="transect-captures", daemon=True)
         self._thread.start()
 
-    def put(self, item: Slip | Job) -> bool:
+    def put(self, item: CaptureSlip | RecorderJob) -> bool:
         """Hand work to the thread. Returns False, without waiting, if the queue is full; a slip is dropped then."""
-        size = item.size if isinstance(item, Slip) else 0
+        size = item.size if isinstance(item, CaptureSlip) else 0
         with self._lock:
             fits = self._waiting_bytes + size <= MOST_WAITING_BYTES
             if fits:
@@ -102,7 +102,7 @@ class Recorder:
                     self._waiting_bytes += size
                 except queue.Full:
                     fits = False
-        if not fits and isinstance(item, Slip):
+        if not fits and isinstance(item, CaptureSlip):
             self._dropped("queue", 1)
         return fits
 
@@ -148,28 +148,28 @@ class Recorder:
             except queue.Empty:
                 self._expire()
                 continue
-            slips = [item for item in items if isinstance(item, Slip)]
+            slips = [item for item in items if isinstance(item, CaptureSlip)]
             if slips:
                 self._write(slips)
             for item in items:
-                if isinstance(item, Job):
+                if isinstance(item, RecorderJob):
                     self._do(item)
             if items[-1] is None:
                 return
 
-    def _take(self) -> list[Slip | Job | None]:
+    def _take(self) -> list[CaptureSlip | RecorderJob | None]:
         """Wait for work, and return what is there: slips, then at most one job or the end."""
         items = [self._queue.get(timeout=EXPIRE_S)]
-        while isinstance(items[-1], Slip) and len(items) < BATCH:
+        while isinstance(items[-1], CaptureSlip) and len(items) < BATCH:
             try:
                 items.append(self._queue.get_nowait())
             except queue.Empty:
                 break
         with self._lock:
-            self._waiting_bytes -= sum(item.size for item in items if isinstance(item, Slip))
+            self._waiting_bytes -= sum(item.size for item in items if isinstance(item, CaptureSlip))
         return items
 
-    def _do(self, job: Job) -> None:
+    def _do(self, job: RecorderJob) -> None:
         try:
             result, error = job.work(), None
         except Exception as caught:  # goes to the request that waits
@@ -177,7 +177,7 @@ class Recorder:
         with contextlib.suppress(RuntimeError):  # the event loop of the request has ended
             job.done(result, error)
 
-    def _write(self, slips: list[Slip]) -> None:
+    def _write(self, slips: list[CaptureSlip]) -> None:
         if self._broken or (self.problem and time.monotonic() < self._retry_at):
             self._dropped("stopped", len(slips))
             return
@@ -199,9 +199,9 @@ class Recorder:
         if lines and not self._append(lines):
             self._dropped("stopped", len(lines))
 
-    def _line(self, slip: Slip) -> bytes | None:
+    def _line(self, slip: CaptureSlip) -> bytes | None:
         """Return the line of a slip; None if its user's records were deleted after it began, or it is too long."""
-        user = self.files.user_hash(slip.subject.user) if slip.subject.user else ""
+        user = self.files.user_hash(slip.sender.user) if slip.sender.user else ""
         if user and any(slip.created < self._deleted.get((user, each), 0.0) for each in ("", slip.client)):
             self._dropped("deleted", 1)
             return None

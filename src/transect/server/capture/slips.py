@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..subject import Subject
+from ..sender import Sender
 
 if TYPE_CHECKING:
     from ...engine.scheduling.sampling_params import SamplingParams
@@ -23,7 +23,7 @@ JSON_KINDS = ("json", "json_object")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestContent:
     """A request, as the route that serves it knows it.
 
     Attributes:
@@ -46,13 +46,13 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Slip:
+class CaptureSlip:
     """A request that is to be captured.
 
     Attributes:
         id: id of its answer, without the API's prefix.
         asked: the request.
-        subject: its user.
+        sender: its user.
         client: name of its API key; empty without keys.
         model: version that answers: the model's name, or an adapter's.
         release: released name that the request gave; empty if it gave the version's own.
@@ -63,8 +63,8 @@ class Slip:
     """
 
     id: str
-    asked: Asked
-    subject: Subject
+    asked: RequestContent
+    sender: Sender
     client: str
     model: str
     release: str

@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..adapters import choose_adapter
 from ..operations import request_log
 from ..releases import forget_version
+from ..sender import set_sender
 from ..serving import Serving
-from ..subject import set_subject
 from .clients import Client, Clients
 from .errors import ApiError
 
@@ -110,7 +110,7 @@ class Gate:
         client = self._clients.of(scope)
         choose_adapter("")
         forget_version()
-        set_subject()
+        set_sender()
         shut = path == METRICS and self.serving.options.protect_metrics
         if path in OPEN and not (shut and client is None):
             await self.app(scope, receive, send)

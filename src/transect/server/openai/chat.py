@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...text.tools.spec import tool_use
 from ..answers import AnswerPiece, AnswerReader, Answers
 from ..beams import Beams, beam_params
-from ..capture.slips import Asked
+from ..capture.slips import RequestContent
 from ..generation import Event, Generation, Prompt
 from ..http.body import aside
 from ..http.deadline import Deadline
@@ -111,7 +111,7 @@ class Chat:
         beams = beam_params(self.body, self.params, width, room)
         priority = self.body.priority or 0
         reader = None if self.answers.plain else self.answers.reader
-        asked = Asked(
+        asked = RequestContent(
             "chat", self._asked, self.body.messages, (), self.body.tools or (), reader, bool(self.body.stream)
         )
         if beams is not None:

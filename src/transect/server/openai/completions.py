@@ -9,7 +9,7 @@ from ...engine.frontends.beam_search import BeamSearchParams
 from ...engine.scheduling.sampling_params import MAX_CHOICES
 from ...text.fill_in import Gap, gap_of
 from ..beams import Beams, beam_params
-from ..capture.slips import Asked
+from ..capture.slips import RequestContent
 from ..generation import Event, Generation, Prompt
 from ..http.deadline import Deadline
 from ..http.errors import ApiError, bad_value
@@ -123,13 +123,13 @@ class Completion:
 
     async def _prepare(self) -> Generation:
         prompts = await self._prompts()
-        asked = Asked("completions", self.params, None, prompts, streamed=bool(self.body.stream))
+        asked = RequestContent("completions", self.params, None, prompts, streamed=bool(self.body.stream))
         return Generation(self.serving, prompts, self.params, self.body.priority or 0, self.deadline).describe(asked)
 
     async def _search(self, beams: BeamSearchParams) -> Beams:
         prompts = await self._prompts()
         priority, answers = self.body.priority or 0, self.body.n or 1
-        asked = Asked("completions", self.params, None, prompts)
+        asked = RequestContent("completions", self.params, None, prompts)
         return Beams(self.serving, prompts, beams, answers, priority, self.deadline).describe(asked)
 
     async def whole(self) -> CompletionResponse:

@@ -218,8 +218,8 @@ PASSED_ON = tuple(
 and prompts are truncated earlier."""
 
 
-class SubjectBody(Body):
-    """Fields about the sender, which change no answer (``server/subject.py``). Values of other types are ignored."""
+class SenderBody(Body):
+    """Fields about the sender, which change no answer (``server/sender.py``). Values of other types are ignored."""
 
     user: Any = None
     safety_identifier: Any = None
@@ -228,7 +228,7 @@ class SubjectBody(Body):
     store: Any = None
 
 
-class SamplingBody(SubjectBody):
+class SamplingBody(SenderBody):
     """The fields that completions and chat share."""
 
     model: str | None = None

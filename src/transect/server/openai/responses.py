@@ -17,8 +17,8 @@ from ..http.clients import current_client
 from ..http.deadline import Deadline
 from ..http.errors import ApiError
 from ..http.sse import CONTINUED, Raw, named_event
+from ..sender import current_sender
 from ..serving import Serving
-from ..subject import current_subject
 from .protocol import ChatMessage
 from .responses_protocol import ResponsesRequest, as_message
 
@@ -50,7 +50,7 @@ class ResponseStore:
         """Keep an answer, with the whole conversation up to and including it."""
         answer = msgspec.json.encode(response)
         size = len(answer) + sum(len(message.model_dump_json()) for message in messages)
-        self._kept[response["id"]] = _Kept(answer, messages, size, current_client().name, current_subject().beginning)
+        self._kept[response["id"]] = _Kept(answer, messages, size, current_client().name, current_sender().beginning)
         self._bytes += size
         while len(self._kept) > MOST_KEPT or self._bytes > MOST_BYTES:
             self._bytes -= self._kept.popitem(last=False)[1].size

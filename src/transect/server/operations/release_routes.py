@@ -10,7 +10,7 @@ from pydantic import Field
 from ..http.body import JsonRoute
 from ..http.clients import check_operator
 from ..openai.protocol import Body
-from ..releases import Releases, Version
+from ..releases import ReleasedVersion, Releases
 
 release_routes = APIRouter(route_class=JsonRoute, tags=["operations"])
 
@@ -50,7 +50,7 @@ async def release(request: Request, name: str) -> dict[str, Any]:
 @release_routes.put("/v1/releases/{name:path}")
 async def put_release(request: Request, name: str, body: ReleaseBody) -> dict[str, Any]:
     """Release a name, or change its versions. Running requests keep theirs. For the operator's key."""
-    return _releases(request).put(name, [Version(each.model, each.weight) for each in body.versions])
+    return _releases(request).put(name, [ReleasedVersion(each.model, each.weight) for each in body.versions])
 
 
 @release_routes.delete("/v1/releases/{name:path}")

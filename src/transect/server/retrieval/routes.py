@@ -25,8 +25,8 @@ from ..http.errors import ApiError, bad_value
 from ..openai.protocol import FIELDS
 from ..operations import request_log
 from ..prompts import check_length, completion_prompts, encode
+from ..sender import set_sender
 from ..serving import Serving
-from ..subject import set_subject
 from .protocol import (
     EmbeddingObject,
     EmbeddingRequest,
@@ -57,7 +57,7 @@ class _Work:
 
     def __init__(self, request: Request, body: EmbeddingRequest | ScoreRequest | RerankRequest) -> None:
         self.serving: Serving = request.app.state.serving
-        set_subject(request.headers, body)
+        set_sender(request.headers, body)
         self.serving.check_model(body.model)
         self.deadline = Deadline(self.serving.options.request_timeout_s, request.state.arrival)
         self.priority = body.priority or 0

@@ -21,7 +21,7 @@ NO, YES = ("no", "false", "0", "off"), ("yes", "true", "1", "on")
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class Sender:
     """The sender of a request.
 
     Attributes:
@@ -45,23 +45,23 @@ class Subject:
         return ""
 
 
-NOBODY = Subject()
-_subject: ContextVar[Subject] = ContextVar("transect_subject", default=NOBODY)
+NOBODY = Sender()
+_sender: ContextVar[Sender] = ContextVar("transect_sender", default=NOBODY)
 
 
-def current_subject() -> Subject:
-    """Return the subject of the request that this task handles."""
-    return _subject.get()
+def current_sender() -> Sender:
+    """Return the sender of the request that this task handles."""
+    return _sender.get()
 
 
-def set_subject(headers: Mapping[str, str] | None = None, body: Any = None, beginning: str = "") -> None:
-    """Set the subject of the request that this task handles; without arguments, an unknown sender. Arguments as
-    of ``subject_of``."""
-    _subject.set(NOBODY if headers is None else subject_of(headers, body, beginning))
+def set_sender(headers: Mapping[str, str] | None = None, body: Any = None, beginning: str = "") -> None:
+    """Set the sender of the request that this task handles; without arguments, an unknown sender. Arguments as
+    of ``sender_of``."""
+    _sender.set(NOBODY if headers is None else sender_of(headers, body, beginning))
 
 
-def subject_of(headers: Mapping[str, str], body: Any = None, beginning: str = "") -> Subject:
-    """Read the subject of a request.
+def sender_of(headers: Mapping[str, str], body: Any = None, beginning: str = "") -> Sender:
+    """Read the sender of a request.
 
     Args:
         headers: of the request, found without regard to case.
@@ -72,7 +72,7 @@ def subject_of(headers: Mapping[str, str], body: Any = None, beginning: str = ""
     metadata = metadata if isinstance(metadata, dict) else {}
     user = headers.get("x-user-id"), *(getattr(body, name, None) for name in ("safety_identifier", "user"))
     session = headers.get("x-session-id"), getattr(body, "prompt_cache_key", None)
-    return Subject(
+    return Sender(
         _first(*user, metadata.get("user_id")),
         _first(*session, metadata.get("session_id")),
         beginning or beginning_of(body),
