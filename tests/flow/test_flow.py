@@ -159,6 +159,12 @@ def test_a_model_is_made_judged_released_watched_and_promoted(place, serving, mo
         each["action"] == "skip" for each in json.loads(run_here("flow", "run", file, "--plan", "--json").stdout)
     )
 
+    options = ["dir=flows/grid", "train.continue_current=true", 'train.grid={"optimizer.learning_rate" = [1e-3, 3e-3]}']
+    grid = run_here("flow", "run", file, "--json", *(word for option in options for word in ("--set", option)))
+    train = json.loads(grid.stdout)["steps"][1]["outcome"]
+    assert train["figures"]["runs"] == 2 and "optimizer.learning_rate" not in train["reason"]
+    assert train["outputs"]["start"] == "tiny-v1" and train["reason"].startswith("learning_rate=")
+
     worse = run_here("flow", "run", file, "--set", "gate.exam.least=0.99")
     assert worse.returncode == 1
     assert "1 of 3 checks against ../model fail: exam: 0% right of 6" in worse.stdout.replace("\n", " ")

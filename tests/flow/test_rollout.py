@@ -107,6 +107,7 @@ def test_a_server_that_forgot_the_current_version_gets_it_again(small, tmp_path)
     SmallServer.adapters.clear()
     SmallServer.releases.clear()
     assert chain(tmp_path / "flow").plan()[-1].action == "repeat"
+    assert "does not answer" in chain(tmp_path / "flow", "release.server=http://127.0.0.1:1").plan()[-1].reason
     states = chain(tmp_path / "flow").run()
     assert [state.kept for state in states] == [True] * 6 + [False]
     assert SmallServer.releases == {"m": {"m-v1": 1.0}} and SmallServer.adapters == {"m-v1"}
