@@ -27,7 +27,7 @@ POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "style-src-attr 'unsafe-inline'",  # widths and colours set by the page; sanitized texts have no style attributes
+        "style-src-attr 'unsafe-inline'",  # set by the page; sanitized texts have no such attributes
         "img-src 'self' data: blob:",  # no pictures from elsewhere: their addresses could carry a chat away
         "font-src 'self'",
         "connect-src 'self' http: https:",  # the server to compare with
