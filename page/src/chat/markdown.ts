@@ -55,20 +55,9 @@ DOMPurify.addHook('afterSanitizeAttributes', (node) => {
   node.setAttribute('rel', 'noopener noreferrer nofollow')
 })
 
-/** A block of the outermost level: where its lines begin and end, and the kind. */
-export interface Block {
-  type: string
-  begin: number
-  end: number
-}
-
-/** Read a text: its tokens, and the blocks of the outermost level. */
-export function parse(text: string): { tokens: Token[]; blocks: Block[] } {
-  const tokens = reader.parse(text, {})
-  const blocks = tokens
-    .filter((token) => token.level === 0 && token.nesting >= 0 && token.map)
-    .map((token) => ({ type: token.type, begin: token.map![0], end: token.map![1] }))
-  return { tokens, blocks }
+/** Read a text. Tokens of level 0 with a `map` begin the blocks of the outermost level. */
+export function parse(text: string): Token[] {
+  return reader.parse(text, {})
 }
 
 /** Turn tokens of `parse` into safe nodes. */

@@ -10,6 +10,7 @@ import { icon } from '../icons'
 import type { Answer, Candidate, Token } from './types'
 
 const BLOCK = 200
+const NAMES: Record<string, string> = { '': 'no text', ' ': 'space', '\n': 'line end', '\n\n': 'two line ends' }
 const LEVELS = [0.9, 0.6, 0.3, 0.1, 0.03]
 
 /** Level of surprise of a probability: 0 for a sure token to 5 for a rare one. */
@@ -132,7 +133,7 @@ export class TokenView extends PageElement {
     const kind = this.others ? differenceClass(token.logprob - (this.others[at] ?? token.logprob)) : `level-${levelOf(token.logprob)}`
     const text = token.text === '' ? '∅' : token.text.replace(/\n/g, '⏎\n')
     // No white space in this template: it would show between the tokens.
-    return html`<span role="option" id=${this.optionId(at)} data-at=${at} aria-selected=${at === this.at}
+    return html`<span role="option" id=${this.optionId(at)} data-at=${at} aria-selected=${at === this.at} aria-label=${token.text.trim() ? nothing : NAMES[token.text] ?? 'white space'}
       class="token ${kind} ${branched ? 'branched' : ''}">${text}</span>`
   }
 
