@@ -3,8 +3,8 @@
     python benchmarks/server/page_frames.py [--tokens 10000] [--rounds 3] [--out FILE]
 
 The engine is ``tests/helpers/page_engine.py``, which makes up tokens at a steady pace, each with five alternatives; the
-browser is the system's Chromium without a window, whose frames take 16.7 ms where nothing delays them. A frame's time is
-the distance of two calls of requestAnimationFrame. Writes benchmarks/results/cpu/page_frames.json.
+browser is the system's Chromium without a window, whose frames take 16.7 ms where nothing delays them. A frame's time
+is the distance of two calls of requestAnimationFrame. Writes benchmarks/results/cpu/page_frames.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ LATE_MS = 50.0
 WATCH = """() => {
     window.frames_ms = []
     let before = performance.now()
-    const frame = (now) => { window.frames_ms.push(now - before); before = now; window.watching = requestAnimationFrame(frame) }
+    const frame = (now) => {
+        window.frames_ms.push(now - before)
+        before = now
+        window.watching = requestAnimationFrame(frame)
+    }
     window.watching = requestAnimationFrame(frame)
 }"""
 TAKE = "() => { cancelAnimationFrame(window.watching); return window.frames_ms.slice(1) }"
@@ -101,7 +105,14 @@ def main() -> None:
         server.stop()
     record.write(
         arguments.out,
-        {**record.environment(), "command": record.command("benchmarks/server/page_frames.py"), "chromium": version, "tokens": arguments.tokens, "step_s": STEP_S, "rounds": rounds},
+        {
+            **record.environment(),
+            "command": record.command("benchmarks/server/page_frames.py"),
+            "chromium": version,
+            "tokens": arguments.tokens,
+            "step_s": STEP_S,
+            "rounds": rounds,
+        },
     )
     for name in rounds[0]:
         for figure in ("median_ms", "p99_ms", "longest_ms", "late_share"):

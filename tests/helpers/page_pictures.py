@@ -39,6 +39,7 @@ def ask(page: Any, text: str, count: int) -> None:
 
 def configure(page: Any, **fields: str) -> None:
     page.get_by_role("button", name="Settings").click()
+    page.locator("chat-settings details").evaluate_all("(all) => all.forEach((each) => { each.open = true })")
     for name, value in fields.items():
         page.locator(f"[name={name}]").fill(value)
     page.get_by_role("button", name="Settings").click()
