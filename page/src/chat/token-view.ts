@@ -5,6 +5,7 @@
 
 import { html, nothing, type PropertyValues } from 'lit'
 import { customElement, property, state } from 'lit/decorators.js'
+import { guard } from 'lit/directives/guard.js'
 import { PageElement } from '../element'
 import { icon } from '../icons'
 import type { Answer, Candidate, Token } from './types'
@@ -125,7 +126,10 @@ export class TokenView extends PageElement {
 
   private block(begin: number) {
     const part = this.tokens.slice(begin, begin + BLOCK)
-    return html`<span class="token-block" role="presentation">${part.map((token, index) => this.token(token, begin + index))}</span>`
+    const selected = this.at >= begin && this.at < begin + BLOCK ? this.at : -1
+    // Of a long answer only the block with the selected token is rendered again.
+    const state = [part.length, selected, this.others, this.answer]
+    return html`<span role="presentation">${guard(state, () => part.map((token, index) => this.token(token, begin + index)))}</span>`
   }
 
   private token(token: Token, at: number) {
