@@ -34,7 +34,7 @@ LEXICON = re.findall(
     "the a river stone light morning quiet road over under beside opens carries turns falls rises slowly again where "
     "nobody everything window letter paper ink bridge garden winter machine answers, questions. numbers dreams",
 )
-PIECES = re.compile(r" ?\w+|\s+|[^\w\s]", re.DOTALL)
+PIECES = re.compile(r" ?\w+|\s+|([^\w\s])\1*", re.DOTALL)
 VOCAB = 60_000
 END = 256
 DRAWN = 24
@@ -62,7 +62,7 @@ class WordTokenizer:
         return self._ids[word]
 
     def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = False) -> list[int]:
-        return [self.id_of(piece.encode()) for piece in PIECES.findall(text)]
+        return [self.id_of(piece[0].encode()) for piece in PIECES.finditer(text)]
 
     def encode_chat(self, text: str, mask, add_special_tokens: bool = False) -> list[int]:
         return self.encode(text)

@@ -46,7 +46,7 @@ $\\href{javascript:window.hacked=9}{x}$ $\\htmlStyle{position:fixed}{y}$ $\\def\
 مرحبا بالعالم — this line has two directions: \u202eevil\u202c
 
 """
-HOSTILE += "|" + " x |" * 100 + "\n|" + "---|" * 100 + "\n" + ("|" + " y |" * 100 + "\n") * 20
+HOSTILE += "|" + " x |" * 60 + "\n|" + "---|" * 60 + "\n" + ("|" + " y |" * 60 + "\n") * 20
 HOSTILE += "\n" + "> " * 200 + "deep\n\n" + "- " * 100 + "deep\n\n" + "*" * 3000 + "\n\n" + "[" * 2000 + "\n\n"
 HOSTILE += "```html\n<script>window.hacked = 10</script>\nhalf open code"
 

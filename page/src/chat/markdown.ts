@@ -4,7 +4,7 @@ import DOMPurify from 'dompurify'
 import MarkdownIt, { type Token } from 'markdown-it'
 import { withMath } from './math'
 
-const reader = new MarkdownIt({ html: false, linkify: true, breaks: false })
+const reader = new MarkdownIt({ html: false, linkify: true, maxNesting: 240 })
 withMath(reader)
 
 // A picture's address would tell another server that it is looked at: it becomes a link.

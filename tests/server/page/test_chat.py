@@ -40,7 +40,7 @@ def test_first_chat(page, ask, server):
     assert answer.locator("pre code .code-keyword").first.inner_text() == "def"
     assert answer.locator("math").count() == 2 and answer.locator("math msup").count() == 1
     assert answer.locator("table tr").count() == 4
-    assert "288 tokens" in answer.locator(".figures").inner_text()
+    assert "265 tokens" in answer.locator(".figures").inner_text()
     assert server.engine.prompts[-1] == "[user]explain recursion[answer]"
     ask(page, "And more?")
     assert server.engine.prompts[-1] == f"[user]explain recursion[assistant]{MARKDOWN}[user]And more?[answer]"

@@ -80,7 +80,7 @@ def test_axe_finds_no_error(new_page, server, ask, scheme):
     page.get_by_role("dialog").get_by_role("button", name="Compare", exact=True).click()
     ask(page, "Tell me of rivers")
     page.locator("compare-view").wait_for()
-    page.get_by_label("API key").click()
+    page.get_by_role("button", name="API key").click()
     check_accessible(page, "a comparison and the dialog of keys")
 
 
