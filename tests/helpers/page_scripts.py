@@ -57,7 +57,7 @@ JSON = '{"name": "Ada", "born": 1815, "fields": ["mathematics", "computing"]}'
 
 
 def long_text(tokens: int) -> str:
-    """Make a text of about so many tokens, with paragraphs, lists and code, as long answers have."""
+    """Make a text of about that many tokens with paragraphs, lists and code."""
     paragraph = (
         "A long answer goes on and on, with words that fill the page line by line, and nobody reads all of it. " * 3
     )

@@ -85,7 +85,7 @@ def test_axe_finds_no_error(new_page, server, ask, scheme):
 
 
 def test_a_long_answer_grows_without_being_made_anew(page, ask, server):
-    """What is rendered stays: the first blocks are the same nodes at the end as at the beginning."""
+    """Rendered blocks stay: the first ones are the same nodes at the end as at the beginning."""
     server.engine.scripts["grow"] = long_text(1500)
     page.evaluate("""() => {
         window.renders = 0
