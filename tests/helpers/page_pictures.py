@@ -38,11 +38,11 @@ def ask(page: Any, text: str, count: int) -> None:
 
 
 def configure(page: Any, **fields: str) -> None:
-    page.get_by_role("button", name="Settings").click()
+    page.get_by_role("button", name="Settings", exact=True).click()
     page.locator("chat-settings details").evaluate_all("(all) => all.forEach((each) => { each.open = true })")
     for name, value in fields.items():
         page.locator(f"[name={name}]").fill(value)
-    page.get_by_role("button", name="Settings").click()
+    page.get_by_role("button", name="Settings", exact=True).click()
 
 
 def make(browser: Any, url: str, folder: Path) -> list[Path]:

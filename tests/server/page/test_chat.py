@@ -288,7 +288,7 @@ def test_without_a_mouse(page):
     page.keyboard.press("Escape")
     assert page.locator(".token-panel").count() == 0
     page.keyboard.press("Alt+2")
-    page.wait_for_function("document.title.startsWith('Engine')")
+    page.wait_for_function("() => document.title.startsWith('Engine')")
 
 
 @pytest.mark.parametrize("width", [360, 700])

@@ -36,7 +36,7 @@ def test_a_replica_is_killed_while_a_chat_streams(new_page, url, ask):
     page = new_page(url)
     configure(page, seed="11", max_tokens="600", temperature="0.8")
     answer = ask(page, QUESTION, wait=False)
-    page.wait_for_function("document.querySelector('chat-answer').message.answer.tokenIds.length > 20")
+    page.wait_for_function("() => document.querySelector('chat-answer').message.answer.tokenIds.length > 20")
     os.kill(busiest(httpx.get(f"{url}/health").json()["engine_pids"]), signal.SIGKILL)
     answer.locator(".answer-footer").wait_for(timeout=200_000)
     assert page.evaluate("document.querySelector('chat-answer').message.answer.text") == whole

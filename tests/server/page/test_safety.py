@@ -35,8 +35,8 @@ def test_hostile_answers_run_nothing(page, ask):
     assert inside.locator("figure.code pre").inner_text().startswith("<script>window.hacked = 10")
     assert inside.locator("[dir=auto]").count() > 3
     assert page.evaluate("document.querySelector('chat-answer').message.answer.text") == HOSTILE
-    box = page.get_by_label("Message", exact=True).bounding_box()
-    assert box["y"] + box["height"] <= 860  # nothing pushed the rest away
+    box = page.locator("chat-composer").bounding_box()
+    assert abs(box["y"] + box["height"] - 860) < 1  # nothing pushed the rest away
     page.get_by_label("Tokens and their probabilities").click()
     page.locator(".tokens").focus()
     page.keyboard.press("ArrowRight")
