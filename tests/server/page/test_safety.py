@@ -3,14 +3,14 @@
 import pytest
 from page_scripts import HOSTILE, long_text
 
-AXE = pytest.importorskip("axe_playwright_python.base", reason="pip install axe-playwright-python")
 RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
 WITH_HANDLERS = """[...document.querySelectorAll('chat-view *')].filter(
     (each) => Object.values(each.attributes).some(({ name }) => name.startsWith('on')))"""
 
 
 def check_accessible(page, what):
-    page.evaluate(AXE.AXE_SCRIPT)
+    axe = pytest.importorskip("axe_playwright_python.base", reason="pip install axe-playwright-python")
+    page.evaluate(axe.AXE_SCRIPT)
     found = page.evaluate("(rules) => axe.run(document, rules)", RULES)
     told = [(each["id"], each["help"], [node["html"][:200] for node in each["nodes"]]) for each in found["violations"]]
     assert told == [], what
