@@ -266,7 +266,7 @@ def flow_settings() -> str:
     from transect.spec.settings import table
 
     tables = [*((step.settings, f"{name}.") for name, step in steps().items())]
-    tables += [(measure.settings, f"gate.NAME, measure = \"{name}\".") for name, measure in measures().items()]
+    tables += [(measure.settings, f'gate.NAME, measure = "{name}".') for name, measure in measures().items()]
     return "\n".join(line for kind, where in tables for line in table(kind, where))
 
 

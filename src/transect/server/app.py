@@ -49,6 +49,7 @@ from .operations.health import health_of, scrape
 from .operations.release_routes import release_routes
 from .operations.routes import operations
 from .options import ServerOptions
+from .page.routes import page
 from .prompts import chat_prompt, encode, most_counted, truncated
 from .rendering import Renderer
 from .retrieval.routes import retrieval
@@ -105,6 +106,8 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     app.include_router(bills)
     for router in (adapter_routes, capture_routes, release_routes):
         app.include_router(router, responses=REFUSALS)
+    if options.page:
+        app.include_router(page)
     app.add_middleware(Gate, serving=serving)
     if options.allowed_origins:
         # Outside the gate: a browser asks first whether it may send the key, and does so without the key.
