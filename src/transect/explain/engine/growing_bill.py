@@ -1,0 +1,83 @@
+"""The bill of a request that still runs, from the news of its engine's log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...engine.scheduling.decisions import Added
+from .live_log import News
+from .meter import Meter
+from .work import StepWork
+
+
+class GrowingBill:
+    """The first choice of a request, in the engine that has it now. Its parts are those of ``bill.Bill``.
+
+    Args:
+        request_id: of the engine's request.
+        work: of the engine.
+    """
+
+    def __init__(self, request_id: str, work: StepWork) -> None:
+        self.request_id = request_id
+        self._work = work
+        self._meter = Meter()
+        self._added: Added | None = None
+        self._step = 0
+        """Number of the newest step that was taken."""
+        self._first = self._last = 0.0
+        """Times of the first token and the newest; 0 before them."""
+        self._end = 0
+        """Positions up to the newest token."""
+        self.reason = ""
+
+    @property
+    def known(self) -> bool:
+        """True once the beginning of the request has been read."""
+        return self._added is not None
+
+    def take(self, news: News) -> None:
+        """Read the next events of the log; steps that were taken before are ignored."""
+        for each in news.added:
+            if each.request_id == self.request_id and self._added is None:
+                self._added = each
+                self._meter.begin(each)
+        added = self._added
+        if added is None:
+            return
+        prompt = added.prompt_tokens
+        for step in news.steps:
+            if step.number <= self._step or self.reason:
+                continue
+            self._step = step.number
+            row = next((each for each in step.rows if each[0] == added.first_seq), None)
+            if row is None and step.planned.at <= added.at:
+                continue
+            self._meter.take(step, row, self._work)
+            if row is not None and (end := step.end(row)) >= max(prompt, self._end + 1):
+                self._end, self._last = end, step.at or 0.0
+                self._first = self._first or self._last
+        for end in news.ends:
+            if end.leader == added.first_seq and end.choice == 0:
+                self.reason = end.reason
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the bill so far for JSON; times in milliseconds, those of events on the engine's clock in seconds."""
+        added, meter = self._added, self._meter
+        if added is None:
+            return {"request_id": self.request_id, "known": False}
+        newest = meter.pieces[-1][1] if meter.pieces else added.at
+        ttft = meter.span(added.arrival, self._first or newest)
+        decode = meter.span(self._first, self._last) if self._last > self._first else None
+        return {
+            "request_id": self.request_id,
+            "known": True,
+            "arrival": added.arrival,
+            "until": newest,
+            "prompt_tokens": added.prompt_tokens,
+            "output_tokens": max(0, self._end - added.prompt_tokens + 1) if self._first else 0,
+            "finish_reason": self.reason,
+            "first_token": bool(self._first),
+            "ttft": ttft.to_dict(),
+            "decode": None if decode is None else decode.to_dict(),
+        }
