@@ -46,6 +46,7 @@ from .operations.bills import bills
 from .operations.health import health_of, scrape
 from .operations.routes import operations
 from .options import ServerOptions
+from .page.routes import page
 from .prompts import chat_prompt, encode, most_counted, truncated
 from .rendering import Renderer
 from .retrieval.routes import retrieval
@@ -100,6 +101,8 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     app.include_router(retrieval, responses=REFUSALS)
     app.include_router(bills)
     app.include_router(adapter_routes, responses=REFUSALS)
+    if options.page:
+        app.include_router(page)
     app.add_middleware(Gate, serving=serving)
     if options.allowed_origins:
         # Outside the gate: a browser asks first whether it may send the key, and does so without the key.
