@@ -6,6 +6,7 @@ from typing import Any
 
 from ...engine.scheduling.decisions import Added
 from .live_log import News
+from .log import bare_id
 from .meter import Meter
 from .work import StepWork
 
@@ -14,12 +15,12 @@ class GrowingBill:
     """The first choice of a request, in the engine that has it now. Its parts are those of ``bill.Bill``.
 
     Args:
-        request_id: of the engine's request.
+        name: id of the engine's request, or of the server's answer (``log.bare_id``).
         work: of the engine.
     """
 
-    def __init__(self, request_id: str, work: StepWork) -> None:
-        self.request_id = request_id
+    def __init__(self, name: str, work: StepWork) -> None:
+        self.name = bare_id(name)
         self._work = work
         self._meter = Meter()
         self._added: Added | None = None
@@ -31,15 +32,10 @@ class GrowingBill:
         """Positions up to the newest token."""
         self.reason = ""
 
-    @property
-    def known(self) -> bool:
-        """True once the beginning of the request has been read."""
-        return self._added is not None
-
     def take(self, news: News) -> None:
         """Read the next events of the log; steps that were taken before are ignored."""
         for each in news.added:
-            if each.request_id == self.request_id and self._added is None:
+            if self._added is None and f"{each.request_id}-".startswith(f"{self.name}-"):
                 self._added = each
                 self._meter.begin(each)
         added = self._added
@@ -65,12 +61,12 @@ class GrowingBill:
         """Return the bill so far for JSON; times in milliseconds, those of events on the engine's clock in seconds."""
         added, meter = self._added, self._meter
         if added is None:
-            return {"request_id": self.request_id, "known": False}
+            return {"request_id": self.name, "known": False}
         newest = meter.pieces[-1][1] if meter.pieces else added.at
         ttft = meter.span(added.arrival, self._first or newest)
         decode = meter.span(self._first, self._last) if self._last > self._first else None
         return {
-            "request_id": self.request_id,
+            "request_id": added.request_id,
             "known": True,
             "arrival": added.arrival,
             "until": newest,
