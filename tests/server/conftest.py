@@ -101,6 +101,7 @@ class FakeEngine:
         client="",
         weight=1.0,
         adapter=None,
+        output_token_ids=None,
     ) -> AsyncIterator:
         text = bytes(each for each in prompt_token_ids if each < 256).decode(errors="replace")
         if "FULL" in text:
@@ -116,20 +117,23 @@ class FakeEngine:
         processor = OutputProcessor(self.tokenizer)
         processor.add(request_id, prompt, prompt_token_ids, n=params.n, stop=params.stop)
         try:
-            async for update in self._updates(processor, request_id, params, prompt_token_ids, text, pooled):
+            for update in processor.begin(request_id, output_token_ids) if output_token_ids else ():
+                yield update
+            start = len((output_token_ids or [()])[-1])
+            async for update in self._updates(processor, request_id, params, prompt_token_ids, text, pooled, start):
                 yield update
         finally:
             if request_id in processor:
                 self.aborted.append(request_id)
             del self.running[request_id]
 
-    async def _updates(self, processor, request_id, params, prompt_token_ids, text, pooled):
+    async def _updates(self, processor, request_id, params, prompt_token_ids, text, pooled, start=0):
         tokens = list(self.reply.encode())
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
             prompt_logprobs = [None, *(position(each) for each in prompt_token_ids[1:])]
         limit = min(len(tokens), params.max_tokens or len(tokens))
-        for step in range(limit):
+        for step in range(start, limit):
             await asyncio.sleep(0)
             if step == 3 and "HANG" in text:
                 await self.go.wait()
@@ -144,7 +148,7 @@ class FakeEngine:
                         index=index,
                         new_token_ids=[] if failed else [tokens[step]],
                         logprobs=None if params.logprobs is None or failed else [position(tokens[step], index)],
-                        prompt_logprobs=prompt_logprobs if step == 0 and index == 0 else None,
+                        prompt_logprobs=prompt_logprobs if step == start and index == 0 else None,
                         finish_reason="error" if failed else "length" if last else None,
                         error="the logits are not finite" if failed else None,
                         pooled=pooled if step == 0 and index == 0 else None,

@@ -25,7 +25,7 @@ from .rendering import Renderer, RenderHere
 if TYPE_CHECKING:
     from ..checkpoints.peft_config import AdapterFiles
     from ..engine.scheduling.outputs import SchedulerStats
-    from ..text.output_processor import Update
+    from ..text.output_processor import Given, Update
     from ..text.protocols import ChatTemplateLike, TokenizerLike
     from ..text.sampling_defaults import SamplingDefaults
 
@@ -65,6 +65,7 @@ class Engine(Protocol):
         client: str = "",
         weight: float = 1.0,
         adapter: AdapterFiles | None = None,
+        output_token_ids: Given | None = None,
     ) -> AsyncIterator[Update]:
         """Yield deltas of all choices until each had its terminal update; closing the iterator early aborts the
         request."""

@@ -27,7 +27,7 @@ from ...checkpoints.peft_config import AdapterFiles
 from ...checkpoints.resolve import resolve
 from ...spec.layouts.shards import first_shard
 from ...text.model_text import ModelText, load_text, text_settings
-from ...text.output_processor import OutputProcessor, Update
+from ...text.output_processor import Given, OutputProcessor, Update
 from ...text.outputs import RequestOutput
 from ..config import EngineConfig
 from ..executors.pooling import Pooling, default_pooling
@@ -39,7 +39,7 @@ from ..scheduling.sampling_params import SamplingParams
 from ..scheduling.snapshot import Snapshot
 from . import wire
 from .generating import Generates
-from .inputs import check_params, check_token_ids, checked_submit, default_params, text_options, with_token_ids
+from .inputs import check_params, check_token_ids, checked_submit, default_params, with_token_ids
 from .questions import Questions
 from .socket_folder import NAME, make_socket_folder
 from .streams import EngineDeadError, EngineHealth, OutputStream
@@ -233,6 +233,7 @@ class AsyncEngine(Generates):
         client: str = "",
         weight: float = 1.0,
         adapter: AdapterFiles | None = None,
+        output_token_ids: Given | None = None,
     ) -> OutputStream:
         """Check a request, and build its stream for ``follow``. Raises as ``generate`` does."""
         self._check_alive()
@@ -242,7 +243,9 @@ class AsyncEngine(Generates):
         check_choices(params.n, self.info.max_num_seqs)
         if adapter is not None and not self.config.enable_lora:
             raise ValueError("this engine serves no adapters: start it with enable_lora")
-        return OutputStream(request_id, prompt, ids, params, priority, pooling, client, weight, adapter)
+        return OutputStream(
+            request_id, prompt, ids, params, priority, pooling, client, weight, adapter, output_token_ids
+        )
 
     async def follow(self, stream: OutputStream) -> AsyncGenerator[Update, None]:
         """Run a request here: a new one, or one that another engine has left unfinished. If this engine ends too,
@@ -251,13 +254,17 @@ class AsyncEngine(Generates):
         if not stream.begun:
             self._check_room()
         name = stream.request_id
-        self._take_over(stream)
+        begun = stream.enter(self._processor)
         self._submitted += 1
         stream.number = self._submitted
         self._streams[name] = stream
         self._idle.clear()
         try:
-            await self._send(stream.submit())
+            for update in begun:
+                stream.left -= update.finished
+                yield update
+            if stream.left:
+                await self._send(stream.submit())
             while stream.left:
                 news = await stream.take()
                 while news:
@@ -287,16 +294,9 @@ class AsyncEngine(Generates):
 
     def end(self, stream: OutputStream) -> list[Update]:
         """End a request that is in no engine. Returns the terminal updates of its running choices."""
-        self._take_over(stream)
+        stream.enter(self._processor)
         stream.state = None
         return self._processor.finish(stream.request_id)
-
-    def _take_over(self, stream: OutputStream) -> None:
-        if stream.state is None:
-            options = text_options(stream.params)
-            self._processor.add(stream.request_id, stream.prompt, stream.prompt_token_ids, **options)
-        else:
-            self._processor.adopt(stream.request_id, stream.state)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

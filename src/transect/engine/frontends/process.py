@@ -240,6 +240,7 @@ class _Loop:
                 weight=message.weight,
                 output_token_ids=message.output_token_ids,
                 adapter=message.adapter,
+                given=message.given,
             )
             if message.adapter:
                 self._adapters.add(request, AdapterFiles(Path(message.adapter_path), message.adapter))

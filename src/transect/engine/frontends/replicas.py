@@ -222,7 +222,7 @@ class Replicas(Generates):
                         ticket, drawn = place.ticket, 0
                         async with contextlib.aclosing(place.engine.follow(stream)) as updates:
                             async for update in updates:
-                                drawn += len(update.token_ids)
+                                drawn += 0 if update.given else len(update.token_ids)
                                 if place.silent and drawn:
                                     self._begin_news(place, stream, update)
                                 if drawn >= place.report_at:

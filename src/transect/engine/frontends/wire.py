@@ -25,7 +25,9 @@ class Submit(msgspec.Struct, tag="submit"):
     client: str = ""
     weight: float = 1.0
     output_token_ids: tuple[tuple[int, ...] | None, ...] | None = None
-    """See ``Request``; None unless another engine has begun the request."""
+    """See ``Request``; None for a request from its beginning."""
+    given: bool = False
+    """See ``Request``."""
     arrival: float | None = None
     """Arrival at the first engine, on the machine's monotonic clock; None if the request arrives now."""
     adapter: str = ""

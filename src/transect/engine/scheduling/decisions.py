@@ -71,6 +71,7 @@ class Added(msgspec.Struct, tag="a", array_like=True):
     known: list[int] | None = None
     """Known tokens of each choice, -1 if it has ended; None for a request that did not begin elsewhere."""
     adapter: str = ""
+    given: bool = False
     """See ``Request``."""
 
 
@@ -384,6 +385,7 @@ def added_record(state: RequestState, at: float) -> Added:
         request.pooling,
         None if given is None else [-1 if tokens is None else len(tokens) for tokens in given],
         request.adapter,
+        request.given,
     )
 
 
