@@ -19,6 +19,7 @@ from .log import DecisionRunLog, Life, StepRow
 from .meter import PARTS, Meter, Span
 from .work import StepWork
 
+
 @dataclass(frozen=True, slots=True)
 class Bill:
     """Time of one choice of a request by cause: up to its first token, and from there to its last."""

@@ -148,7 +148,7 @@ class Reader:
         return found
 
     def _steps(self, steps: Iterable[LoggedStep]) -> list[list[Any]]:
-        """Return steps as lists: number, begin (s), ms, floor (ms), launched, rows, reason that the queue waits, waiting,
+        """Return steps as lists: number, begin (s), ms, floor (ms), launched, rows, reason to hold back the queue, waiting,
         running, free blocks, ms between ranks, cause of a late step, accepted drafts.
 
         Rows are None if they are those of the last step, each advanced by one token.
