@@ -230,11 +230,15 @@ export class EngineView extends PageElement {
         <details><summary>Steps as a table</summary>${stepsTable(model, until)}</details>
       </section>
       <div class="grid">
-        ${operator ? timePanel(model, this.seconds, until) : nothing}
-        ${latencyPanel(model, this.targets, this.changeTarget, this.seconds, until)}
-        ${this.kvPanel(model, followed)}
-        ${billPanel(model, model.bill, this.followed, (id) => this.follow(id))}
-        ${waitingPanel(model, until, (id) => this.follow(id))}
+        <div class="column">
+          ${operator ? timePanel(model, this.seconds, until) : nothing}
+          ${this.kvPanel(model, followed)}
+          ${waitingPanel(model, until, (id) => this.follow(id))}
+        </div>
+        <div class="column">
+          ${latencyPanel(model, this.targets, this.changeTarget, this.seconds, until)}
+          ${billPanel(model, model.bill, this.followed, (id) => this.follow(id))}
+        </div>
         ${routerPanel(model)}
       </div>`
   }

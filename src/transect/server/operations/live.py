@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -235,7 +235,7 @@ class Watches:
         return self._watches.setdefault(index, EngineWatch(self._engine, index))
 
 
-async def deltas_of(watch: EngineWatch) -> AsyncIterator[Delta | None]:
+async def deltas_of(watch: EngineWatch) -> AsyncGenerator[Delta | None, None]:
     """Yield the deltas of a watch for one reader, from now on.
 
     None comes at the beginning, and again when the engine was replaced or the reader is too far behind: the reader has

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,7 +14,7 @@ from ..http.clients import Client
 from .live import Delta, EngineWatch
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
     from ...engine.scheduling.decisions import Added
     from ...engine.scheduling.policies.routing import Ticket
@@ -47,26 +48,28 @@ class Reader:
         self._all, self._name = client.operator, client.name
         self._follow = follow
         self._bill: GrowingBill | None = None
-        self._bill_at = 0.0
+        self._bill_at, self._bill_due = 0.0, False
+        """Time of the next state of the bill at the earliest, and a flag that it has changed."""
         self._mine: dict[int, int] = {}
         """Own sequences, with the first sequence of their request."""
         self._kv: KVMap | None = None
         self._last_step = 0
         self._last_rows: list[StepRow] = []
 
-    async def events(self, deltas: AsyncIterator[Delta | None]) -> AsyncIterator[bytes]:
-        """Yield events for the reader."""
-        async for delta in deltas:
-            if delta is not None:
-                yield _event(self._tick(delta))
-            elif self._watch.log is None:
-                yield _event({"type": "down", "reason": self._watch.death})
-            else:
-                state = self._state()
-                if self._follow:
-                    await self._read_bill()
-                    state["bill"] = None if self._bill is None else self._bill.to_dict()
-                yield _event(state)
+    async def events(self, deltas: AsyncGenerator[Delta | None, None]) -> AsyncIterator[bytes]:
+        """Yield events for the reader; closes ``deltas`` at the end."""
+        async with aclosing(deltas):
+            async for delta in deltas:
+                if delta is not None:
+                    yield _event(self._tick(delta))
+                elif self._watch.log is None:
+                    yield _event({"type": "down", "reason": self._watch.death})
+                else:
+                    state = self._state()
+                    if self._follow:
+                        await self._read_bill()
+                        state["bill"] = None if self._bill is None else self._bill.to_dict()
+                    yield _event(state)
 
     def _state(self) -> dict[str, Any]:
         """Return everything that a reader begins with."""
@@ -116,8 +119,9 @@ class Reader:
             found |= self._sight()
         if self._bill is not None:
             self._bill.take(news)
-            if delta.now >= self._bill_at and news:
-                self._bill_at = delta.now + BILL_S
+            self._bill_due = self._bill_due or bool(news)
+            if delta.now >= self._bill_at and self._bill_due:
+                self._bill_at, self._bill_due = delta.now + BILL_S, False
                 found["bill"] = self._bill.to_dict()
         return found
 

@@ -146,11 +146,15 @@ var Mt=Object.defineProperty;var St=Object.getOwnPropertyDescriptor;var d=(r,t,e
         <details><summary>Steps as a table</summary>${yt(e,s)}</details>
       </section>
       <div class="grid">
-        ${i?ft(e,this.seconds,s):v}
-        ${vt(e,this.targets,this.changeTarget,this.seconds,s)}
-        ${this.kvPanel(e,n)}
-        ${bt(e,e.bill,this.followed,o=>this.follow(o))}
-        ${gt(e,s,o=>this.follow(o))}
+        <div class="column">
+          ${i?ft(e,this.seconds,s):v}
+          ${this.kvPanel(e,n)}
+          ${gt(e,s,o=>this.follow(o))}
+        </div>
+        <div class="column">
+          ${vt(e,this.targets,this.changeTarget,this.seconds,s)}
+          ${bt(e,e.bill,this.followed,o=>this.follow(o))}
+        </div>
         ${$t(e)}
       </div>`}tiles(e,s){let n=e.recent(this.seconds,s),i=n.reduce((m,$)=>m+$.decode,0),o=n.reduce((m,$)=>m+$.prefill,0),a=n.map(m=>m.end-m.begin),l=n.reduce((m,$)=>m+$.floor,0),f=a.reduce((m,$)=>m+$,0),u=e.blockCounts(),p=(u.own+u.shared)/Math.max(1,e.owners.length),b=e.open,g=b.filter(m=>m.state==="running").length,h=Math.min(this.seconds,Math.max(1,s-(e.steps[0]?.begin??s)));return c`<div class="tiles">
       ${X("Decode",`${A(i/h)}/s`,"tokens drawn")}
