@@ -152,8 +152,10 @@ class Reader:
         return found
 
     def _steps(self, steps: Iterable[LoggedStep]) -> list[list[Any]]:
-        """Return steps as lists: number, begin (s), ms, floor (ms), launched, rows, ``held_back``, waiting, running, free
-        blocks, ms between ranks, cause of a late step, accepted drafts. Rows are None if they are those of the last step, each advanced by one token.
+        """Return steps as lists: number, begin (s), ms, floor (ms), launched, rows, ``held_back``, waiting, running,
+        free blocks, ms between ranks, cause of a late step, accepted drafts.
+
+        Rows are None if they are those of the last step, each advanced by one token.
         """
         work = self._watch.work
         assert work is not None
