@@ -42,6 +42,7 @@ const options = {
   legalComments: 'eof',
   loader: { '.svg': 'dataurl', '.woff2': 'copy' },
   outdir: out,
+  assetNames: '[name]',
   logLevel: 'info',
 }
 

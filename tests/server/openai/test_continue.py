@@ -35,6 +35,20 @@ async def test_an_answer_continues_from_given_tokens(client, engine, choice):
     assert [token for each in streamed for token in each["token_ids"] or ()] == list(engine.reply.encode())
 
 
+@pytest.mark.parametrize("ids", [False, True])
+async def test_candidates_have_ids_if_token_ids_are_requested(client, engine, ids):
+    body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1, "return_token_ids": ids}
+    whole = (await client.post(URL, json=body)).json()["choices"][0]["logprobs"]["content"]
+    pieces = chunks(await client.post(URL, json=body | {"stream": True}))
+    streamed = [entry for each in pieces if each["logprobs"] for entry in each["logprobs"]["content"]]
+    assert streamed == whole and len(whole) == len(engine.reply.encode())
+    names = {name for entry in whole for each in (entry, *entry["top_logprobs"]) for name in each}
+    assert ("token_id" in names) == ids
+    if ids:
+        assert all(entry["token_id"] == entry["top_logprobs"][0]["token_id"] for entry in whole)
+        assert [entry["token_id"] for entry in whole] == list(engine.reply.encode())
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -179,7 +179,8 @@ class Chat:
         if output.logprobs is not None and self.body.logprobs:
             tokenizer = self.serving.engine.tokenizer
             drawn = output.token_ids[-len(output.logprobs) :]  # there are none of tokens that were given
-            logprobs = await all_chat_logprobs(output.logprobs, drawn, self.top, tokenizer)
+            with_ids = bool(self.body.return_token_ids)
+            logprobs = await all_chat_logprobs(output.logprobs, drawn, self.top, tokenizer, with_ids)
         return ChatChoice(
             index=output.index,
             message=AssistantMessage(
@@ -260,7 +261,8 @@ class Chat:
     def _logprobs(self, positions: list[PositionLogprobs] | None, token_ids: list[int]) -> ChatLogprobs | None:
         if positions is None or not self.body.logprobs:
             return None
-        return chat_logprobs(positions, token_ids, self.top, self.serving.engine.tokenizer)
+        tokenizer, with_ids = self.serving.engine.tokenizer, bool(self.body.return_token_ids)
+        return chat_logprobs(positions, token_ids, self.top, tokenizer, with_ids)
 
     def _chunk(self, generation: Generation, choices: list[ChunkChoice], usage: Usage | None = None) -> ChatChunk:
         return ChatChunk(

@@ -7,10 +7,14 @@ import gzip
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from ... import __version__
+from ..http.clients import current_client
 from ..http.errors import ApiError
+from ..serving import Serving
 
 FILES = Path(__file__).parent / "files"
 INDEX = "index.html"
@@ -79,6 +83,24 @@ def read_files() -> dict[str, File]:
 async def index(request: Request) -> Response:
     """Send the page."""
     return _sent(INDEX, request)
+
+
+@page.get("/v1/page")
+async def settings(request: Request) -> dict[str, Any]:
+    """Return what the page must know of this server. Needs the API key."""
+    serving: Serving = request.app.state.serving
+    engine, client = serving.engine, current_client()
+    return {
+        "version": __version__,
+        "model": serving.options.model_names[0],
+        "max_model_len": engine.max_model_len,
+        "defaults": dict(engine.sampling_defaults.values),
+        "max_new_tokens": engine.sampling_defaults.max_new_tokens,
+        "chat": engine.chat_template is not None,
+        "thinks": serving.thoughts is not None or serving.channels,
+        "operator": client.operator,
+        "replicas": len(getattr(engine, "engines", (engine,))),
+    }
 
 
 @page.api_route("/page/{name}", methods=["GET", "HEAD"])
