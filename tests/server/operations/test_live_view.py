@@ -1,6 +1,7 @@
 """``GET /live``: an engine's steps, queue and KV blocks as they happen; all for operators, their own for others."""
 
 import asyncio
+import itertools
 import json
 import threading
 import time
@@ -75,12 +76,10 @@ def steps_of(events):
     for event in events:
         for step in event.get("steps", ()):
             given = step[5]
-            rows = (
-                [n for s, a, c in zip(*[iter(rows)] * 3, strict=True) for n in (s, a + c, 1)]
-                if given is None
-                else given
-            )
-            found.append((step[0], list(zip(*[iter(rows)] * 3, strict=True))))
+            rows = [(s, a + c, 1) for s, a, c in rows]
+            if given is not None:
+                rows = list(zip(*[iter(given)] * 3, strict=True))
+            found.append((step[0], rows))
     return found
 
 
@@ -110,11 +109,11 @@ async def test_a_reader_sees_every_step_and_the_queue_and_nothing_is_collected_w
     assert first["type"] == "state" and first["operator"] and first["limits"]["num_blocks"] == 64
     assert [each["id"] for each in first["requests"]] == ["a", "b", "c"] and len(first["steps"]) == 3
     assert first["reason"] == "places" and first["waiting"] == [[2, False]]
-    batches = {number: rows for number, rows in steps_of(events)}
+    batches = dict(steps_of(events))
     assert list(batches) == list(range(1, engine.core.scheduler.stats().steps + 1))
     for seq in range(3):  # the rows of each sequence follow one another, up to its last token but one
         rows = [row for rows in batches.values() for row in rows if row[0] == seq]
-        assert all(a[1] + a[2] == b[1] for a, b in zip(rows, rows[1:], strict=False))
+        assert all(a[1] + a[2] == b[1] for a, b in itertools.pairwise(rows))
         assert rows[-1][1] + rows[-1][2] == 6 + 12 - 1
     assert watch.readers == 0 and watch.log is None
     looks = engine.looks
@@ -204,7 +203,7 @@ async def test_an_engine_that_ends_and_comes_back_is_shown_so():
         return events[-1]["type"] == "state" and len(events) > 1
 
     events = await read(Reader(watch, 0, 1, OPERATOR), watch, wanted, drive)
-    assert "it was killed" in [each for each in events if each["type"] == "down"][0]["reason"]
+    assert "it was killed" in next(each for each in events if each["type"] == "down")["reason"]
     assert [each["id"] for each in events[-1]["requests"]] == ["b"]
 
 
