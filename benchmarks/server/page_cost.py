@@ -6,8 +6,8 @@
 machine or of the contexts cancels within it. The tokens of a window come from the server's decision log: those of a
 step count where its time lies. The reader follows a request's bill too, reads all events and draws nothing, as a
 browser on another machine. The processor time of the server's own process is recorded too: it tells the cost on a busy
-machine, where rates tell little. The ratio is that of the two pairs of a round; the result is the geometric mean over the
-rounds, with its 95% interval (Student's t of the logarithms). A run takes about four minutes. Writes
+machine, where rates tell little. The ratio is that of the two pairs of a round; the result is the geometric mean over
+the rounds, with its 95% interval (Student's t of the logarithms). A run takes about four minutes. Writes
 benchmarks/results/cpu/page_cost.json.
 """
 
@@ -39,8 +39,8 @@ KV_BYTES = 3 * 10**9
 OPTIONS = ["--max-num-seqs", str(STREAMS), "--kv-cache-bytes", str(KV_BYTES), "--served-model-name", "m"]
 
 Window = tuple[bool, float, float, float]
-"""A flag that readers were there, begin and end on the monotonic clock, which is the engine's, and the processor seconds
-of the server's process."""
+"""A flag that readers were there, begin and end on the monotonic clock, which is the engine's, and the processor
+seconds of the server's process."""
 
 
 async def stream(client: httpx.AsyncClient, number: int) -> None:
@@ -128,12 +128,7 @@ def compare(rounds: list[list[Window]], log: bytes) -> dict[str, Any]:
         "processor_ms_per_s": record.summary([500 * (b + c - a - d) for a, b, c, d in spent]),
         "tokens_per_s_without": record.summary([each for a, _, _, d in rates for each in (a, d)]),
         "tokens_per_s_with": record.summary([each for _, b, c, _ in rates for each in (b, c)]),
-        "ratio": {
-            "mean": math.exp(mean),
-            "low": math.exp(mean - half),
-            "high": math.exp(mean + half),
-            "rounds": ratios,
-        },
+        "ratio": {"mean": math.exp(mean), **interval, "rounds": ratios},
     }
 
 
