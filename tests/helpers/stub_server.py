@@ -25,14 +25,26 @@ class StubServer:
         model: directory with a tokenizer (``tiny_llm``).
         options: of ``transect serve``.
         step_s: time of a step in seconds.
+        blocks, seqs: KV blocks and places of each engine.
+        program: ``transect`` runs real engines, with the model.
     """
 
-    def __init__(self, model, *options: str, step_s: float = 0.01, port: int = 0) -> None:
+    def __init__(
+        self,
+        model,
+        *options: str,
+        step_s: float = 0.01,
+        port: int = 0,
+        blocks: int = 4096,
+        seqs: int = 64,
+        program: str = "stub_server",
+    ) -> None:
         paths = [str(HERE), str(HERE.parents[1] / "src")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "STUB_STEP_S": str(step_s)}
+        environment |= {"STUB_BLOCKS": str(blocks), "STUB_SEQS": str(seqs)}
         words = ["serve", str(model), "--port", str(port), "--served-model-name", "m", *options]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "stub_server", *words],
+            [sys.executable, "-m", program, *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -20,13 +20,13 @@ const TONES: Record<string, string> = {
 export interface Part {
   name: string
   text: string
-  /** Seconds. */
+  /** Seconds, unless the bar says otherwise. */
   value: number
   color: string
 }
 
 /** A bar of parts that fill it, and the same as a list. */
-export function stackedBar(parts: Part[], label: string): TemplateResult {
+export function stackedBar(parts: Part[], label: string, format: (value: number) => string = duration): TemplateResult {
   const whole = parts.reduce((sum, part) => sum + part.value, 0) || 1
   const shown = parts.filter((part) => part.value > 0)
   return html`
@@ -38,7 +38,7 @@ export function stackedBar(parts: Part[], label: string): TemplateResult {
         (part) => html`<li>
           <span class="swatch" style=${styleMap({ background: part.color })}></span>
           <span class="part-name">${part.text}</span>
-          <span>${duration(part.value)}</span><b>${percent(part.value / whole)}</b>
+          <span>${format(part.value)}</span><b>${percent(part.value / whole)}</b>
         </li>`,
       )}
     </ul>
@@ -190,15 +190,20 @@ export function billPanel(
       ? html`<p class="empty">No request is chosen.</p>`
       : !bill || !bill.known
         ? html`<p class="empty">Nothing is known of this request yet, or it ended too long ago.</p>`
-        : html`
-            <p class="figures numbers">
-              <span>prompt <b>${count(bill.prompt_tokens)}</b></span><span>answer <b>${count(bill.output_tokens)}</b> tokens</span>
-              <span>${bill.finish_reason ? html`ended: <b>${bill.finish_reason}</b>` : html`<b>${bill.first_token ? 'decodes' : 'has no token yet'}</b>`}</span>
-            </p>
-            ${spanOf(bill.ttft, bill.first_token ? 'To the first token' : 'So far', model.state.words.parts)}
-            ${bill.decode ? spanOf(bill.decode, 'From there to the newest token', model.state.words.parts) : nothing}
-          `}
+        : billBody(bill, model.state.words.parts)}
   </section>`
+}
+
+/** A bill: its tokens, and the parts of its time. */
+export function billBody(bill: LiveBill, words: Record<string, string>): TemplateResult {
+  return html`
+    <p class="figures numbers">
+      <span>prompt <b>${count(bill.prompt_tokens)}</b></span><span>answer <b>${count(bill.output_tokens)}</b> tokens</span>
+      <span>${bill.finish_reason ? html`ended: <b>${bill.finish_reason}</b>` : html`<b>${bill.first_token ? 'decodes' : 'has no token yet'}</b>`}</span>
+    </p>
+    ${bill.ttft ? spanOf(bill.ttft, bill.first_token ? 'To the first token' : 'So far', words) : nothing}
+    ${bill.decode ? spanOf(bill.decode, 'From there to the newest token', words) : nothing}
+  `
 }
 
 export function routerPanel(model: EngineModel): TemplateResult | typeof nothing {

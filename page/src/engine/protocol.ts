@@ -59,7 +59,7 @@ export interface LiveBill {
   output_tokens: number
   finish_reason: string
   first_token: boolean
-  ttft: Span
+  ttft: Span | null
   decode: Span | null
 }
 
