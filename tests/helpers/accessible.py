@@ -11,4 +11,4 @@ def check_accessible(page, what):
     page.evaluate(axe.AXE_SCRIPT)
     found = page.evaluate("(rules) => axe.run(document, rules)", RULES)
     told = [(each["id"], each["help"], [node["html"][:200] for node in each["nodes"]]) for each in found["violations"]]
-    assert told == [], what
+    assert not told, f"{what}: {told}"

@@ -65,9 +65,9 @@ def overview(run_dir: Path) -> dict[str, Any]:
 
 def _state(checkpoint: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["state"]
         return found
-    except (OSError, ValueError):  # it is removed in this moment
+    except (OSError, ValueError, KeyError):  # it is removed in this moment
         return {}
 
 
