@@ -96,7 +96,7 @@ export class TransectPage extends PageElement {
     return html`
       <a class="skip" href="#main" @click=${this.skip}>Skip to the content</a>
       <header class="bar">
-        <a class="brand" href="#/${Object.keys(PARTS)[0]}"><img src="page/icon.svg" alt="" width="24" height="24" /><span>Transect</span></a>
+        <a class="brand" href="#/${Object.keys(PARTS)[0]}" aria-label="Transect"><img src="page/icon.svg" alt="" width="24" height="24" /><span>Transect</span></a>
         <nav aria-label="Parts of this page">${(Object.keys(PARTS) as Part[]).map(link)}</nav>
         <div class="bar-end">
           <button class="quiet" @click=${this.changeTheme} title="Theme: ${this.theme}" aria-label="Theme: ${this.theme}">

@@ -33,7 +33,8 @@ export function explanationPage(found: Explanation): TemplateResult {
     text: PARTS[name]?.[0] ?? name,
     color: PARTS[name]?.[1] ?? 'var(--series-7)',
   }))
-  const floor = (found.parts_s.floor ?? 0) / (found.plain_s || 1)
+  const own = parts.reduce((sum, part) => sum + (part.name === 'profiler' ? 0 : part.value), 0)
+  const floor = (found.parts_s.floor ?? 0) / (own || 1)
   const gain = found.findings.reduce((sum, each) => sum + each.gain, 0)
   return html`
     <div class="tiles">
@@ -73,7 +74,7 @@ function operatorsPanel(found: Explanation): TemplateResult {
       <table><thead><tr><th scope="col">Operator</th><th scope="col">Calls</th><th scope="col">Time</th><th scope="col">Of floor</th><th scope="col"><span class="hidden-text">Bar</span></th></tr></thead>
       <tbody class="numbers">${found.operators.slice(0, 40).map((op) => {
         const share = op.floor_s === null ? null : op.floor_s / op.seconds
-        return html`<tr><td class="because"><b>${op.name}</b> <span class="soft">${op.shapes ?? ''}</span></td><td>${count(op.calls)}</td>
+        return html`<tr><td class="because"><b>${op.name}</b> <span class="soft">${op.shapes ? JSON.stringify(op.shapes) : ''}</span></td><td>${count(op.calls)}</td>
           <td>${duration(op.seconds)}</td><td>${share === null ? '–' : percent(share)}</td>
           <td><span class="op-bar" style="width:${(100 * op.seconds) / most}px"><i style="width:${100 * Math.min(1, share ?? 0)}%"></i></span></td></tr>`
       })}</tbody></table></div></section>`

@@ -54,7 +54,7 @@ export interface Explanation {
   on_gpu: boolean
   parts_s: Record<string, number>
   findings: Finding[]
-  operators: { name: string; shapes: string | null; calls: number; seconds: number; floor_s: number | null }[]
+  operators: { name: string; shapes: unknown; calls: number; seconds: number; floor_s: number | null }[]
   notes: string[]
   facts: Record<string, unknown>
 }

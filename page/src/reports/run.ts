@@ -79,6 +79,7 @@ export function runPage(view: RunView): TemplateResult {
       <div class="column">
         ${panel('Speed', 'Tokens that a second of training reads.', html`<line-chart label="Tokens per second over steps" zero .series=${curve('tokens_per_second')}></line-chart>`)}
         ${panel('Learning rate', 'How far a step may move the weights: it warms up, and falls towards the end.', html`<line-chart label="Learning rate over steps" zero .series=${curve('learning_rate')}></line-chart>`)}
+        ${run.memory?.length === 1 ? accountPanel(run.memory[0]!, 'Memory, as predicted') : nothing}
         ${extra.map((name) => panel(name.replaceAll('_', ' '), 'A number of this objective.', html`<line-chart label="${name} over steps" .series=${curve(name)}></line-chart>`))}
       </div>
       <div class="column">
@@ -144,9 +145,8 @@ export function accountPanel(account: Account, title: string): TemplateResult {
 }
 
 function memoryPanels(run: Run): TemplateResult | typeof nothing {
-  if (!run.memory?.length) return nothing
-  const many = run.memory.length > 1
-  return html`<div class="grid">${run.memory.map((account, i) => accountPanel(account, many ? `Memory of stage ${i}` : 'Memory, as predicted'))}</div>`
+  if (!run.memory || run.memory.length < 2) return nothing
+  return html`<div class="grid">${run.memory.map((account, i) => accountPanel(account, `Memory of stage ${i}, as predicted`))}</div>`
 }
 
 function settingsPanel(run: Run): TemplateResult | typeof nothing {

@@ -22,6 +22,7 @@ from transect.server.http.clients import Client
 from transect.server.operations import live
 from transect.server.operations.live import Watches, deltas_of
 from transect.server.operations.live_reader import Reader
+from transect.server.operations.live_routes import until_the_end
 
 PATIENCE_S = 60
 OPERATOR, ALICE = Client("operator", operator=True), Client("alice")
@@ -280,6 +281,19 @@ def test_a_bill_is_for_its_own_client(server):
     assert bill["output_tokens"] == 5 and bill["finish_reason"] == "length"
 
 
+async def test_a_stream_ends_when_the_server_drains():
+    engine = Engine()
+    watch = Watches(engine).of(0)
+    serving = SimpleNamespace(draining=False, handed_over=False)
+    source = until_the_end(serving, Reader(watch, 0, 1, OPERATOR).events(deltas_of(watch)))
+    assert b'"state"' in await anext(source)
+    serving.draining = True
+    async with asyncio.timeout(PATIENCE_S):
+        rest = [event async for event in source]
+    assert len(rest) < 100 and watch.readers == 0
+
+
+@pytest.mark.prove
 def test_a_page_that_watches_does_not_delay_the_end_of_the_server(tmp_path):
     save_tiny_llm(tmp_path)
     server = StubServer(tmp_path, "--grace", "60")

@@ -41,10 +41,10 @@ async def live(request: Request, engine: int = 0, follow: str = "") -> Response:
         raise ApiError(404, NOT_YOURS, param="follow", code="request_not_found")
     watch = watches.of(engine)
     reader = Reader(watch, engine, watches.count, current_client(), follow)
-    return EventStream(_until_the_end(serving, reader.events(deltas_of(watch))), done=BYE, turns=serving.turns)
+    return EventStream(until_the_end(serving, reader.events(deltas_of(watch))), done=BYE, turns=serving.turns)
 
 
-async def _until_the_end(serving: Serving, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def until_the_end(serving: Serving, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Yield events until the server drains: a page that watches must not delay that."""
     async with aclosing(events) as source:  # type: ignore[type-var]
         following = asyncio.ensure_future(anext(source))
