@@ -52,7 +52,7 @@ export class TransectPage extends PageElement {
   private readonly follow = (): void => {
     const [, part = '', ...rest] = location.hash.split('/')
     this.shown = part in PARTS ? (part as Part) : (Object.keys(PARTS)[0] as Part)
-    this.path = rest.map(decodeURIComponent).join('/')
+    this.path = rest.map(decoded).join('/')
     document.title = `${PARTS[this.shown]} · Transect`
   }
 
@@ -140,5 +140,14 @@ export class TransectPage extends PageElement {
         ${RETRY_MS / 1000} seconds; nothing of yours is lost.</p>`
     if (this.connection === 'back') return html`<p class="notice good">The server is back.</p>`
     return nothing
+  }
+}
+
+/** Decode a part of the address; one that cannot be decoded stays as it is. */
+function decoded(text: string): string {
+  try {
+    return decodeURIComponent(text)
+  } catch {
+    return text
   }
 }

@@ -12,7 +12,9 @@ import threading
 from collections.abc import AsyncIterator
 from hashlib import blake2b
 from types import SimpleNamespace
+from typing import ClassVar
 
+import msgspec
 import uvicorn
 
 from transect.engine.frontends.async_engine import EngineDeadError
@@ -27,11 +29,12 @@ from transect.text.sampling_defaults import SamplingDefaults
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[answer]{% endif %}"
 )
-LEXICON = (
+LEXICON = re.findall(
+    r"\S+",
     "the a river stone light morning quiet road over under beside opens carries turns falls rises slowly again where "
-    "nobody everything window letter paper ink bridge garden winter machine answers, questions. numbers dreams"
-).split()
-PIECES = re.compile(r" ?\w+|\s+|[^\w\s]", re.DOTALL)
+    "nobody everything window letter paper ink bridge garden winter machine answers, questions. numbers dreams",
+)
+PIECES = re.compile(r" ?\w+|\s+|([^\w\s])\1*", re.DOTALL)
 VOCAB = 60_000
 END = 256
 DRAWN = 24
@@ -39,7 +42,10 @@ DRAWN = 24
 
 
 class WordTokenizer:
-    """Ids below 256 are bytes, 256 is the end, and the words get the following ids as they turn up."""
+    """Ids below 256 are bytes, 256 is the end, and the words get the following ids as they turn up, in all engines."""
+
+    _ids: ClassVar[dict[bytes, int]] = {}
+    _words: ClassVar[list[bytes]] = []
 
     vocab_size = VOCAB
     special_ids = frozenset({END})
@@ -49,10 +55,6 @@ class WordTokenizer:
     drops_leading_space = False
     longest_token = 400
 
-    def __init__(self) -> None:
-        self._ids: dict[bytes, int] = {}
-        self._words: list[bytes] = []
-
     def id_of(self, word: bytes) -> int:
         if word not in self._ids:
             self._ids[word] = END + 1 + len(self._words)
@@ -60,7 +62,7 @@ class WordTokenizer:
         return self._ids[word]
 
     def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = False) -> list[int]:
-        return [self.id_of(piece.encode()) for piece in PIECES.findall(text)]
+        return [self.id_of(piece[0].encode()) for piece in PIECES.finditer(text)]
 
     def encode_chat(self, text: str, mask, add_special_tokens: bool = False) -> list[int]:
         return self.encode(text)
@@ -156,14 +158,19 @@ class PageEngine:
         return self.tokenizer.id_of(("" if at == 0 else " ").encode() + LEXICON[number % len(LEXICON)].encode())
 
     def _position(self, token, seed, choice, at, params):
-        others = [self.tokenizer.id_of(f" {word}".encode()) for word in LEXICON[at % 20 : at % 20 + params.logprobs - 1]]
+        others = [
+            self.tokenizer.id_of(f" {word}".encode()) for word in LEXICON[at % 20 : at % 20 + params.logprobs - 1]
+        ]
         others = [each for each in others if each != token]
         likely = -(blake2b(f"{seed} {choice} {at}".encode()).digest()[0] ** 2) / 20_000
         top = [(token, likely), *((each, -2.0 - index) for index, each in enumerate(others))]
         return SimpleNamespace(token_id=token, logprob=likely, rank=1, top=top[: params.logprobs])
 
     def _scores(self, prompt):
-        return [None, *(SimpleNamespace(token_id=each, logprob=-1.5, rank=1, top=[(each, -1.5)]) for each in prompt[1:])]
+        return [
+            None,
+            *(SimpleNamespace(token_id=each, logprob=-1.5, rank=1, top=[(each, -1.5)]) for each in prompt[1:]),
+        ]
 
     async def health(self):
         return SimpleNamespace(state="ok", detail=None, pids=(self.pid,))
@@ -171,14 +178,8 @@ class PageEngine:
     async def reset_prefix_cache(self) -> None: ...
 
     async def stats(self) -> SchedulerStats:
-        zeros = dict.fromkeys(
-            "waiting preempted kv_blocks_total kv_blocks_used kv_blocks_cached prefix_query_tokens prefix_hit_tokens "
-            "preemptions jumped_tokens prompt_tokens generation_tokens steps timed_steps".split(),
-            0,
-        )
-        return SchedulerStats(
-            **zeros, running=len(self.running), step_seconds=0.0, predicted_step_seconds=0.0, finished={}
-        )
+        zeros = {each.name: 0 for each in msgspec.structs.fields(SchedulerStats) if each.required}
+        return SchedulerStats(**zeros | {"running": len(self.running), "finished": {}})
 
 
 class PageServer:

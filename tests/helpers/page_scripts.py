@@ -1,6 +1,7 @@
 """Answers of the made-up engine (``page_engine``), by the first word of the message."""
 
-MARKDOWN = '''Recursion means that a function **calls itself** on a smaller part, until the part is so small that the answer is plain.
+MARKDOWN = '''Recursion means that a function **calls itself** on a smaller part, until the part is so small
+that the answer is plain.
 
 ```python
 def factorial(n: int) -> int:
@@ -27,7 +28,7 @@ $$n! \\approx \\sqrt{2 \\pi n} \\left(\\frac{n}{e}\\right)^n$$
 > A loop does the same, and needs no stack. It costs \\$0 more, or $5 less.
 '''
 
-HOSTILE = '''<script>window.hacked = 1</script>
+HOSTILE = """<script>window.hacked = 1</script>
 <img src=x onerror="window.hacked = 2">
 
 [a link](javascript:window.hacked=3) and <a href="javascript:window.hacked=4">another</a>
@@ -44,19 +45,22 @@ $\\href{javascript:window.hacked=9}{x}$ $\\htmlStyle{position:fixed}{y}$ $\\def\
 
 مرحبا بالعالم — this line has two directions: \u202eevil\u202c
 
-'''
-HOSTILE += "|" + " x |" * 300 + "\n|" + "---|" * 300 + "\n" + ("|" + " y |" * 300 + "\n") * 40
+"""
+HOSTILE += "|" + " x |" * 60 + "\n|" + "---|" * 60 + "\n" + ("|" + " y |" * 60 + "\n") * 20
 HOSTILE += "\n" + "> " * 200 + "deep\n\n" + "- " * 100 + "deep\n\n" + "*" * 3000 + "\n\n" + "[" * 2000 + "\n\n"
 HOSTILE += "```html\n<script>window.hacked = 10</script>\nhalf open code"
 
 THOUGHTS = "<think>\nThe user wants a greeting. *Short* is best.\n</think>\n\nHello there."
 CALL = 'I look that up.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
+WAITS = "The story of a long wait has no end, and so it is told in few words."
 JSON = '{"name": "Ada", "born": 1815, "fields": ["mathematics", "computing"]}'
 
 
 def long_text(tokens: int) -> str:
-    """Make a text of about so many tokens, with paragraphs, lists and code, as long answers have."""
-    paragraph = "A long answer goes on and on, with words that fill the page line by line, and nobody reads all of it. " * 3
+    """Make a text of about that many tokens with paragraphs, lists and code."""
+    paragraph = (
+        "A long answer goes on and on, with words that fill the page line by line, and nobody reads all of it. " * 3
+    )
     items = "".join(f"{number}. item number {number} of a list\n" for number in range(1, 9))
     code = "```python\nfor number in range(10):\n    print(number, number ** 2)\n```\n"
     unit = f"## A part\n\n{paragraph}\n\n{items}\n{code}\n"
@@ -70,7 +74,7 @@ SCRIPTS = {
     "weather": CALL,
     "json": JSON,
     "long": long_text(10_000),
-    "wait": long_text(100),
-    "die": long_text(100),
-    "continued": "One replica of the model began this answer and another one went on with it, and no word of it was lost.",
+    "wait": WAITS,
+    "die": WAITS,
+    "continued": "One replica of the model began this answer, another one went on with it, and no word was lost.",
 }

@@ -5,7 +5,7 @@ function of seed, choice, position and the token before, so an answer continues 
 promised.
 
 Run as ``python -m stub_engine ENDPOINT`` in place of ``transect.engine.frontends.process``. ``STUB_STEP_S`` of the
-environment is the time of a step in seconds; with ``STUB_EXACT=0`` no bits are promised,
+environment is the time of a step in seconds, ``STUB_VOCAB`` the vocabulary; with ``STUB_EXACT=0`` no bits are promised,
 and with ``STUB_HANGS`` it is never ready. ``STUB_BLOCKS`` and ``STUB_SEQS`` are its KV blocks and places.
 """
 
@@ -27,7 +27,7 @@ from transect.engine.scheduling.core import EngineCore
 from transect.engine.scheduling.scheduler import Scheduler
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
 
-VOCAB, POISON = 256, 7
+VOCAB, POISON = int(os.environ.get("STUB_VOCAB", "256")), 7
 """A prompt that ends with ``POISON`` twice kills the engine at the first step that computes its last token."""
 
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -214,9 +215,9 @@ def client(app) -> Iterator[httpx.AsyncClient]:
     return httpx.AsyncClient(transport=transport, base_url="http://server")
 
 
-@pytest.fixture
-def live(app) -> Iterator[str]:
-    """The fake engine behind a real socket, for clients that bring their own HTTP: the server's address."""
+@contextmanager
+def running(app) -> Iterator[str]:
+    """An app behind a real socket: the server's address."""
     sock = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
@@ -228,3 +229,10 @@ def live(app) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+@pytest.fixture
+def live(app) -> Iterator[str]:
+    """The fake engine behind a real socket, for clients that bring their own HTTP: the server's address."""
+    with running(app) as address:
+        yield address

@@ -1,6 +1,7 @@
 // <markdown-text>: Markdown that grows. Blocks that cannot change any more are rendered once; only the last block is
 // rendered again as its text arrives, at most once a frame, and less often where that takes long.
 
+import type { Token } from 'markdown-it'
 import { colorCode } from './code-colors'
 import { nodesOf, parse } from './markdown'
 
@@ -62,25 +63,39 @@ export class MarkdownText extends HTMLElement {
 
   private renderTail(): void {
     const source = this.text.slice(this.settled)
-    const { tokens, blocks } = parse(source)
-    let rest = tokens
-    let restSource = source
-    const cut = this.finished ? source.length : this.cutBefore(source, blocks)
-    if (cut > 0) {
-      const done = cut === source.length ? tokens : parse(source.slice(0, cut)).tokens
-      const nodes = nodesOf(done)
-      for (const code of nodes.querySelectorAll<HTMLElement>('code[data-language]'))
-        colorCode(code, code.textContent ?? '', code.dataset.language ?? '')
-      this.settledNodes.append(nodes)
-      this.settled += cut
-      restSource = source.slice(cut)
-      rest = restSource ? parse(restSource).tokens : []
-    }
-    if (!this.growCode(restSource)) this.tail.replaceChildren(nodesOf(rest))
+    if (this.growCode(source)) return
+    const tokens = parse(source)
+    // The last block of the outermost level may still change; those before it are as they will be.
+    const last = this.finished ? tokens.length : tokens.findLastIndex((token) => token.level === 0 && token.map !== null)
+    if (last > 0) {
+      this.settle(tokens.slice(0, last), this.finished ? source.length : offsetOfLine(source, tokens[last]!.map![0]))
+      this.tail.replaceChildren(nodesOf(tokens.slice(last)))
+    } else if (!this.settleItems(source, tokens)) this.tail.replaceChildren(nodesOf(tokens))
+  }
+
+  /** Render blocks for good, which end at `length` in the rest of the text. */
+  private settle(tokens: Token[], length: number): void {
+    const nodes = nodesOf(tokens)
+    for (const code of nodes.querySelectorAll<HTMLElement>('code[data-language]'))
+      colorCode(code, code.textContent ?? '', code.dataset.language ?? '')
+    this.settledNodes.append(nodes)
+    this.settled += length
+  }
+
+  /** Render all but the last item of a long list for good. Returns false if the text is no such list. */
+  private settleItems(source: string, tokens: Token[]): boolean {
+    if (source.length < LONG || !/list_open$/.test(tokens[0]?.type ?? '')) return false
+    const items = tokens.filter((token) => token.type === 'list_item_open' && token.level === 1)
+    const cut = items.length > 1 ? offsetOfLine(source, items.at(-1)!.map![0]) : 0
+    if (!cut) return false
+    this.settle(parse(source.slice(0, cut)), cut)
+    this.tail.replaceChildren(nodesOf(parse(source.slice(cut))))
+    return true
   }
 
   /** Append to an open block of code without building it again. Returns false if the tail is none. */
   private growCode(source: string): boolean {
+    if (this.finished) return false
     const open = /^ {0,3}(`{3,}|~{3,})[^\n`]*\n/.exec(source)
     const code = this.tail.firstElementChild?.querySelector('code[data-language]')
     if (!open || !code || this.tail.childElementCount !== 1) return false
@@ -92,22 +107,6 @@ export class MarkdownText extends HTMLElement {
     if (kept !== shown) code.textContent = kept
     code.append(body.slice(kept.length))
     return true
-  }
-
-  /** Find the number of leading characters whose blocks cannot change any more. */
-  private cutBefore(source: string, blocks: { type: string; begin: number; end: number }[]): number {
-    const last = blocks.at(-1)
-    if (!last) return 0
-    let line = last.begin
-    if (/list_open$/.test(last.type) && source.length > LONG) line = this.lastItem(source, line)
-    return line === 0 ? 0 : offsetOfLine(source, line)
-  }
-
-  /** Find the line of the last item of a long list: the items before it cannot change. */
-  private lastItem(source: string, begin: number): number {
-    const { tokens } = parse(source)
-    const items = tokens.filter((token) => token.type === 'list_item_open' && token.level === 1 && token.map![0] >= begin)
-    return items.length > 1 ? items.at(-1)!.map![0] : begin
   }
 
   private async copyCode(event: Event): Promise<void> {

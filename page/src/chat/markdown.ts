@@ -4,7 +4,7 @@ import DOMPurify from 'dompurify'
 import MarkdownIt, { type Token } from 'markdown-it'
 import { withMath } from './math'
 
-const reader = new MarkdownIt({ html: false, linkify: true, breaks: false })
+const reader = new MarkdownIt({ html: false, linkify: true, maxNesting: 240 })
 withMath(reader)
 
 // A picture's address would tell another server that it is looked at: it becomes a link.
@@ -55,20 +55,9 @@ DOMPurify.addHook('afterSanitizeAttributes', (node) => {
   node.setAttribute('rel', 'noopener noreferrer nofollow')
 })
 
-/** A block of the outermost level: where its lines begin and end, and the kind. */
-export interface Block {
-  type: string
-  begin: number
-  end: number
-}
-
-/** Read a text: its tokens, and the blocks of the outermost level. */
-export function parse(text: string): { tokens: Token[]; blocks: Block[] } {
-  const tokens = reader.parse(text, {})
-  const blocks = tokens
-    .filter((token) => token.level === 0 && token.nesting >= 0 && token.map)
-    .map((token) => ({ type: token.type, begin: token.map![0], end: token.map![1] }))
-  return { tokens, blocks }
+/** Read a text. Tokens of level 0 with a `map` begin the blocks of the outermost level. */
+export function parse(text: string): Token[] {
+  return reader.parse(text, {})
 }
 
 /** Turn tokens of `parse` into safe nodes. */

@@ -9,11 +9,14 @@ import { apiMessages, append, newAnswer, newConversation, newId, pathTo, removeM
 import type { Answer, Candidate, Conversation, Lane, Message, Settings } from './types'
 
 const SAVE_MS = 2000
+/** Share of the time that saving may take while answers grow. */
+const SHARE = 0.02
 
 export class Session extends EventTarget {
   conversation: Conversation = newConversation()
   private jobs = new Map<AbortController, Message[]>()
   private saving = 0
+  private pause = SAVE_MS
   /** Keys for other servers, by address; kept in memory only. */
   readonly keys = new Map<string, string>()
 
@@ -180,7 +183,8 @@ export class Session extends EventTarget {
   }
 
   private async save(conversation: Conversation): Promise<void> {
-    if (Object.keys(conversation.messages).length) await this.store.put(conversation)
+    if (!Object.keys(conversation.messages).length) return
+    this.pause = Math.max(SAVE_MS, (await this.store.put(conversation)) / SHARE)
   }
 
   private saveSoon(conversation: Conversation): void {
@@ -188,6 +192,6 @@ export class Session extends EventTarget {
     this.saving = window.setTimeout(() => {
       this.saving = 0
       void this.save(conversation)
-    }, SAVE_MS)
+    }, this.pause)
   }
 }

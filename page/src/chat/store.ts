@@ -38,10 +38,18 @@ export class Store {
     return found.sort((a, b) => b.updated - a.updated)
   }
 
-  async put(conversation: Conversation): Promise<void> {
+  /** Keep a conversation as it is now. Returns the milliseconds for which copying it kept the page busy. */
+  async put(conversation: Conversation): Promise<number> {
     const database = await this.database
-    if (!database) this.memory.set(conversation.id, conversation)
-    else await finished(database.transaction(STORE, 'readwrite').objectStore(STORE).put(conversation))
+    const began = performance.now()
+    if (!database) {
+      this.memory.set(conversation.id, conversation)
+      return 0
+    }
+    const request = database.transaction(STORE, 'readwrite').objectStore(STORE).put(conversation)
+    const busy = performance.now() - began
+    await finished(request)
+    return busy
   }
 
   async remove(id: string): Promise<void> {

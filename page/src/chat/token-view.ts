@@ -5,11 +5,13 @@
 
 import { html, nothing, type PropertyValues } from 'lit'
 import { customElement, property, state } from 'lit/decorators.js'
+import { guard } from 'lit/directives/guard.js'
 import { PageElement } from '../element'
 import { icon } from '../icons'
 import type { Answer, Candidate, Token } from './types'
 
 const BLOCK = 200
+const NAMES: Record<string, string> = { '': 'no text', ' ': 'space', '\n': 'line end', '\n\n': 'two line ends' }
 const LEVELS = [0.9, 0.6, 0.3, 0.1, 0.03]
 
 /** Level of surprise of a probability: 0 for a sure token to 5 for a rare one. */
@@ -124,7 +126,10 @@ export class TokenView extends PageElement {
 
   private block(begin: number) {
     const part = this.tokens.slice(begin, begin + BLOCK)
-    return html`<span class="token-block" role="presentation">${part.map((token, index) => this.token(token, begin + index))}</span>`
+    const selected = this.at >= begin && this.at < begin + BLOCK ? this.at : -1
+    // Of a long answer only the block with the selected token is rendered again.
+    const state = [part.length, selected, this.others, this.answer]
+    return html`<span role="presentation">${guard(state, () => part.map((token, index) => this.token(token, begin + index)))}</span>`
   }
 
   private token(token: Token, at: number) {
@@ -132,7 +137,7 @@ export class TokenView extends PageElement {
     const kind = this.others ? differenceClass(token.logprob - (this.others[at] ?? token.logprob)) : `level-${levelOf(token.logprob)}`
     const text = token.text === '' ? '∅' : token.text.replace(/\n/g, '⏎\n')
     // No white space in this template: it would show between the tokens.
-    return html`<span role="option" id=${this.optionId(at)} data-at=${at} aria-selected=${at === this.at}
+    return html`<span role="option" id=${this.optionId(at)} data-at=${at} aria-selected=${at === this.at} aria-label=${token.text.trim() ? nothing : NAMES[token.text] ?? 'white space'}
       class="token ${kind} ${branched ? 'branched' : ''}">${text}</span>`
   }
 

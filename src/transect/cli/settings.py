@@ -33,6 +33,7 @@ COMMANDS = {
         "train": "Train a model.",
         "sweep": "Train over a grid of settings.",
         "data": "Prepare what models are trained on.",
+        "flow": "Make, judge, release and watch a model.",
         "export": "Write a run's adapter or model for other programs.",
         "quantize": "Write a model in fewer bits.",
         "pull": "Fetch a model.",

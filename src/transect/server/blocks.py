@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.tools.spec import ToolUse
 from .answers import AnswerPiece, AnswerReader, Answers
+from .capture.slips import RequestContent
 from .generation import Generation
 from .http.body import aside
 from .http.deadline import Deadline
@@ -128,10 +129,15 @@ class Conversation:
         self.deadline = deadline
         self.blocks = Blocks()
         self.ending = Ending("stop", None)
+        self._api, self._tools, self._streamed = "chat", (), False
         self.thought_tokens = 0
         """Tokens of the answer that were thoughts; known when the answer has ended."""
         self.continued = False
         """True while updates are approximate (``Update.approximate``)."""
+
+    def describe(self, api: str, tools: Sequence[Any] | None, streamed: bool) -> None:
+        """Describe the request for captures and metrics (``RequestContent``)."""
+        self._api, self._tools, self._streamed = api, tools or (), streamed
 
     async def start(self, template_kwargs: dict[str, Any] | None = None, *, goes_on: bool = False) -> Generation:
         """Submit the request; a refusal is raised here. ``goes_on``: the answer continues the last message.
@@ -165,6 +171,9 @@ class Conversation:
         except ValueError as error:
             raise bad_value(str(error), FIELDS) from None
         self.generation = Generation(self.serving, [self.prompt], params, 0, self.deadline)
+        reader = None if self._answers.plain else self._answers.reader
+        asked = RequestContent(self._api, self.params, self.messages, (), self._tools, reader, self._streamed)
+        self.generation.describe(asked)
         await self.generation.start()
         return self.generation
 

@@ -329,8 +329,9 @@ async def _serve(
         renderer.close()
         server.should_exit = True
         await asyncio.gather(running, death, return_exceptions=True)
-        if serving.tracing is not None:
-            await asyncio.to_thread(serving.tracing.close)
+        for each in (serving.tracing, serving.captures):
+            if each is not None:
+                await asyncio.to_thread(each.close)
 
 
 async def _death(engine: Engine) -> str | None:

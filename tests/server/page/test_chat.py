@@ -18,6 +18,15 @@ def answers(page):
     return page.evaluate("[...document.querySelectorAll('chat-answer')].map((each) => each.message.answer)")
 
 
+def choose(page, at, *, drawn=True):
+    """Go to a token with the keys, and continue from it with the token that was drawn, or the first other one."""
+    for key in ["Home"] + ["ArrowRight"] * (at + 1) + ["ArrowLeft", "ArrowDown"]:
+        page.keyboard.press(key)
+    while ("drawn" in page.locator(".candidate.selected").inner_text()) != drawn:
+        page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+
+
 def show_tokens(answer):
     answer.get_by_label("Tokens and their probabilities").click()
     view = answer.locator("token-view .tokens")
@@ -31,7 +40,7 @@ def test_first_chat(page, ask, server):
     assert answer.locator("pre code .code-keyword").first.inner_text() == "def"
     assert answer.locator("math").count() == 2 and answer.locator("math msup").count() == 1
     assert answer.locator("table tr").count() == 4
-    assert "286 tokens" in answer.locator(".figures").inner_text()
+    assert "265 tokens" in answer.locator(".figures").inner_text()
     assert server.engine.prompts[-1] == "[user]explain recursion[answer]"
     ask(page, "And more?")
     assert server.engine.prompts[-1] == f"[user]explain recursion[assistant]{MARKDOWN}[user]And more?[answer]"
@@ -50,7 +59,7 @@ def test_first_chat(page, ask, server):
 
 def test_an_answer_can_be_stopped(page, ask, server):
     answer = ask(page, "wait here", wait=False)
-    answer.get_by_text("A long").wait_for()
+    answer.get_by_text("The story").wait_for()
     page.keyboard.press("Escape")
     answer.get_by_text("Stopped").wait_for()
     page.wait_for_function("() => !document.querySelector('[aria-label=Stop]')")
@@ -84,24 +93,19 @@ def test_with_the_keys_a_branch_of_the_same_token_gives_the_same_rest(page, ask,
     answer = ask(page, "Tell me of rivers")
     (whole,) = answers(page)
     show_tokens(answer)
-    for key in ["ArrowRight"] * 7 + ["ArrowLeft", "ArrowDown"]:
-        page.keyboard.press(key)
-    drawn = answer.locator(".candidate.selected")
-    assert "drawn" in drawn.inner_text() and whole["tokens"][6]["text"].strip() in drawn.inner_text()
-    page.keyboard.press("Enter")
+    choose(page, 6)
     page.get_by_text("Continued from token 7 of another answer").wait_for()
     page.locator("chat-answer .answer-footer").wait_for()
     (again,) = answers(page)
     assert again["text"] == whole["text"] and again["tokenIds"] == whole["tokenIds"]
     assert again["tokens"] == whole["tokens"]
     show_tokens(page.locator("chat-answer"))
-    for key in ["ArrowRight"] * 3 + ["ArrowDown"] * 2 + ["Enter"]:
-        page.keyboard.press(key)
+    choose(page, 3, drawn=False)
     page.get_by_text("3 / 3").wait_for()
     page.locator("chat-answer .answer-footer").wait_for()
     (other,) = answers(page)
     assert other["tokenIds"][:3] == whole["tokenIds"][:3] and other["tokenIds"][3] != whole["tokenIds"][3]
-    assert other["tokenIds"][3] == whole["tokens"][3]["top"][1]["id"]
+    assert other["tokenIds"][3] in [each["id"] for each in whole["tokens"][3]["top"]]
     assert other["text"] != whole["text"]
 
 
@@ -124,7 +128,10 @@ def test_a_call_is_shown_and_answered(page, ask, server):
     page.get_by_label("Message", exact=True).focus()
     answer = ask(page, "weather in Oslo?")
     call = answer.locator("tool-call")
-    assert call.locator("h4").first.inner_text() == "Call weather" and '"city": "Oslo"' in call.locator("pre").inner_text()
+    assert (
+        call.locator("h4").first.inner_text().split() == ["Call", "weather"]
+        and '"city": "Oslo"' in call.locator("pre").inner_text()
+    )
     call.get_by_label("Result of the call").fill('{"degrees": 4}')
     call.get_by_role("button", name="Send the result").click()
     page.locator("chat-answer").nth(1).locator(".answer-footer").wait_for()
@@ -141,8 +148,7 @@ def test_several_answers_side_by_side(page, ask, server):
     assert server.engine.params[-1].n == 3
     page.get_by_text("The conversation goes on with this one").nth(2).click()
     show_tokens(page.locator("chat-answer").nth(2))  # a branch of the third choice is as exact as one of the first
-    for key in ["ArrowRight"] * 5 + ["ArrowDown", "Enter"]:
-        page.keyboard.press(key)
+    choose(page, 5)
     page.get_by_text("Continued from token 6").wait_for()
     page.locator("chat-answer .answer-footer").wait_for()
     assert texts(page) == [found[2]["text"]]
@@ -173,7 +179,9 @@ def test_two_settings_and_a_second_server_are_compared(page, ask):
         second = dialog.locator("fieldset").nth(1)
         second.get_by_label("Name").fill("the other")
         second.get_by_label("Another server's address").fill(other.url)
+        page.keyboard.press("Tab")
         second.get_by_label("Its key").fill(SECRET)
+        page.keyboard.press("Tab")
         second.get_by_role("option", name="other-model").wait_for(state="attached")
         dialog.get_by_role("button", name="Compare", exact=True).click()
         ask(page, "Tell me of rivers")
@@ -184,7 +192,7 @@ def test_two_settings_and_a_second_server_are_compared(page, ask):
         table.get_by_role("button", name="Difference of log-probabilities").click()
         table.get_by_text("Log-probability by the other").wait_for()
         table.get_by_text("-1.500").first.wait_for()
-        assert table.get_by_text("(+0.000)").count() == 2
+        table.get_by_text("(+0.000)").nth(1).wait_for()
     finally:
         other.stop()
 
@@ -235,7 +243,7 @@ def test_a_restarted_server_is_told_and_tried_again(new_page, ask):
         page = new_page(server.url)
         page.get_by_role("heading", name="made-up").wait_for()
         answer = ask(page, "wait for it", wait=False)
-        answer.get_by_text("A long").wait_for()
+        answer.get_by_text("The story").wait_for()
         server.stop()
         answer.get_by_text("The connection broke off in the middle of the answer").wait_for()
         failed = ask(page, "Hello", wait=False)
@@ -244,7 +252,7 @@ def test_a_restarted_server_is_told_and_tried_again(new_page, ask):
         server.start(server.port)
         page.get_by_text("The server is back.").wait_for()
         page.get_by_role("button", name="Try again").last.click()
-        page.locator("chat-answer").last.get_by_text("24 tokens").wait_for()
+        page.locator("chat-answer").last.get_by_text("25 tokens").wait_for()
         assert page.get_by_text("The server does not answer").count() == 0
     finally:
         server.stop()
@@ -275,12 +283,12 @@ def test_without_a_mouse(page):
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("ArrowRight")
-    assert "token 2 of 24" in page.locator(".token-panel").inner_text()
+    assert "token 2 of 25" in page.locator(".token-panel").inner_text()
     assert page.locator(".tokens").get_attribute("aria-activedescendant").endswith("-1")
     page.keyboard.press("Escape")
     assert page.locator(".token-panel").count() == 0
     page.keyboard.press("Alt+2")
-    page.wait_for_function("document.title.startsWith('Engine')")
+    page.wait_for_function("() => document.title.startsWith('Engine')")
 
 
 @pytest.mark.parametrize("width", [360, 700])

@@ -51,6 +51,7 @@ class Messages:
         self.serving, self.body = serving, body
         params = body.sampling_params(serving.engine.sampling_defaults)
         self.conversation = Conversation(serving, body.conversation(), params, body.tool_use(), deadline)
+        self.conversation.describe("messages", body.tools, bool(body.stream))
 
     async def whole(self) -> Raw:
         """Return the answer in one piece."""

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from urllib.parse import quote
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..adapters import choose_adapter
 from ..operations import request_log
+from ..releases import forget_version
+from ..sender import set_sender
 from ..serving import Serving
 from .clients import Client, Clients
 from .errors import ApiError
@@ -24,6 +27,14 @@ PAGES = ("/docs", "/openapi.json", "/page/")
 """Routes of the API's description and of the page: a browser sends no key, and they reveal no user data."""
 MOST_ID = 128
 """Most characters of an X-Request-Id."""
+
+
+SHOWN = (
+    ("release", b"x-transect-release"),
+    ("version", b"x-transect-version"),
+    ("captured", b"x-transect-captured"),
+)
+"""Facts of a request's log line that its answer has as headers, percent-encoded."""
 
 
 def request_id(scope: Scope) -> bytes:
@@ -88,11 +99,18 @@ class Gate:
                 timing = request_log.server_timing(facts)
                 if timing is not None:
                     message["headers"].append((b"server-timing", timing))
+                message["headers"] += [
+                    (header, quote("yes" if facts[fact] is True else facts[fact]).encode())
+                    for fact, header in SHOWN
+                    if fact in facts
+                ]
             await send(message)
 
         path = scope["path"].removeprefix(root)
         client = self._clients.of(scope)
         choose_adapter("")
+        forget_version()
+        set_sender()
         shut = path == METRICS and self.serving.options.protect_metrics
         if path in OPEN and not (shut and client is None):
             await self.app(scope, receive, send)

@@ -9,6 +9,7 @@ from ...engine.scheduling.sampling_params import MAX_CHOICES
 from ...text.tools.spec import tool_use
 from ..answers import AnswerPiece, AnswerReader, Answers
 from ..beams import Beams, beam_params
+from ..capture.slips import RequestContent
 from ..generation import Event, Generation, Prompt
 from ..http.body import aside
 from ..http.deadline import Deadline
@@ -128,6 +129,7 @@ class Chat:
         )
         said = self.body.messages[-1].text if self.body.continue_final_message else ""
         self.answers = Answers(self.serving, self.use, prompt.text or "", said)
+        self._asked = self.params
         try:
             self.params = await aside(self.answers.params, self.params)
         except ValueError as error:
@@ -139,9 +141,14 @@ class Chat:
         width, room = self.params.n, self.serving.engine.max_model_len - len(prompt.token_ids)
         beams = beam_params(self.body, self.params, width, room)
         priority = self.body.priority or 0
+        reader = None if self.answers.plain else self.answers.reader
+        asked = RequestContent(
+            "chat", self._asked, self.body.messages, (), self.body.tools or (), reader, bool(self.body.stream)
+        )
         if beams is not None:
-            return Beams(self.serving, [prompt], beams, width, priority, self.deadline)
-        return Generation(self.serving, [prompt], self.params, priority, self.deadline, given=self.given)
+            return Beams(self.serving, [prompt], beams, width, priority, self.deadline).describe(asked)
+        generation = Generation(self.serving, [prompt], self.params, priority, self.deadline, given=self.given)
+        return generation.describe(asked)
 
     async def whole(self) -> ChatResponse:
         """Return the answer in one piece."""

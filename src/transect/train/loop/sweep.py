@@ -81,16 +81,32 @@ def read_grid(path: str | Path) -> list[SweepPoint]:
         raise ValueError(f'{path} needs base = "RUN.toml" and a table [grid] of lists of values')
     base = path.parent / grid["base"]
     shared = TrainConfig.from_toml(base)
-    folder = Path(grid.get("sweep_dir", shared.run_dir))
-    points = []
-    for values in itertools.product(*axes.values()):
-        settings = dict(zip(axes, values, strict=True))
-        name = _name(settings)
-        given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-        config = TrainConfig.from_toml(base, [*given, f"run_dir={json.dumps(str(folder / name))}"])
-        points.append(SweepPoint(name, settings, config))
+    points = points_of(base, axes, Path(grid.get("sweep_dir", shared.run_dir)))
     if len({point.name for point in points}) < len(points):
         raise ValueError(f"{path}: two points of the grid are the same")
+    return points
+
+
+def points_of(
+    base: Path, axes: Mapping[str, Sequence[Any]], folder: Path, settings: Sequence[str] = ()
+) -> list[SweepPoint]:
+    """Return a run for each point of a grid; without axes a single one, called ``run``.
+
+    Args:
+        axes: values by dotted key.
+        folder: parent of the runs' directories.
+        settings: ``key=value`` for all runs, which replace the base's.
+
+    Raises:
+        ValueError: the base cannot be read, a key is not a setting, or a value does not fit it.
+    """
+    points = []
+    for values in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        name = _name(chosen) or "run"
+        given = [*settings, *(f"{key}={json.dumps(value)}" for key, value in chosen.items())]
+        config = TrainConfig.from_toml(base, [*given, f"run_dir={json.dumps(str(folder / name))}"])
+        points.append(SweepPoint(name, chosen, config))
     return points
 
 
