@@ -1,4 +1,4 @@
-"""What a viewer of a running engine reads: its log in pieces, growing bills, and the map of KV blocks."""
+"""Views of a running engine: its log in pieces, growing bills, and the map of KV blocks."""
 
 import random
 

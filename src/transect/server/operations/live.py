@@ -61,7 +61,7 @@ class Delta:
 
 
 class EngineWatch:
-    """What one engine does, as long as there are readers.
+    """State and recent work of one engine, kept as long as there are readers.
 
     Args:
         engines: of the server; replicas are replaced in this list.
@@ -75,7 +75,7 @@ class EngineWatch:
         """Set, and replaced, with each delta."""
         self.readers = 0
         self.began = 0
-        """Number of the first delta since the engine was started or replaced; readers begin anew there."""
+        """Number of the first delta since the engine was started or replaced."""
         self.log: LiveLog | None = None
         self.work: StepWork | None = None
         self.steps: deque[LoggedStep] = deque(maxlen=HISTORY)

@@ -14,7 +14,7 @@ from ..http.errors import ApiError
 from ..http.sse import EventStream
 from ..serving import Serving
 from .bills import NOT_YOURS
-from .live import Watches, deltas_of
+from .live import EngineWatch, Watches, deltas_of
 from .live_reader import Reader
 
 CHECK_S = 0.5
@@ -41,11 +41,18 @@ async def live(request: Request, engine: int = 0, follow: str = "") -> Response:
         raise ApiError(404, NOT_YOURS, param="follow", code="request_not_found")
     watch = watches.of(engine)
     reader = Reader(watch, engine, watches.count, current_client(), follow)
-    return EventStream(until_the_end(serving, reader.events(deltas_of(watch))), done=BYE, turns=serving.turns)
+    alone = watches.count == 1
+    source = reader.events(deltas_of(watch))
+    return EventStream(until_the_end(serving, source, watch if alone else None), done=BYE, turns=serving.turns)
 
 
-async def until_the_end(serving: Serving, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield events until the server drains: a page that watches must not delay that."""
+async def until_the_end(
+    serving: Serving, events: AsyncIterator[bytes], alone: EngineWatch | None = None
+) -> AsyncIterator[bytes]:
+    """Yield events until the server drains: a page that watches must not delay that.
+
+    ``alone``: watch of the only engine, whose end is the server's.
+    """
     async with aclosing(events) as source:  # type: ignore[type-var]
         following = asyncio.ensure_future(anext(source))
         try:
@@ -53,6 +60,8 @@ async def until_the_end(serving: Serving, events: AsyncIterator[bytes]) -> Async
                 await asyncio.wait((following,), timeout=CHECK_S)
                 if following.done():
                     yield following.result()
+                    if alone is not None and alone.death is not None:
+                        return
                     following = asyncio.ensure_future(anext(source))
         finally:
             following.cancel()
