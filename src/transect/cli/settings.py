@@ -52,6 +52,7 @@ COMMANDS = {
         "explain": "Show where the time of requests and programs goes.",
         "roofline": "Show what a device allows a model.",
         "plot": "Draw the curves of training runs.",
+        "board": "Show training runs and reports in the browser.",
         "inspect": "Show what an operator's kernels compile to.",
         "trace": "Follow a kernel through Triton's interpreter.",
     },

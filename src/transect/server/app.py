@@ -46,6 +46,8 @@ from .openai.responses_protocol import ResponsesRequest
 from .operations.adapter_routes import adapter_routes
 from .operations.bills import bills
 from .operations.health import health_of, scrape
+from .operations.live import Watches
+from .operations.live_routes import live_routes
 from .operations.release_routes import release_routes
 from .operations.routes import operations
 from .options import ServerOptions
@@ -98,13 +100,14 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     serving = Serving(engine, options, renderer)
     app.state.serving = serving
     app.state.responses = ResponseStore()
+    app.state.watches = Watches(engine)
     errors.install(app)
     app.include_router(api)
     app.include_router(plain)
     app.include_router(operations)
     app.include_router(retrieval, responses=REFUSALS)
     app.include_router(bills)
-    for router in (adapter_routes, capture_routes, release_routes):
+    for router in (live_routes, adapter_routes, capture_routes, release_routes):
         app.include_router(router, responses=REFUSALS)
     if options.page:
         app.include_router(page)

@@ -36,9 +36,11 @@ from ..scheduling.limits import check_choices
 from ..scheduling.outputs import EngineOutput, SchedulerStats, first_tokens_first
 from ..scheduling.policies.admission import QueueFull
 from ..scheduling.sampling_params import SamplingParams
+from ..scheduling.snapshot import Snapshot
 from . import wire
 from .generating import Generates
 from .inputs import check_params, check_token_ids, checked_submit, default_params, with_token_ids
+from .questions import Questions
 from .socket_folder import NAME, make_socket_folder
 from .streams import EngineDeadError, EngineHealth, OutputStream
 from .vllm_arguments import engine_settings
@@ -70,8 +72,7 @@ class AsyncEngine(Generates):
         """Messages that wait for the engine process to start."""
         self._streams: dict[str, OutputStream] = {}
         """Requests in this engine, by id."""
-        self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
-        self._adapter_waiters: dict[str, list[asyncio.Future[str]]] = {}
+        self._questions = Questions()
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         self._submitted = self._taken = 0
         """Number of the newest submitted request."""
@@ -311,10 +312,19 @@ class AsyncEngine(Generates):
 
     async def stats(self) -> SchedulerStats:
         """Return the scheduler's gauges and counters, read between two steps."""
+        answer: SchedulerStats = await self._ask(wire.StatsQuery())
+        return answer
+
+    async def look(self, requests: bool = False) -> Snapshot:
+        """Return a snapshot of the scheduler between two steps; ``requests``: with all unfinished requests. All records
+        of the decision log up to then are in ``decisions``."""
+        answer: Snapshot = await self._ask(wire.Look(requests))
+        return answer
+
+    async def _ask(self, question: wire.ToEngine) -> Any:
         self._check_alive()
-        waiter: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
-        self._stats_waiters.append(waiter)
-        await self._send(wire.StatsQuery())
+        waiter = self._questions.ask()
+        await self._send(question)
         return await waiter
 
     async def reset_prefix_cache(self) -> None:
@@ -335,8 +345,7 @@ class AsyncEngine(Generates):
             EngineDeadError: the engine has ended.
         """
         self._check_alive()
-        waiter: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._adapter_waiters.setdefault(files.id, []).append(waiter)
+        waiter = self._questions.ask(files.id)
         await self._send(wire.LoadAdapter(files.id, str(files.path)))
         if error := await waiter:
             raise ValueError(error)
@@ -424,14 +433,10 @@ class AsyncEngine(Generates):
                     self._refuse(message)
                 case wire.Taken():
                     self._taken = message.number
-                case wire.Stats():
-                    waiter = self._stats_waiters.pop(0)
-                    if not waiter.done():
-                        waiter.set_result(message.stats)
+                case wire.Stats() | wire.Seen():
+                    self._questions.answer(message.stats if isinstance(message, wire.Stats) else message.snapshot)
                 case wire.AdapterLoaded():
-                    for each in self._adapter_waiters.pop(message.id, ()):
-                        if not each.done():
-                            each.set_result(message.error)
+                    self._questions.answer_all(message.error, message.id)
                 case wire.Ready():
                     self._ready.set_result(message)
                 case wire.Failed():
@@ -489,12 +494,6 @@ class AsyncEngine(Generates):
         self._death = reason
         for stream in self._streams.values():
             stream.mailbox.put(EngineDeadError(reason))
-        loading = [each for asked in self._adapter_waiters.values() for each in asked]
-        waiters: list[asyncio.Future[Any]] = [*self._stats_waiters, *loading]
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_exception(EngineDeadError(reason))
-        self._stats_waiters.clear()
-        self._adapter_waiters.clear()
+        self._questions.fail(EngineDeadError(reason))
         for sending in list(self._sending):
             sending.cancel()

@@ -44,6 +44,7 @@ REPORT = 16
 """Tokens of a stream between two reports to the router."""
 PAST_LOGS = 4
 """Ended replicas whose decisions are kept, for the bills of requests that they had."""
+RECENT_CHOICES = 64
 MOST_DEATHS = 10
 """Largest number of replicas that may end while running one request, even with tokens between."""
 
@@ -117,6 +118,9 @@ class Replicas(Generates):
         self._closing = False
         self.past_decisions: deque[DecisionRing] = deque(maxlen=PAST_LOGS)
         """Decisions of replicas that were replaced."""
+        self.routed: deque[tuple[str, str, Ticket]] = deque(maxlen=RECENT_CHOICES)
+        """Request, client and ticket of the router's newest choices."""
+        self.num_routed = 0
         self.handed_over = 0
         """Count of hand-overs of requests to another replica."""
 
@@ -251,6 +255,8 @@ class Replicas(Generates):
                 return
             open_ones = [index for index in living if self.engines[index] not in full] or living
             ticket = self._router.send(stream.prompt_token_ids, most, open_ones)
+            self.num_routed += 1
+            self.routed.append((stream.request_id, stream.client, ticket))
             engine = self._where[stream.request_id] = self.engines[ticket.engine]
             place, alone = _Place(engine, ticket, alone), False
             try:

@@ -36,6 +36,8 @@ class Ticket:
     outputs: int
     noted: tuple[int, ...] = ()
     """Hashes of its blocks that the engine was not assumed to hold."""
+    offers: tuple[tuple[int, int, int], ...] = ()
+    """(engine, its load, tokens of the prompt that it does not have) of each engine that was compared."""
 
 
 class Router:
@@ -68,9 +70,11 @@ class Router:
         """
         hashes = self._hashes(prompt)
         best: tuple[int, int, int] | None = None
+        offers: list[tuple[int, int, int]] = []
         for index in alive:
             engine = self._engines[index]
             uncached = len(prompt) - min(self._cached(engine, hashes), max(0, len(prompt) - 1))
+            offers.append((index, engine.load, uncached))
             turn = (index - self._turn) % len(self._engines)
             if best is None or (engine.load + uncached, turn) < best[:2]:
                 best = engine.load + uncached, turn, index
@@ -80,7 +84,7 @@ class Router:
         engine = self._engines[index]
         self._turn = (index + 1) % len(self._engines)
         noted = tuple(each for each in hashes if each not in engine.blocks)
-        ticket = Ticket(index, best[0] - engine.load, outputs, noted)
+        ticket = Ticket(index, best[0] - engine.load, outputs, noted, tuple(offers))
         for each in reversed(hashes):  # the beginning of a prompt is the newest: it is forgotten last
             engine.blocks.pop(each, None)
             engine.blocks[each] = None
