@@ -20,13 +20,16 @@ from ..checkpoints.resolve import resolve
 from ..engine.executors.pooling import default_pooling
 from ..engine.frontends.async_engine import AsyncEngine
 from ..engine.frontends.replicas import Replicas
-from ..engine.frontends.streams import EngineDeadError, EngineHealth
+from ..engine.frontends.streams import EngineDeadError, EngineHealth, OutputStream
 from ..engine.scheduling.outputs import SchedulerStats
 from ..engine.scheduling.policies.scaling import Seen
+from ..server.operations.request_log import note
 from ..text.model_text import ModelText, load_text, text_settings
 from . import links
 from .links import LinkError
+from .metrics import FleetCollector, routes
 from .remote_engine import RemoteEngine
+from .scaling import Decider
 from .settings import FleetSettings
 
 log = logging.getLogger(__name__)
@@ -35,6 +38,8 @@ WATCH_S = 0.1
 """Seconds between two checks of the links."""
 REPORT_S = 1.0
 """Seconds between two reports of its load to a replica."""
+SHORTEST_BUSY_S = 0.1
+"""Busy seconds between two reports from which a rate is computed."""
 RATE_MEMORY = 0.999
 """Share of the highest measured rate that is kept at each report."""
 
@@ -53,17 +58,22 @@ class Fleet(Replicas):
         self._leaving: set[asyncio.Task[None]] = set()
         self._alone_since = time.monotonic()
         """Time since which there has been no replica."""
-        self._rates: dict[AsyncEngine, tuple[SchedulerStats, float]] = {}
-        """Last statistics of each replica, and the highest rate of its tokens."""
+        self._rates: dict[AsyncEngine, _Rate] = {}
         self._counted_at, self._counted_before = time.monotonic(), 0
         self.rate = 0.0
         """Requests per second between the last two reports."""
         self.refused = 0
         """Count of links that were refused."""
+        self.began = time.monotonic()
+        self.collectors = (FleetCollector(self),)
+        """Metrics that the server shows besides its own."""
+        self.routes = (routes,)
+        """Routes that the server has besides its own."""
 
     @classmethod
     async def open(cls, settings: FleetSettings, sock: socket.socket | None = None) -> Fleet:
-        """Listen for replicas, and wait for the first one.
+        """Listen for replicas, and wait for the first one. The decisions about their number are written to the log; the
+        program that starts replicas reads them as the metric ``transect_fleet_wanted_replicas``.
 
         Args:
             settings: of the fleet.
@@ -76,14 +86,14 @@ class Fleet(Replicas):
         fleet = await cls.listen(settings, sock)
         try:
             async with asyncio.timeout(settings.replicas.start_timeout_s):
-                while not fleet.alive():
-                    await fleet._change.wait()
+                await fleet.first()
         except TimeoutError:
             await fleet.shutdown()
             raise EngineDeadError(f"no replica came within {settings.replicas.start_timeout_s:g} s") from None
         except BaseException:
             await fleet.shutdown()
             raise
+        fleet._leaving.add(asyncio.create_task(fleet._decide(Decider.of(settings))))
         return fleet
 
     @classmethod
@@ -148,6 +158,31 @@ class Fleet(Replicas):
     def alive(self) -> list[int]:
         """List the replicas that take requests, by number."""
         return [index for index, each in enumerate(self.engines) if each.death is None and not each.retired]
+
+    @property
+    def tokenizer(self) -> Any:
+        """Tokenizer of the model."""
+        return self._text.tokenizer
+
+    @property
+    def chat_template(self) -> Any:
+        """Chat template of the model; None if there is none."""
+        return self._text.chat_template
+
+    @property
+    def sampling_defaults(self) -> Any:
+        """Sampling parameters that the model's files recommend."""
+        return self._text.defaults
+
+    def _moved_to(self, engine: AsyncEngine, stream: OutputStream) -> bool:
+        before = getattr(stream.engine, "name", "")
+        note(replica=",".join(filter(None, (before, getattr(engine, "name", "")))))
+        return super()._moved_to(engine, stream)
+
+    async def first(self) -> None:
+        """Wait for the first replica."""
+        while not self.engines:
+            await self._change.wait()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -235,16 +270,21 @@ class Fleet(Replicas):
                         async with asyncio.timeout(REPORT_S):
                             engine.link.say(self._load(index, engine, await engine.stats()))
 
+    async def _decide(self, decider: Decider) -> None:
+        wanted = decider.least
+        while True:
+            try:
+                seen = await self.seen()
+            except EngineDeadError:
+                seen = None
+            wanted = decider.decide(time.time(), seen, wanted).replicas
+            await asyncio.sleep(decider.interval_s)
+
     def _load(self, index: int, engine: AsyncEngine, stats: SchedulerStats) -> links.Load:
-        before, highest = self._rates.get(engine, (stats, 0.0))
-        tokens = _computed(stats) - _computed(before)
-        seconds = stats.step_seconds - before.step_seconds
-        if seconds > 0.1 and tokens > 0:
-            highest = max(tokens / seconds, RATE_MEMORY * highest)
-        if seconds > 0.1 or engine not in self._rates:
-            self._rates[engine] = stats, highest
+        rate = self._rates.setdefault(engine, _Rate(stats))
+        rate.learn(stats)
         waiting, running = stats.waiting + stats.preempted, stats.running
-        return links.Load(self._router.load(index), waiting, running, stats.kv_usage, highest, self.rate)
+        return links.Load(self._router.load(index), waiting, running, stats.kv_usage, rate.highest, self.rate)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -275,7 +315,7 @@ class Fleet(Replicas):
         """
         stats = await self.stats()
         ready = self.alive()
-        rates = [rate for engine, (_, rate) in self._rates.items() if rate and engine.death is None]
+        rates = [each.highest for engine, each in self._rates.items() if each.highest and engine.death is None]
         queued = sum(self._router.load(index) for index in ready)
         waiting = stats.waiting + stats.preempted
         mean = sum(rates) / len(rates) if rates else 0.0
@@ -291,7 +331,7 @@ class Fleet(Replicas):
                 "state": "gone" if engine.death is not None else "leaving" if engine.retired else "ready",
                 "detail": engine.death or "",
                 "queued_tokens": self._router.load(index),
-                "tokens_per_s": round(self._rates[engine][1], 1) if engine in self._rates else 0.0,
+                "tokens_per_s": round(self._rates[engine].highest, 1) if engine in self._rates else 0.0,
                 "streams": len(engine._streams),
                 "pid": engine.pid,
             }
@@ -300,6 +340,25 @@ class Fleet(Replicas):
         ]
 
 
-def _computed(stats: SchedulerStats) -> int:
-    """Return the tokens that a scheduler's engine has computed: prompts without what was cached, and answers."""
-    return stats.prompt_tokens - stats.prefix_hit_tokens + stats.generation_tokens
+class _Rate:
+    """Highest rate of a replica's tokens, prompts without what was cached and answers, with a slow decay."""
+
+    def __init__(self, stats: SchedulerStats) -> None:
+        self.highest = 0.0
+        """Tokens per second while the replica is busy; 0 before it was."""
+        self._before, self._at = stats, time.monotonic()
+
+    def learn(self, stats: SchedulerStats) -> None:
+        """Take the newest statistics."""
+        before, now = self._before, time.monotonic()
+        tokens = self._computed(stats) - self._computed(before)
+        seconds = stats.step_seconds - before.step_seconds
+        if stats.timed_steps == before.timed_steps and before.running and stats.running:
+            seconds = now - self._at  # steps without times
+        self._before, self._at = stats, now
+        if seconds > SHORTEST_BUSY_S and tokens > 0:
+            self.highest = max(tokens / seconds, RATE_MEMORY * self.highest)
+
+    @staticmethod
+    def _computed(stats: SchedulerStats) -> int:
+        return stats.prompt_tokens - stats.prefix_hit_tokens + stats.generation_tokens

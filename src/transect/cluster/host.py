@@ -56,7 +56,7 @@ class Relay:
             ValueError: the settings or the model are at fault.
             EngineDeadError: it could not start for another reason.
         """
-        relay = cls(await launch(settings.engine, AsyncEngine.process_module))
+        relay = cls(await launch(settings.engine, settings.replicas.engine_module))
         try:
             relay.info = await relay._ready
         except BaseException:

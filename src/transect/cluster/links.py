@@ -195,7 +195,9 @@ def read(data: bytes) -> Message:
 
 
 def _proof(key: bytes, side: bytes, first: bytes, second: bytes, about: bytes = b"") -> bytes:
-    return hmac.new(key, b"\0".join((side, first.hex().encode(), second.hex().encode(), about)), hashlib.sha256).digest()
+    return hmac.new(
+        key, b"\0".join((side, first.hex().encode(), second.hex().encode(), about)), hashlib.sha256
+    ).digest()
 
 
 def _about(hello: Hello) -> bytes:

@@ -150,4 +150,3 @@ class RemoteEngine(AsyncEngine):
             here = {name: None if value is None else value - self._ahead for name, value in fields.items()}
             output.times = msgspec.structs.replace(times, **here)
         super()._take(output)
-

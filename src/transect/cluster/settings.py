@@ -42,6 +42,8 @@ class ReplicaSettings:
         per_node: Most replicas on one node; default: no limit.
         drain_timeout_s: Seconds for the streams of a replica that leaves; then they continue elsewhere.
         start_timeout_s: Seconds for the first replica to be ready.
+        engine_module: Python module that runs as the engine process; for tests, and for engines of your own that
+            speak the same messages.
     """
 
     min: Annotated[int, About(least=1)] = 1
@@ -52,6 +54,7 @@ class ReplicaSettings:
     per_node: Annotated[int | None, About(least=1)] = None
     drain_timeout_s: Annotated[float, About(least=0)] = 60.0
     start_timeout_s: Annotated[float, About(above=0)] = 1800.0
+    engine_module: str = "transect.engine.frontends.process"
 
     def __post_init__(self) -> None:
         check_values(self)

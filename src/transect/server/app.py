@@ -100,6 +100,8 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     app.include_router(retrieval, responses=REFUSALS)
     app.include_router(bills)
     app.include_router(adapter_routes, responses=REFUSALS)
+    for each in getattr(engine, "routes", ()):  # of a fleet
+        app.include_router(each, responses=REFUSALS)
     app.add_middleware(Gate, serving=serving)
     if options.allowed_origins:
         # Outside the gate: a browser asks first whether it may send the key, and does so without the key.

@@ -9,6 +9,7 @@ import functools
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -48,6 +49,14 @@ class Launched:
         self.connected()
 
 
+def own_group() -> dict[str, Any]:
+    """Return the argument that gives a child process a group of its own: a terminal's Ctrl-C is the parent's business,
+    also before the child can ignore it."""
+    if isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):
+        return {"process_group": 0}
+    return {"start_new_session": True}  # uvloop, which Ray Serve uses, knows this one only
+
+
 async def launch(config: EngineConfig, module: str) -> Launched:
     """Start an engine process, and load the text side of its model meanwhile. The process's first message is ``Ready``
     or ``Failed``.
@@ -76,7 +85,7 @@ async def launch(config: EngineConfig, module: str) -> Launched:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, endpoint),
             stdin=asyncio.subprocess.PIPE,
-            process_group=0,  # a terminal's Ctrl-C is the parent's business, also before the process can ignore it
+            **own_group(),
         )
         assert process.stdin is not None
         text = await loading
