@@ -1,7 +1,7 @@
 """The fleet on Ray Serve: a deployment for the router, and one for the replicas.
 
-The router is the fleet's HTTP server, with its own sockets, connection limits and streams. Ray starts it, watches it and
-starts it again, and is in no request's way: tokens pass from a replica to the router over their link. Through Ray
+The router is the fleet's HTTP server, with its own sockets, connection limits and streams. Ray starts it, watches it
+and starts it again, and is in no request's way: tokens pass from a replica to the router over their link. For Ray
 Serve's proxy the same application is an ASGI ingress.
 
 Replicas are started, stopped, watched and counted by Ray Serve: ``check_health``, ``record_routing_stats``,

@@ -153,13 +153,13 @@ def _run(app: Any, name: str, wait: bool = True) -> None:
 
     try:
         run(app, _blocking=wait, name=name, route_prefix=None if name.endswith("-replicas") else "/")
-    except RuntimeError as error:
+    except RuntimeError as failure:
+        reason = str(failure)
         with contextlib.suppress(Exception):
             report = serve.status().applications[name]
             messages = [*(each.message for each in report.deployments.values()), report.message]
-            lines = [line.strip() for line in next(filter(None, messages)).splitlines() if line.strip()]
-            error = RuntimeError(lines[-1])
-        raise ValueError(f"{name} does not start: {error}") from None
+            reason = [line.strip() for line in next(filter(None, messages)).splitlines() if line.strip()][-1]
+        raise ValueError(f"{name} does not start: {reason}") from None
 
 
 def state(settings: FleetSettings) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""The number of replicas: a policy of ``engine/scheduling/policies/scaling.py``, its decisions with reasons in a log, and
-the alarm of an autoscaler that cannot see. Plain Python, without Ray."""
+"""The number of replicas: a policy of ``engine/scheduling/policies/scaling.py``, its decisions with reasons in a log,
+and the alarm of an autoscaler that cannot see. Plain Python, without Ray."""
 
 from __future__ import annotations
 

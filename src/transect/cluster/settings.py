@@ -1,7 +1,7 @@
 """Settings of a fleet: frozen dataclasses, read from a TOML file. The JSON schema and the checks are derived from them.
 
-The tables ``[engine]`` and ``[server]`` take the settings of ``transect serve``, by the names of its options or of their
-fields. The others are below.
+The tables ``[engine]`` and ``[server]`` take the settings of ``transect serve``, by the names of its options or of
+their fields. The others are below.
 """
 
 from __future__ import annotations
