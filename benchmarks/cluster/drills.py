@@ -36,7 +36,7 @@ from typing import Any
 
 import httpx
 import psutil
-from fleet_load import Load, fleet_settings, prepare, processes, running
+from fleet_load import RETRY_S, Load, fleet_settings, prepare, processes, running
 
 import _paths  # noqa: F401
 from benchmarks import record
@@ -150,28 +150,30 @@ class Drills:
     async def blind(self) -> dict[str, Any]:
         await asyncio.to_thread(ray_cluster.scale, self.own, None, print)
         await self.load.until_ready(self.own.replicas.min)
-        while (await self.load.fleet())["alarms"]:
-            await asyncio.sleep(0.1)
+        await self._until_alarm(False)
         (process,) = processes(self.own, CONTROLLER)
         process.suspend()
-        began = time.monotonic()
-        while not (await self.load.fleet())["alarms"]:
-            await asyncio.sleep(0.05)
-        raised = time.monotonic() - began
-        process.resume()
-        began = time.monotonic()
-        while (await self.load.fleet())["alarms"]:
-            await asyncio.sleep(0.05)
-        cleared = time.monotonic() - began
+        try:
+            raised = await self._until_alarm(True)
+        finally:
+            process.resume()
+        cleared = await self._until_alarm(False)
         await asyncio.to_thread(ray_cluster.scale, self.own, REPLICAS, print)
         await self.load.until_ready(REPLICAS)
         return {"raised_s": raised, "cleared_s": cleared, "interval_s": self.own.scaling.interval_s}
+
+    async def _until_alarm(self, raised: bool) -> float:
+        began = time.monotonic()
+        while bool((await self.load.fleet())["alarms"]) != raised:
+            assert time.monotonic() - began < RETRY_S, f"the alarm is still {'off' if raised else 'on'}"
+            await asyncio.sleep(0.05)
+        return time.monotonic() - began
 
     async def node(self) -> dict[str, Any]:
         address = f"127.0.0.1:{self.own.ray.port}"
         command = [
             *(sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block"),
-            *("--address", address, "--node-ip-address", "127.0.0.1", "--num-cpus", "2"),
+            *("--address", address, "--num-cpus", "2", "--dashboard-agent-listen-port", "52399"),
             *("--object-store-memory", "100000000", "--disable-usage-stats"),
         ]
         with tempfile.TemporaryFile() as out:

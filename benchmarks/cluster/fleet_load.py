@@ -59,8 +59,9 @@ def prepare(step_s: float) -> None:
 @contextlib.contextmanager
 def running(own: FleetSettings) -> Iterator[str]:
     """Start a fleet; yields the URL of its server."""
+    url = ray_cluster.up(own, print)["url"]
     try:
-        yield ray_cluster.up(own, print)["url"]
+        yield url
     finally:
         ray_cluster.down(own, print)
 

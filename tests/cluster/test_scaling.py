@@ -69,7 +69,6 @@ def test_the_alarm_is_raised_within_two_intervals():
     line = {"at": 100.0, "blind": False}
     assert not is_blind(line, 5.0, now=109.0) and is_blind(line, 5.0, now=111.0)
     assert is_blind(line | {"blind": True}, 5.0, now=101.0) and is_blind(None, 5.0)
-    assert not is_blind(line | {"fixed": True}, 5.0, now=1e6)
 
 
 def test_the_log_is_bounded(tmp_path, monkeypatch):

@@ -243,22 +243,20 @@ def replicas_app(settings: FleetSettings, router: str, generation: int = 1, coun
     actor: dict[str, Any] = {"num_cpus": own.cpus, "num_gpus": settings.gpus}
     if own.memory_gb is not None:
         actor["memory"] = int(own.memory_gb * 1e9)
-    number: dict[str, Any] = {"num_replicas": count or own.min}
-    if count is None and own.most > own.min:
-        interval = min(1.0, settings.scaling.interval_s / 2)
-        number = {
-            "num_replicas": None,
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=own.min,
-                initial_replicas=own.min,
-                max_replicas=own.most,
-                metrics_interval_s=interval,
-                look_back_period_s=2 * interval,
-                upscale_delay_s=0.0,  # the policy has its own patience
-                downscale_delay_s=0.0,
-                policy=AutoscalingPolicy(policy_function=FleetPolicy, policy_kwargs=arguments(settings)),
-            ),
-        }
+    decider = arguments(settings)
+    if count is not None:  # Ray's replicas send no metrics any more after an update without a policy
+        decider |= {"policy": "fixed", "least": count, "most": count}
+    interval = min(1.0, settings.scaling.interval_s / 2)
+    scaling = AutoscalingConfig(
+        min_replicas=decider["least"],
+        initial_replicas=decider["least"],
+        max_replicas=decider["most"],
+        metrics_interval_s=interval,
+        look_back_period_s=2 * interval,
+        upscale_delay_s=0.0,  # the policy has its own patience
+        downscale_delay_s=0.0,
+        policy=AutoscalingPolicy(policy_function=FleetPolicy, policy_kwargs=decider),
+    )
     made = serve.deployment(Replica).options(
         name=REPLICAS,
         ray_actor_options=actor,
@@ -268,7 +266,7 @@ def replicas_app(settings: FleetSettings, router: str, generation: int = 1, coun
         health_check_timeout_s=settings.ray.health_timeout_s,
         graceful_shutdown_timeout_s=own.drain_timeout_s + 15.0,
         request_router_config=RequestRouterConfig(request_routing_stats_period_s=period),
-        **number,
+        autoscaling_config=scaling,
     )
     return _versioned(made, generation).bind(settings, generation, router)
 

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .scaling import Decision, newest, write
 from .settings import FleetSettings
 
 STATE = "state.json"
@@ -136,8 +135,6 @@ def up(settings: FleetSettings, say: Say) -> dict[str, Any]:
     _run(router_app(settings), settings.name, wait=False)
     _run(replicas_app(settings, settings.name, generation), f"{settings.name}-replicas")
     _keep(settings, generation=generation, name=settings.name, count=None)
-    if settings.replicas.most == settings.replicas.min:
-        _log_fixed(settings, settings.replicas.min, "min is max")
     until = time.monotonic() + START_S
     while not (found := state(settings))["url"]:
         if time.monotonic() > until:
@@ -219,14 +216,7 @@ def scale(settings: FleetSettings, count: int | None, say: Say) -> dict[str, Any
     say(f"fleet {settings.name}: {'the autoscaler decides' if count is None else f'{count} replicas'}")
     _run(replicas_app(settings, settings.name, generation, count), f"{settings.name}-replicas")
     _keep(settings, count=count)
-    if count is not None:
-        _log_fixed(settings, count, "set by `transect cluster scale`")
     return state(settings)
-
-
-def _log_fixed(settings: FleetSettings, count: int, reason: str) -> None:
-    before = next((int(each["replicas"]) for each in newest(settings.place)), count)
-    write(settings.place, Decision(time.time(), count, before, reason, False, {}, fixed=True))
 
 
 def down(settings: FleetSettings, say: Say) -> None:

@@ -31,8 +31,6 @@ class Decision:
     reason: str
     blind: bool
     seen: Mapping[str, float]
-    fixed: bool = False
-    """True if the number stays until a command changes it, so that no decision follows."""
 
 
 class Decider:
@@ -166,6 +164,4 @@ def is_blind(last: Mapping[str, Any] | None, interval_s: float, now: float | Non
     """Return True if the newest decision is older than two intervals, or was made without metrics of all replicas."""
     if last is None:
         return True
-    if last.get("fixed"):
-        return False
     return bool(last["blind"]) or (time.time() if now is None else now) - float(last["at"]) > 2 * interval_s
