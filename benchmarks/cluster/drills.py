@@ -43,7 +43,7 @@ from benchmarks import record
 from transect.cluster import ray_cluster
 from transect.cluster.settings import FleetSettings
 
-REPLICAS, STEP_S = 3, 0.01
+REPLICAS, PER_NODE, STEP_S = 3, 4, 0.01
 ACTORS = 10
 """One kill in so many hits the whole actor of a replica; the others hit its engine."""
 CONTROLLER, ROUTER, REPLICA = "ServeController", "ServeReplica:drill:Router", "ServeReplica:drill-replicas:Replica"
@@ -179,15 +179,15 @@ class Drills:
         with tempfile.TemporaryFile() as out:
             second = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
         try:
-            actors: list[psutil.Process] = []
-            for count in range(REPLICAS + 1, REPLICAS + 4):  # until one is placed there
-                await asyncio.sleep(3)
-                await asyncio.to_thread(ray_cluster.scale, self.own, count, print)
-                await self.load.until_ready(count)
-                there = psutil.Process(second.pid).children(recursive=True)
-                actors = [each for each in there if REPLICA in " ".join(each.cmdline())]
-                if actors:
-                    break
+            ray = await asyncio.to_thread(ray_cluster.connect, self.own)
+            began = time.monotonic()
+            while sum(each["Alive"] for each in ray.nodes()) < 2:
+                assert time.monotonic() - began < RETRY_S, "the second node does not start"
+                await asyncio.sleep(0.2)
+            await asyncio.to_thread(ray_cluster.scale, self.own, PER_NODE + 1, print)
+            await self.load.until_ready(PER_NODE + 1)
+            there = psutil.Process(second.pid).children(recursive=True)
+            actors = [each for each in there if REPLICA in " ".join(each.cmdline())]
             assert actors, "Ray placed no replica on the second node"
             engines = frozenset(each.pid for actor in actors for each in actor.children())
             for each in there:
@@ -196,10 +196,10 @@ class Drills:
         finally:
             second.kill()
             second.wait()
-        left = await self.load.until_ready(count, engines)
+        left = await self.load.until_ready(PER_NODE, engines)
         await asyncio.to_thread(ray_cluster.scale, self.own, REPLICAS, print)
         await self.load.until_ready(REPLICAS)
-        return {"replicas_lost": len(actors), "back_s": left}
+        return {"replicas_lost": len(actors), "lost_s": left}
 
     async def router(self) -> dict[str, Any]:
         """All streams break with an error of the connection; engines keep their models."""
@@ -251,7 +251,7 @@ def main() -> None:
     prepare(STEP_S)
     with tempfile.TemporaryDirectory() as folder:
         server = {"port": 8460}
-        replicas = {"max": REPLICAS + 1}
+        replicas = {"max": REPLICAS + 1, "per_node": PER_NODE}
         own = fleet_settings(Path(folder), arguments.model, not arguments.real, server=server, replicas=replicas)
         with running(own) as url:
             ray_cluster.scale(own, REPLICAS, print)

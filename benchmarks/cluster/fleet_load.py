@@ -57,8 +57,13 @@ def prepare(step_s: float) -> None:
 
 
 @contextlib.contextmanager
-def running(own: FleetSettings) -> Iterator[str]:
-    """Start a fleet; yields the URL of its server."""
+def running(own: FleetSettings, proxy: bool = False) -> Iterator[str]:
+    """Start a fleet; yields the URL of its server. ``proxy``: start Ray Serve's proxy too, on its own port."""
+    if proxy:
+        from ray import serve
+
+        ray_cluster.connect(own, print, start=True)
+        serve.start(proxy_location="HeadOnly")
     url = ray_cluster.up(own, print)["url"]
     try:
         yield url

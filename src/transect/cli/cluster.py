@@ -132,12 +132,36 @@ def replica(
     file: File,
     name: Annotated[str | None, typer.Option(help="Name of the replica, unique in the fleet.")] = None,
     generation: Annotated[int, typer.Option(help="Number of the roll that starts it.", min=0)] = 0,
+    ready_file: Annotated[
+        Path | None, typer.Option(help="File that exists while the router has the replica, for probes.")
+    ] = None,
 ) -> int:
     """Run one replica of a fleet in this process, without Ray. SIGTERM lets its streams finish."""
     from ..cluster.router import run_replica
     from ..cluster.settings import read
 
-    return run_replica(read(file), name, generation)
+    return run_replica(read(file), name, generation, ready_file)
+
+
+@application.command(cls=Command)
+def manifests(
+    file: File,
+    form: Annotated[str, typer.Option(metavar="kubernetes|kuberay|systemd", help="Kind of manifests.")] = "kubernetes",
+    image: Annotated[str, typer.Option(help="Container image with Transect, and with Ray for kuberay.")] = "transect",
+    out: Annotated[Path | None, typer.Option(help="Folder for the files; default: print them.")] = None,
+) -> int:
+    """Write manifests of a fleet for Kubernetes or KubeRay, or units for systemd."""
+    from ..cluster.manifests import manifests as made
+    from ..cluster.settings import read
+
+    for name, text in made(read(file), file.read_text(encoding="utf-8"), form, image).items():
+        if out is None:
+            print(f"# {name}\n{text}")
+        else:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / name).write_text(text, encoding="utf-8")
+            print(out / name)
+    return 0
 
 
 @application.command(cls=Command)

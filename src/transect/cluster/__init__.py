@@ -5,7 +5,7 @@
 * ``fleet``: the replicas at the router's end, as one engine: ``engine/frontends/replicas.py`` with places that come
   and go. ``host``: a replica at the other end. ``metrics``: the fleet in ``/metrics``.
 * ``scaling``: decisions about the number of replicas, with reasons.
-* ``router``: both as plain processes.
+* ``router``: both as plain processes. ``manifests``: Kubernetes, KubeRay, systemd.
 * ``ray_app``, ``ray_policy``, ``ray_cluster``: both as deployments of Ray Serve, the autoscaling policy there, and the
   commands. These modules alone import Ray.
 

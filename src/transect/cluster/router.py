@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 from ..server.operations.request_log import configure
@@ -75,20 +76,23 @@ def ready_line(settings: FleetSettings, fleet: Fleet, sock: socket.socket) -> st
     return " | ".join(filter(None, said))
 
 
-def run_replica(settings: FleetSettings, name: str | None = None, generation: int = 0) -> int:
+def run_replica(
+    settings: FleetSettings, name: str | None = None, generation: int = 0, ready_file: Path | None = None
+) -> int:
     """Run one replica until SIGTERM, which lets its streams finish. Returns the exit code.
 
     Args:
         name: unique in the fleet; default: host name and process id.
+        ready_file: a file that exists while the router has the replica, for probes.
 
     Raises:
         ValueError: the settings or the model are at fault.
         EngineDeadError: the engine could not start.
     """
-    return asyncio.run(_replica(settings, name or f"{socket.gethostname()}-{os.getpid()}", generation))
+    return asyncio.run(_replica(settings, name or f"{socket.gethostname()}-{os.getpid()}", generation, ready_file))
 
 
-async def _replica(settings: FleetSettings, name: str, generation: int) -> int:
+async def _replica(settings: FleetSettings, name: str, generation: int, ready_file: Path | None) -> int:
     loop = asyncio.get_running_loop()
     ending = asyncio.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
@@ -103,7 +107,11 @@ async def _replica(settings: FleetSettings, name: str, generation: int) -> int:
     host = starting.result()
     print(f"transect: replica {name} is ready | {host._engines[0].info.kernels}", flush=True)
     while not ending.is_set() and host.failure is None:
+        if ready_file is not None:
+            ready_file.touch() if host.linked else ready_file.unlink(missing_ok=True)
         await asyncio.wait((asked,), timeout=CHECK_S)
+    if ready_file is not None:
+        ready_file.unlink(missing_ok=True)
     failed = host.failure
     await host.retire(0.0 if failed else None)
     asked.cancel()
