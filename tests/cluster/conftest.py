@@ -34,6 +34,7 @@ def settings(model, tmp_path, monkeypatch):
             "replicas": {"max": 4, "engine_module": "stub_engine", "drain_timeout_s": 20},
             "links": {"port": 0, "lost_after_s": 1.0, "wait_s": 30},
             "scaling": {"interval_s": 0.2},
+            "ray": {"address": "local"},
         }
     )
 

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,10 @@ STATE = "state.json"
 """Name of the file in a fleet's folder with its generation and its Ray cluster."""
 START_S, STOP_S = 60.0, 30.0
 """Seconds for a Ray cluster of this machine to start, and to end."""
+PROBE_S = 3.0
+"""Seconds for a Ray cluster to accept a connection."""
+CURRENT = Path("/tmp/ray/ray_current_cluster")
+"""File in which Ray notes the address of this machine's cluster."""
 TESTED = ("2.60.0",)
 """Versions of Ray that the tests ran with."""
 
@@ -81,8 +86,9 @@ def connect(settings: FleetSettings, say: Say = lambda line: None, start: bool =
     quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     for address in dict.fromkeys(filter(None, [known, None if own == "local" else own])):
-        with contextlib.suppress(ConnectionError):
-            ray.init(address=address, **quiet)
+        there = _running_here() if address == "auto" else address
+        if there is not None and _answers(there):
+            ray.init(address=there, **quiet)
             return ray
     if own not in ("auto", "local"):
         raise ValueError(f"there is no Ray cluster at {own}: start one, or set ray.address to auto")
@@ -91,6 +97,25 @@ def connect(settings: FleetSettings, say: Say = lambda line: None, start: bool =
     address = _start_here(settings, say)
     ray.init(address=address, **quiet)
     return ray
+
+
+def _running_here() -> str | None:
+    """Return the address of this machine's Ray cluster, as Ray's own ``auto`` finds it; None if there is none."""
+    with contextlib.suppress(OSError):
+        return os.environ.get("RAY_ADDRESS") or CURRENT.read_text().strip() or None
+    return None
+
+
+def _answers(address: str) -> bool:
+    """Return False if nothing listens at an address: Ray would wait for minutes then."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():  # such as ray://...
+        return True
+    try:
+        with socket.create_connection((host, int(port)), PROBE_S):
+            return True
+    except OSError:
+        return False
 
 
 def _start_here(settings: FleetSettings, say: Say) -> str:
