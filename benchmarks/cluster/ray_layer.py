@@ -1,4 +1,4 @@
-"""Measure what a fleet on Ray adds to a server without it: the same engine behind ``transect serve`` and behind a fleet.
+"""Measure what a fleet on Ray adds to a server: the same engine behind ``transect serve`` and behind a fleet.
 
     python benchmarks/cluster/ray_layer.py [--rounds 9] [--proxy] [--out FILE]
 

@@ -23,7 +23,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -34,10 +33,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fleet_load import STUB, prepare
+from fleet_load import HELPERS, STUB, prepare
 
 import _paths  # noqa: F401
 from benchmarks import record
+
+sys.path.append(str(HELPERS))
+from tiny_llm import save_tiny_llm
+from training_runs import write_text
+
 from transect.bench.same_answers import COMPLETIONS, ask
 
 HOSTS = {"transect-a": "10.77.0.1", "transect-b": "10.77.0.2"}
@@ -46,11 +50,18 @@ LINK = "tsct0"
 SLOW, CUT = ("delay", "5ms", "rate", "50mbit"), ("loss", "100%")
 START_S = 120.0
 TRAINING = """
-task = "pretrain"
-steps = 6
-seed = 1
-[model]
-preset = "tiny"
+model = "{model}"
+run_dir = "{run}"
+steps = 8
+accumulate = 2
+device = "cpu"
+threads = 1
+[data]
+train = ["{text}"]
+seq_len = 64
+micro_batch = 128
+[parallel]
+data = 2
 """
 
 
@@ -134,34 +145,31 @@ def collectives() -> dict[str, Any]:
 
 
 def train(folder: Path) -> dict[str, Any]:
-    """Losses of a small run on two hosts, on the fast and on the slow link, and on one host."""
+    """Losses of a small run of two ranks on one host, on two hosts, and on two hosts with a slow link."""
     found: dict[str, Any] = {}
-    text = (record.ROOT / "benchmarks" / "cluster" / "two_hosts.toml").read_text()
     for number, (name, netem) in enumerate({"one host": None, "fast": (), "slow": SLOW}.items()):
         shape(*(netem or ()))
-        out = folder / name.replace(" ", "-")
-        file = folder / f"{number}.toml"
-        file.write_text(text.replace("OUT", str(out)))
+        run, file = folder / f"run-{number}", folder / f"{number}.toml"
+        file.write_text(TRAINING.format(model=folder / "model", run=run, text=folder / "text.txt"))
         began = time.monotonic()
         if netem is None:
-            done = on(next(iter(HOSTS)), sys.executable, "-m", "transect", "train", str(file), **PIPES)
-            printed = outputs([done])[0]
+            outputs([on(next(iter(HOSTS)), sys.executable, "-m", "transect", "train", str(file), **PIPES)])
         else:
-            printed = outputs(torchrun(29630 + number, "transect", "train", str(file), **PIPES))[0]
-        losses = re.findall(r"loss (\d+\.\d+)", printed)
-        assert losses, printed
+            outputs(torchrun(29630 + number, "transect", "train", str(file), **PIPES))
+        lines = map(json.loads, (run / "log.jsonl").read_text().splitlines())
+        losses = [line["loss"] for line in lines if line["kind"] == "step"]
         found[name] = {"seconds": time.monotonic() - began, "losses": losses}
     shape()
-    assert found["fast"]["losses"] == found["slow"]["losses"], found
+    assert found["one host"]["losses"] == found["fast"]["losses"] == found["slow"]["losses"], found
     return found
 
 
 def serve(model: str) -> dict[str, Any]:
     """One model over both hosts: an answer on each link, and what happens when the link is cut."""
     words = ("transect", "serve", model, "--tensor-parallel-size", "2", "--device", "cpu", "--host", "0.0.0.0")
-    words += ("--port", "8470", "--kv-cache-tokens", "4096", "--hung-after", "10")
+    words += ("--port", "8470", "--hung-after", "10", "--dtype", "float32", "--no-native", "--threads", "1")
     started = torchrun(29620, *words, **PIPES)
-    body = {"prompt": "The sea is", "max_tokens": 16, "temperature": 0}
+    body = {"prompt": "hello", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     ask_it = "import httpx, json, sys; print(httpx.post(sys.argv[1], json=json.loads(sys.argv[2]), timeout=90).text)"
 
     def answer() -> tuple[float, Any]:
@@ -268,14 +276,17 @@ async def client() -> None:
         print("join", flush=True)
         back = await ready(2)
     gap = max(each.longest_gap_s for each in found)
-    print(json.dumps({"same": same, "of": len(found), "moved": moved, "longest_gap_s": gap, "lost_s": lost, "back_s": back}))
+    print(
+        json.dumps(
+            {"same": same, "of": len(found), "moved": moved, "longest_gap_s": gap, "lost_s": lost, "back_s": back}
+        )
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ["collectives", "serve", "train", "fleet"]
     parser.add_argument("--only", type=lambda text: text.split(","), default=names)
-    parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "two_hosts.json")
     arguments = parser.parse_args()
@@ -289,11 +300,15 @@ def main() -> None:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name, hosts():
         folder = Path(name)
+        model = folder / "model"
+        model.mkdir()
+        save_tiny_llm(model)
+        write_text(folder / "text.txt")
         steps = {
             "collectives": collectives,
-            "serve": lambda: serve(arguments.model),
+            "serve": lambda: serve(str(model)),
             "train": lambda: train(folder),
-            "fleet": lambda: fleet(folder, arguments.model),
+            "fleet": lambda: fleet(folder, str(model)),
         }
         for each in arguments.only:
             print(each, flush=True)
