@@ -46,6 +46,7 @@ from benchmarks.plan import validation as plan_validation
 from benchmarks.server import clients, hostile_schemas, http_vs_offline, request_walk
 from benchmarks.server import load as serve_load
 from benchmarks.server import load_cpu as serve_load_cpu
+from benchmarks.tables import cluster as cluster_tables
 from benchmarks.tables import engine as engine_tables
 from benchmarks.tables import explain as explain_tables
 from benchmarks.tables import formats as format_tables
@@ -477,6 +478,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "kills": kills,
     "serving-kills": serving_kills,
     "fail-over": fail_over,
+    "fleet-drills": lambda: cluster_tables.drills(_load("cpu/fleet_drills.json")),
+    "fleet-predicted": lambda: cluster_tables.predicted(_load("cpu/fleet_predicted.json")),
+    "ray-layer": lambda: cluster_tables.ray_layer(_load("cpu/ray_layer.json")),
+    "two-hosts": lambda: cluster_tables.two_hosts(_load("cpu/two_hosts.json")),
     "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
     "structure": lambda: structure.table(_load("cpu/structure.json")),
     "speed-of-trees": lambda: speed_of_trees.table(_load("cpu/speed_of_trees.json")),

@@ -3,7 +3,8 @@
     python benchmarks/cluster/two_hosts.py [--only collectives,serve,train,fleet] [--out FILE]
 
 Each host is a network namespace with an address of its own; the link between them is a pair of virtual interfaces.
-``tc netem`` delays its packets by 5 ms and limits it to 50 Mbit/s each way (slow), or drops all of them (cut).
+``tc`` limits it to 20 Mbit/s each way and, where the kernel has ``netem``, delays packets by 5 ms (slow), or drops all
+packets (cut).
 
   collectives  `transect bench collectives` under torchrun --nnodes 2, on the fast and on the slow link
   serve        `transect serve --tensor-parallel-size 2` under torchrun --nnodes 2: one model over both hosts; after the
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -47,7 +49,11 @@ from transect.bench.same_answers import COMPLETIONS, ask
 HOSTS = {"transect-a": "10.77.0.1", "transect-b": "10.77.0.2"}
 LINK = "tsct0"
 """Name of the interface in both namespaces."""
-SLOW, CUT = ("delay", "5ms", "rate", "50mbit"), ("loss", "100%")
+SLOW, CUT = "slow", "cut"
+WITH_NETEM = {SLOW: ("netem", "delay", "5ms", "rate", "20mbit"), CUT: ("netem", "loss", "100%")}
+WITHOUT = {SLOW: ("tbf", "rate", "20mbit", "burst", "16kb", "latency", "100ms"),
+           CUT: ("tbf", "rate", "8kbit", "burst", "20", "limit", "20")}  # fmt: skip
+"""Queueing disciplines. Without netem a bucket that is smaller than any packet drops all of them."""
 START_S = 120.0
 TRAINING = """
 model = "{model}"
@@ -96,12 +102,22 @@ def hosts() -> Iterator[None]:
             sh("ip", "netns", "del", name, check=False)
 
 
-def shape(*netem: str) -> None:
-    """Shape the link in both directions; without words it is fast again."""
+def shape(how: str | None = None) -> None:
+    """Make the link slow, cut it, or, without an argument, make it fast again; in both directions."""
     for name in HOSTS:
         sh("ip", "netns", "exec", name, "tc", "qdisc", "del", "dev", LINK, "root", check=False)
-        if netem:
-            sh("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", LINK, "root", "netem", *netem)
+        if how is not None:
+            sh("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", LINK, "root", *kinds()[how])
+
+
+@functools.cache
+def kinds() -> dict[str, tuple[str, ...]]:
+    """Return the disciplines that this kernel has."""
+    name = next(iter(HOSTS))
+    probe = ["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "loss", "0%"]
+    there = subprocess.run(probe, capture_output=True).returncode == 0
+    sh("ip", "netns", "exec", name, "tc", "qdisc", "del", "dev", "lo", "root", check=False)
+    return WITH_NETEM if there else WITHOUT
 
 
 def on(host: str, *words: str, **options: Any) -> subprocess.Popen[str]:
@@ -132,8 +148,8 @@ PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 def collectives() -> dict[str, Any]:
     """Time of an all-reduce on the fast and on the slow link."""
     found = {}
-    for number, (name, netem) in enumerate({"fast": (), "slow": SLOW}.items()):
-        shape(*netem)
+    for number, (name, how) in enumerate({"fast": None, "slow": SLOW}.items()):
+        shape(how)
         sizes = ("--min-bytes", "8", "--max-bytes", "1MiB", "--factor", "64", "--iterations", "5")
         words = ("transect", "bench", "collectives", "all_reduce", "--device", "cpu", "--json", *sizes)
         printed = outputs(torchrun(29610 + number, *words, **PIPES))[0]
@@ -147,12 +163,12 @@ def collectives() -> dict[str, Any]:
 def train(folder: Path) -> dict[str, Any]:
     """Losses of a small run of two ranks on one host, on two hosts, and on two hosts with a slow link."""
     found: dict[str, Any] = {}
-    for number, (name, netem) in enumerate({"one host": None, "fast": (), "slow": SLOW}.items()):
-        shape(*(netem or ()))
+    for number, (name, how) in enumerate({"one host": None, "fast": None, "slow": SLOW}.items()):
+        shape(how)
         run, file = folder / f"run-{number}", folder / f"{number}.toml"
         file.write_text(TRAINING.format(model=folder / "model", run=run, text=folder / "text.txt"))
         began = time.monotonic()
-        if netem is None:
+        if not number:
             outputs([on(next(iter(HOSTS)), sys.executable, "-m", "transect", "train", str(file), **PIPES)])
         else:
             outputs(torchrun(29630 + number, "transect", "train", str(file), **PIPES))
@@ -189,10 +205,10 @@ def serve(model: str) -> dict[str, Any]:
         else:
             raise AssertionError("".join(lines))
         fast_s, fast = answer()
-        shape(*SLOW)
+        shape(SLOW)
         slow_s, slow = answer()
         assert slow["choices"] == fast["choices"], (fast, slow)
-        shape(*CUT)
+        shape(CUT)
         cut_s, cut = answer()
         error = cut.get("error", {}).get("message", str(cut)) if isinstance(cut, dict) else str(cut)[-300:]
         assert "choices" not in cut, cut
@@ -227,7 +243,7 @@ def fleet(folder: Path, model: str) -> dict[str, Any]:
         assert client.stdout is not None and client.stdin is not None
         for line in client.stdout:
             if line.startswith("cut"):
-                shape(*CUT)
+                shape(CUT)
             elif line.startswith("join"):
                 shape()
             elif line.startswith("{"):
@@ -314,7 +330,8 @@ def main() -> None:
             print(each, flush=True)
             found[each] = steps[each]()
             print(f"  {found[each]}", flush=True)
-    result = {"command": record.command("benchmarks/cluster/two_hosts.py"), "hosts": 2, "slow": " ".join(SLOW)}
+        links = {name: " ".join(words) for name, words in kinds().items()}
+    result = {"command": record.command("benchmarks/cluster/two_hosts.py"), "hosts": 2, "link": links}
     record.write(arguments.out, result | record.environment() | found)
 
 

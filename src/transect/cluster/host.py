@@ -34,7 +34,7 @@ Find = Callable[[], Awaitable[tuple[str, int]]]
 
 
 class Relay:
-    """An engine process of this machine, whose messages go to whoever is linked. The part of ``AsyncEngine`` that
+    """An engine process of this machine, whose messages go to the linked router. It has the part of ``AsyncEngine`` that
     ``Supervisor`` uses."""
 
     def __init__(self, launched: Launched) -> None:
