@@ -186,7 +186,7 @@ class Load:
                 return {}
 
     async def until_ready(self, count: int, without: frozenset[int] = frozenset()) -> float:
-        """Wait until so many replicas take requests, and none of them has an engine of these; seconds that it took."""
+        """Wait until ``count`` replicas take requests, none of them with one of these engines; return the seconds."""
         began = time.monotonic()
         while time.monotonic() - began < RETRY_S:
             ready = [each for each in (await self.fleet()).get("replicas", ()) if each["state"] == "ready"]

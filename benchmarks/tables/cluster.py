@@ -73,8 +73,9 @@ def two_hosts(result: Mapping[str, Any]) -> str:
     if "serve" in result:
         each = result["serve"]
         lines.append(
-            f"* one model over both hosts: an answer took {each['fast_s']:.1f} s, on the slow link {each['slow_s']:.1f} s "
-            f"with the same text; with the link cut the request ended after {each['cut_s']:.0f} s with an error"
+            f"* one model over both hosts: an answer took {each['fast_s']:.1f} s, and with the same text "
+            f"{each['slow_s']:.1f} s on the slow link; with the link cut the request ended with an error after "
+            f"{each['cut_s']:.0f} s"
         )
     if "train" in result:
         each = result["train"]
@@ -86,8 +87,8 @@ def two_hosts(result: Mapping[str, Any]) -> str:
         each = result["fleet"]
         lines.append(
             f"* a fleet whose link is cut while streams run: {each['same']} of {each['of']} answers had the same "
-            f"bytes, {each['moved']} of them moved; the longest pause was {each['longest_gap_s']:.1f} s, of which 2 s are "
-            f"`lost_after_s`; the replica was back {each['back_s']:.1f} s after the link"
+            f"bytes, {each['moved']} of them moved; the longest pause was {each['longest_gap_s']:.1f} s, of which 2 s "
+            f"are `lost_after_s`; the replica was back {each['back_s']:.1f} s after the link"
         )
     link = result["link"]
     lines += [
@@ -114,6 +115,6 @@ def ray_layer(result: Mapping[str, Any]) -> str:
             )
     return "\n".join([
         *lines, "",
-        f"`{result['command']}`: an engine without a model, whose steps take {1e3 * result['step_s']:.0f} ms; median and "
-        f"extremes of {result['alone']['first_token_ms']['runs']} rounds. {_made(result)}",
+        f"`{result['command']}`: an engine without a model, whose steps take {1e3 * result['step_s']:.0f} ms; median "
+        f"and extremes of {result['alone']['first_token_ms']['runs']} rounds. {_made(result)}",
     ])  # fmt: skip

@@ -34,8 +34,8 @@ Find = Callable[[], Awaitable[tuple[str, int]]]
 
 
 class Relay:
-    """An engine process of this machine, whose messages go to the linked router. It has the part of ``AsyncEngine`` that
-    ``Supervisor`` uses."""
+    """An engine process of this machine, whose messages go to the linked router. It has the part of ``AsyncEngine``
+    that ``Supervisor`` uses."""
 
     def __init__(self, launched: Launched) -> None:
         self._launched = launched
