@@ -158,6 +158,28 @@ async def test_a_replica_that_dials_in_again_replaces_itself(small):
     assert len(small.fleet.engines) == 1 and (await small.run("after"))[2] == "length"
 
 
+async def test_a_silent_router_is_left(small):
+    """A router that neither closes connections nor sends, as on a machine without power."""
+    await small.open(1)
+    host, old = small.hosts["replica-0"], small.hosts["replica-0"]._link
+    old.heard = -1e9
+    await small.until(lambda: host.linked and host._link is not old)
+
+
+async def test_replaced_engines_leave_their_counts_and_nothing_else(small):
+    await small.open(1)
+    await small.run("one")
+    before = await small.fleet.stats()
+    for _ in range(2):
+        old = small.fleet.engines[0]
+        os.kill(small.hosts["replica-0"].pid, signal.SIGKILL)
+        await small.until(lambda old=old: small.fleet.alive() and small.fleet.engines[0] is not old)
+        await small.fleet.stats()
+    after = await small.fleet.stats()
+    assert after.generation_tokens == before.generation_tokens > 0 and after.kv_blocks_total == before.kv_blocks_total
+    assert len(small.fleet._counted) == 2  # the living one, and the sum of the others
+
+
 async def test_times_of_another_machine_are_shown_on_this_ones_clock(small):
     await small.open(1)
     engine = small.fleet.engines[0]

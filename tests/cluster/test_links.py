@@ -1,6 +1,8 @@
 """Links prove to both ends that the other one knows the fleet's key, and bound what strangers can send."""
 
 import asyncio
+import ssl
+import subprocess
 
 import pytest
 
@@ -131,3 +133,25 @@ async def test_no_router_is_an_error_with_the_address():
     await server.wait_closed()
     with pytest.raises(LinkError, match=f"no router answers at 127.0.0.1:{port}"):
         await links.dial("127.0.0.1", port, KEY, name="r")
+
+
+async def test_with_tls_the_router_shows_its_certificate(tmp_path):
+    certificate, key = str(tmp_path / "c.pem"), str(tmp_path / "k.pem")
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+    named = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run([*made, *named], check=True, capture_output=True)
+    shown = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    shown.load_cert_chain(certificate, key)
+
+    async def router(reader, writer):
+        (await links.accept(reader, writer, KEY)).say(links.Alive())
+
+    server = await asyncio.start_server(router, "127.0.0.1", 0, ssl=shown)
+    port = server.sockets[0].getsockname()[1]
+    trusted = ssl.create_default_context(cafile=certificate)
+    link = await links.dial("127.0.0.1", port, KEY, name="r", tls=trusted)
+    assert isinstance(await link.hear(links.Alive), links.Alive)
+    link.close()
+    with pytest.raises(LinkError, match="CERTIFICATE_VERIFY_FAILED"):
+        await links.dial("127.0.0.1", port, KEY, name="r", tls=ssl.create_default_context())
+    server.close()

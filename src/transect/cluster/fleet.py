@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
 """Seconds between two checks of the links."""
+MEET_S = 60.0
+"""Seconds for the engine of an accepted replica to answer."""
 REPORT_S = 1.0
 """Seconds between two reports of its load to a replica."""
 SHORTEST_BUSY_S = 0.1
@@ -59,6 +61,8 @@ class Fleet(Replicas):
         self._alone_since = time.monotonic()
         """Time since which there has been no replica."""
         self._rates: dict[AsyncEngine, _Rate] = {}
+        self._past: Any = _Past()
+        """Key of the sum of all replaced engines in ``_counted``."""
         self._counted_at, self._counted_before = time.monotonic(), 0
         self.rate = 0.0
         """Requests per second between the last two reports."""
@@ -192,8 +196,9 @@ class Fleet(Replicas):
         peer = (writer.get_extra_info("peername") or ("?",))[0]
         try:
             link = await links.accept(reader, writer, self._key)
-            engine = await RemoteEngine.meet(self.config, self._text, self._pooling, link, self._heard)
-        except (LinkError, EngineDeadError, ValueError) as error:
+            async with asyncio.timeout(MEET_S):
+                engine = await RemoteEngine.meet(self.config, self._text, self._pooling, link, self._heard)
+        except (LinkError, EngineDeadError, ValueError, TimeoutError) as error:
             self.refused += 1
             log.warning("transect: fleet: no replica from %s: %s", peer, error)
             return
@@ -212,8 +217,15 @@ class Fleet(Replicas):
         else:
             old, self.engines[place] = self.engines[place], engine
             self._rates.pop(old, None)
+            self._fold(old)
             self._replaced(place, old)
         log.warning("transect: fleet: replica %s is ready (place %d, generation %d)", name, place, engine.generation)
+
+    def _fold(self, old: AsyncEngine) -> None:
+        """Keep the counts of a replaced engine in one sum, so that nothing else of it is kept."""
+        known = [self._counted.pop(each).of_the_past() for each in (old, self._past) if each in self._counted]
+        if known:
+            self._counted[self._past] = SchedulerStats.sum(known)
 
     def _heard(self, engine: RemoteEngine, message: links.Message) -> None:
         """Take a message of a replica's host."""
@@ -252,6 +264,7 @@ class Fleet(Replicas):
                     quiet.pop(engine, None)
                     log.error("transect: fleet: replica %s is gone: %s", getattr(engine, "name", "?"), engine.death)
             known &= set(self.engines)
+            quiet = {engine: seen for engine, seen in quiet.items() if engine in self.engines}
             if self.alive():
                 self._alone_since = time.monotonic()
             elif not self.hopes:
@@ -264,11 +277,16 @@ class Fleet(Replicas):
             now = time.monotonic()
             self.rate = (self._count - self._counted_before) / max(1e-3, now - self._counted_at)
             self._counted_at, self._counted_before = now, self._count
-            for index, engine in enumerate(self.engines):
-                if engine.death is None and isinstance(engine, RemoteEngine):
-                    with contextlib.suppress(EngineDeadError, TimeoutError):
-                        async with asyncio.timeout(REPORT_S):
-                            engine.link.say(self._load(index, engine, await engine.stats()))
+            await asyncio.gather(*(self._report_to(index, engine) for index, engine in enumerate(self.engines)))
+
+    async def _report_to(self, index: int, engine: AsyncEngine) -> None:
+        if engine.death is None and isinstance(engine, RemoteEngine):
+            with contextlib.suppress(EngineDeadError):
+                try:
+                    async with asyncio.timeout(REPORT_S):
+                        engine.link.say(self._load(index, engine, await engine.stats()))
+                except TimeoutError:  # a long step
+                    engine.link.say(links.Alive())
 
     async def _decide(self, decider: Decider) -> None:
         wanted = decider.least
@@ -338,6 +356,12 @@ class Fleet(Replicas):
             for index, engine in enumerate(self.engines)
             if isinstance(engine, RemoteEngine)
         ]
+
+
+class _Past:
+    """All engines that have been replaced."""
+
+    death = "it was replaced"
 
 
 class _Rate:

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 REDIAL_S, LONGEST_REDIAL_S = 0.1, 2.0
 """Seconds between two attempts to reach the router: at first, and at most."""
 
+SILENT_REPORTS = 5.0
+"""Seconds beyond ``lost_after_s`` for which a router, which reports every second, may be silent."""
+
 Find = Callable[[], Awaitable[tuple[str, int]]]
 
 
@@ -243,9 +246,14 @@ class Host:
             self._drained.set()
 
     async def _beat(self) -> None:
+        """Send signs of life, and leave a router that sends none: its machine may be lost without a word."""
         while True:
-            if self._link is not None:
-                self._link.say(links.Alive())
+            link = self._link
+            if link is not None:
+                link.say(links.Alive())
+                if time.monotonic() - link.heard > SILENT_REPORTS + self.settings.links.lost_after_s:
+                    log.warning("transect: replica %s: the router is silent, and is dialled again", self.name)
+                    link.cut()
             await asyncio.sleep(links.HEARTBEAT_S)
 
     async def retire(self, drain_s: float | None = None) -> None:
