@@ -298,6 +298,15 @@ def serving_kills() -> str:
     return "\n".join(_kills(_load(path)) for path in paths if (record.RESULTS / path).exists())
 
 
+def fleet_settings() -> str:
+    """Render the settings of a fleet file, without those of ``serve``."""
+    from transect.cluster.settings import LinkSettings, RaySettings, ReplicaSettings, ScalingSettings
+    from transect.spec.settings import table
+
+    kinds = {"replicas": ReplicaSettings, "links": LinkSettings, "scaling": ScalingSettings, "ray": RaySettings}
+    return "\n".join(line.replace("## ", "### ", 1) for name, kind in kinds.items() for line in table(kind, f"{name}."))
+
+
 def fail_over() -> str:
     """Render kills and stops of replicas, and the cost of replicas while nothing fails."""
     found, cost = _load("cpu/fail_over.json"), _load("cpu/replica_cost.json")
@@ -478,6 +487,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "kills": kills,
     "serving-kills": serving_kills,
     "fail-over": fail_over,
+    "fleet-settings": fleet_settings,
     "fleet-drills": lambda: cluster_tables.drills(_load("cpu/fleet_drills.json")),
     "fleet-predicted": lambda: cluster_tables.predicted(_load("cpu/fleet_predicted.json")),
     "ray-layer": lambda: cluster_tables.ray_layer(_load("cpu/ray_layer.json")),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +116,31 @@ async def test_serve_run_takes_the_same_file(settings, tmp_path):
             assert again.same_as(calm) and hit
     finally:
         ray_cluster.down(own, print)
+
+
+@pytest.mark.prove
+def test_the_chapter_can_be_followed(smollm2, tmp_path):
+    """The file and the commands of the chapter, in order, with the built-in model."""
+    text = (ROOT / "docs" / "learn" / "one-to-many.md").read_text()
+    (tmp_path / "fleet.toml").write_text(re.search(r'```toml title="fleet.toml"\n(.*?)```', text, re.DOTALL)[1])
+    commands = [line for each in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in each.splitlines()]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    said = {}
+    try:
+        for command in commands:
+            line = command.replace("transect ", f"{sys.executable} -m transect ", 1) if command[0] == "t" else command
+            done = subprocess.run(
+                line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+            )
+            assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-2000:])
+            said[command] = done.stdout
+    finally:
+        if "transect cluster down fleet.toml" not in said:
+            down = [sys.executable, "-m", "transect", "cluster", "down", "fleet.toml"]
+            subprocess.run(down, cwd=tmp_path, env=environment, timeout=120)
+    assert "2 to 3 replicas of smollm2-135m" in said["transect cluster up fleet.toml --dry-run"]
+    assert "ready on http://127.0.0.1:8410" in said["transect cluster up fleet.toml"]
+    assert "generation 2" in said["transect cluster roll fleet.toml"]
+    (answer,) = (out for command, out in said.items() if command.startswith("curl"))
+    assert json.loads(answer)["usage"]["completion_tokens"] == 16
+    assert not (tmp_path / "fleet-state" / "state.json").exists()
