@@ -109,6 +109,8 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     app.include_router(bills)
     for router in (live_routes, adapter_routes, capture_routes, release_routes):
         app.include_router(router, responses=REFUSALS)
+    for each in getattr(engine, "routes", ()):  # of a fleet
+        app.include_router(each, responses=REFUSALS)
     if options.page:
         app.include_router(page)
     app.add_middleware(Gate, serving=serving)

@@ -93,6 +93,8 @@ class Serving:
         self.engine = engine
         self.options = options
         self.metrics = Metrics(options.model_names[0])
+        for each in getattr(engine, "collectors", ()):  # of a fleet
+            self.metrics.registry.register(each)
         self.encoder = Encoder()
         self.turns = ArrivalGate()
         self.owners = Owners()

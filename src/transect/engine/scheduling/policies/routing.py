@@ -53,6 +53,11 @@ class Router:
         self._engines = [_Engine(max(1, tokens // block_size)) for tokens in capacities]
         self._turn = 0
 
+    def add(self, capacity: int) -> int:
+        """Add an engine whose prefix cache holds ``capacity`` tokens. Returns its number."""
+        self._engines.append(_Engine(max(1, capacity // self._size)))
+        return len(self._engines) - 1
+
     def load(self, engine: int) -> int:
         """Return the known number of tokens that an engine still has to compute."""
         return self._engines[engine].load
