@@ -114,9 +114,10 @@ class EngineConfig:
             that is all there ends sooner; in a server short requests would wait for long ones.
         scheduler_cls: Your own scheduler, ``FILE.py:Class`` or ``package.module.Class``: a subclass of
             ``engine.scheduling.scheduler.Scheduler``.
-        speculative_config: Speculative decoding: ``{"method": "ngram"}``, ``"suffix"``, or ``"draft_model"`` with a
-            smaller ``"model"``; the answers are the same. Names are vLLM's: ``num_speculative_tokens`` (at most),
-            ``prompt_lookup_min``, ``prompt_lookup_max``. The number of drafts of each step is chosen by expected gain.
+        speculative_config: Speculative decoding: ``{"method": "ngram"}``, ``"suffix"``, or, with a ``"model"``,
+            ``"draft_model"`` and ``"eagle3"``; the answers are the same. Names are vLLM's:
+            ``num_speculative_tokens`` (at most), ``prompt_lookup_min``, ``prompt_lookup_max``. The number of drafts of
+            each step is chosen by expected gain.
         jump_ahead: Compute runs of tokens that a grammar forces in one step; off: draw each.
         grammar_cache_bytes: Memory in bytes of compiled grammars that are kept for later requests; the least recently
             used go first.
