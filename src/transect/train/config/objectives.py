@@ -27,12 +27,15 @@ class ObjectiveKind:
         settings: a frozen dataclass, read from the table ``[NAME]`` of a run's file.
         rates: default learning rates for all weights and for adapters.
         compares: the loss compares with the model as it was when the run began.
+        part: builds what is trained beside a frozen model, from a ``TrainConfig`` and the model's ``Trainable``; None
+            if the model is trained.
     """
 
     make: Callable[[Any, Any], Any]
     settings: type
     rates: tuple[float, float] = (2e-5, 2e-4)
     compares: bool = False
+    part: Callable[[Any, Any], Any] | None = None
 
 
 @cache

@@ -59,6 +59,8 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
 
         running = max(min(MOST_RUNNING, config.grpo.prompts * config.grpo.group), config.grpo.group)
         rollouts = running * (-(-config.data.seq_len // BLOCK_SIZE) + 1) * BLOCK_SIZE
+    if config.freezes and config.task == "finetune":  # a part beside the model is small, as adapters are
+        config = replace(config, task="lora", objective="next_token", own=None)
     lora_task = config.task in ("lora", "qlora")
     lora = settled(config.lora, config.new_tokens) if lora_task else config.lora
     named = adapted(config.lora, model) if lora_task else MATRICES
