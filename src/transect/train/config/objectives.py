@@ -175,6 +175,8 @@ class GRPOConfig:
         scale_rewards: advantages are divided by the standard deviation of the ``group``, of the whole ``batch``, or by
             ``none``.
         mask_truncated: exclude answers that ended at ``max_tokens`` from training; they still count in their group.
+        engine: what draws the answers: ``shared``: the weights in training; ``adapter``: an engine of its own over the
+            base, which gets a LoRA's new weights as an adapter; ``auto``: that for a LoRA on a CPU.
     """
 
     reward: tuple[str, ...] = ("exact",)
@@ -195,6 +197,7 @@ class GRPOConfig:
     loss: Literal["dapo", "grpo", "dr_grpo", "bnpo"] = "dapo"
     scale_rewards: Literal["group", "batch", "none"] = "group"
     mask_truncated: bool = False
+    engine: Literal["auto", "shared", "adapter"] = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.reward, str):
