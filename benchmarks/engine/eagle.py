@@ -1,12 +1,13 @@
 """Train an EAGLE-3 head for a small model on a CPU, and measure its acceptance before and after.
 
-    python benchmarks/engine/eagle.py data --folder DIRECTORY       answers of the model to beginnings of this project's pages
-    python benchmarks/engine/eagle.py train --folder DIRECTORY      a head on those answers
-    python benchmarks/engine/eagle.py measure --folder DIRECTORY    both heads on pages that were held out
+    python benchmarks/engine/eagle.py data --folder DIRECTORY
+    python benchmarks/engine/eagle.py train --folder DIRECTORY [--minutes 4]
+    python benchmarks/engine/eagle.py measure --folder DIRECTORY
 
-The three parts take a few minutes each on two cores. ``measure`` lets the new head and the trained one draft three tokens
-in each step, on beginnings of pages that the data do not have, greedy and at temperature 1, and then lets the engine
-choose the number. Contenders take turns within each round; ratios are of one round; answers are compared.
+``data`` draws answers of the model to beginnings of this project's pages, and ``train`` trains a head on them;
+another call continues. ``measure`` lets the new head and the trained one draft three tokens in each step, on beginnings
+of pages that the data do not have, greedy and at temperature 1, and then lets the engine choose the number. Each takes minutes
+on two cores. Contenders take turns within each round; ratios are of one round; answers are compared.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from benchmarks import record
 from benchmarks.engine.speculation import Contender, race
 from transect import LLM, SamplingParams
 from transect.train.config import TrainConfig
+from transect.train.loop.checkpoint import list_steps, newest
 from transect.train.loop.trainer import Trainer
 
 MODEL = "smollm2-135m"
+TOKENS = 576
+"""Tokens of an optimizer step."""
 BEGIN = 24
 """Tokens of a page's part that an answer continues."""
 HELD_OUT = 7
@@ -67,7 +71,7 @@ def config_of(folder: Path, steps: int, run: str) -> TrainConfig:
             "run_dir": str(folder / run),
             "steps": steps,
             "device": "cpu",
-            "data": {"train": [str(folder / "answers.jsonl")], "seq_len": 192, "micro_batch": 960},
+            "data": {"train": [str(folder / "answers.jsonl")], "seq_len": 192, "micro_batch": TOKENS},
             "optimizer": {"learning_rate": 1e-3},
             "eagle3": {"vocabulary": 4096, "steps": 3},
         }
@@ -80,22 +84,26 @@ def train(options: argparse.Namespace) -> None:
     for line in new.objective.described():
         print(line, flush=True)
     new.trainable.snapshot()(options.folder / "new")
-    trainer = Trainer(config_of(options.folder, options.steps, "run"))
-    began, losses = time.perf_counter(), []
+    config = config_of(options.folder, options.steps, "run")
+    checkpoint = newest(config.run_dir) if list_steps(config.run_dir) else None
+    trainer = Trainer(config, checkpoint)
+    kept = options.folder / "losses.json"
+    losses: list[dict[str, float]] = json.loads(kept.read_text()) if checkpoint is not None else []
+    began = time.perf_counter()
 
     class Listening:
         def step(self, found: Any) -> None:
-            losses.append({"loss": found.loss, **found.extra})
+            losses.append({"loss": found.loss, "seconds": found.seconds, **found.extra})
             if found.step % 10 == 1:
                 print(found.step, round(found.loss, 3), {k: round(v, 3) for k, v in found.extra.items()}, flush=True)
 
-    trainer.run([Listening()])
-    seconds = time.perf_counter() - began
+    trainer.run([Listening()], lambda: time.perf_counter() - began > 60 * options.minutes)
+    kept.write_text(json.dumps(losses))
     first, last = (
-        {name: sum(each[name] for each in part) / len(part) for name in part[0]}
-        for part in (losses[:5], losses[-20:])
+        {name: sum(each[name] for each in part) / len(part) for name in part[0]} for part in (losses[:5], losses[-20:])
     )
-    found = {"steps": options.steps, "seconds": seconds, "tokens_a_step": 960, "first_5": first, "last_20": last}
+    seconds = sum(each["seconds"] for each in losses)
+    found = {"steps": len(losses), "seconds": seconds, "tokens_a_step": TOKENS, "first_5": first, "last_20": last}
     record.write(options.folder / "training.json", found)
 
 
@@ -107,7 +115,8 @@ def measure(options: argparse.Namespace) -> None:
     for name in ("new", "run/last"):
         path = str(options.folder / name)
         spec = {"method": "eagle3", "model": path}
-        llm = LLM(MODEL, speculative_config=spec, enable_prefix_caching=False, max_model_len=512, max_num_seqs=16, seed=1)
+        limits = {"enable_prefix_caching": False, "max_model_len": 512, "max_num_seqs": 16, "seed": 1}
+        llm = LLM(MODEL, speculative_config=spec, **limits)
         speculation = llm._core.scheduler.speculation
         prompts = beginnings(llm, True)[:: max(1, len(beginnings(llm, True)) // options.prompts)][: options.prompts]
         cells = {}
@@ -126,8 +135,8 @@ def measure(options: argparse.Namespace) -> None:
             cell["accepted"] = [count / rows for count in fixed.accepted_at[:3]]
             cells[f"{temperature:g}"] = cell
             speeds = {label: round(cell[label]["over_off"]["median"], 3) for label in contenders}
-            print(name, temperature, [round(each, 3) for each in cell["accepted"]], speeds,
-                  [cell[label]["equal"] for label in contenders], flush=True)
+            equal = [cell[label]["equal"] for label in contenders]
+            print(name, temperature, [round(each, 3) for each in cell["accepted"]], speeds, equal, flush=True)
         found["heads"]["trained" if name == "run/last" else name] = cells
         del llm
     record.write(options.out or record.RESULTS / "cpu" / "eagle.json", found)
@@ -140,6 +149,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=320)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--minutes", type=float, default=60, help="train for this long, and continue at the next call")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--alone", action="store_true", help="one request at a time")

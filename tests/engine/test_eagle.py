@@ -6,20 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from drafted_answers import SETTINGS, answers
+from eagle_heads import DRAFTED, save_random_head
 from naive_head import naive_drafts
 from safetensors.torch import load_file, save_file
 from tiny_llm import VOCAB, save_tiny_llm
 
 from transect import LLM, SamplingParams
-from transect.checkpoints.eagle import load_head, resolve_head, save_head
+from transect.checkpoints.eagle import load_head, resolve_head
 from transect.checkpoints.resolve import resolve
 from transect.engine.executors.gpu.head_runner import GPUHeadRunner
-from transect.models.eagle import EagleHead
 from transect.ops.opset import resolve_ops
-from transect.spec.eagle import HeadConfig
-
-LAYERS = (1, 2, 4)
-DRAFTED = 200
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +23,8 @@ def pair(tmp_path_factory):
     """Directories of a model of five layers, and of a head for it with random weights."""
     large, head = tmp_path_factory.mktemp("large"), tmp_path_factory.mktemp("head")
     save_tiny_llm(large, num_hidden_layers=5)
-    save_random_head(large, head)
+    save_random_head(large, head, (1, 2, 4))
     return str(large), str(head)
-
-
-def save_random_head(target, directory, **changes):
-    from dataclasses import replace
-
-    model = resolve(str(target)).config
-    form = HeadConfig(replace(model, n_layers=1, tied_embeddings=False), DRAFTED, model.dim, LAYERS, **changes)
-    torch.manual_seed(0)
-    head = EagleHead(form, LAYERS, embed=torch.nn.Identity(), ops=resolve_ops(), dtype=torch.float32)
-    for name, parameter in head.named_parameters():
-        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, std=0.1)
-    places = torch.randperm(model.vocab_size)[:DRAFTED].sort().values
-    save_head(head.state_dict(), places, form, directory)
 
 
 def drafting(head: str, **settings):

@@ -73,7 +73,7 @@ class AdapterEngine:
         factors = self._factors()
         settings = EngineConfig(
             model=str(source.path),
-            device=trainable.device.type,
+            device=trainable.device.type,  # type: ignore[arg-type]
             dtype="float32" if config.precision == "float32" else "auto",
             enable_lora=True,
             max_loras=2,
@@ -147,5 +147,5 @@ def content_id(factors: Factors) -> str:
         low = factors[name]
         found.update(f"{name} {low.scale!r} {list(low.a.shape)} {list(low.b.shape)}".encode())
         for tensor in (low.a, low.b):
-            found.update(tensor.detach().contiguous().view(torch.uint8).numpy())
+            found.update(tensor.detach().contiguous().view(torch.uint8).numpy().data)
     return found.hexdigest()
