@@ -1,33 +1,33 @@
 """Random schedules of clients, weights and priorities: no inversion, and no wait beyond the bound.
 
-    python benchmarks/checks/shares.py [--schedules 10000] [--minutes 4] [--seed 1] [--out FILE]
+    python benchmarks/checks/shares.py [--schedules 10000] [--minutes 4] [--processes 2]
 
 Each number is a schedule: 2 to 60 requests of four clients with different weights and priorities, which come at once,
 one by one, or behind a backlog, to an engine on a virtual clock with 1 to 8 tokens a step and 1 or 2 places, under
 ``fcfs`` or ``priority``. The shipping scheduler runs each to its end. Checked are the order within each client, and,
 with one place, the bound on the tokens that others get while a request waits, which docs/understand/policies.md states.
-Writes benchmarks/results/cpu/shares.json after every piece, and continues where a file that is there has ended: run it
-as often as it takes.
+A schedule that fails ends the check, and is named. Writes benchmarks/results/cpu/shares.json after each piece, and
+continues one of the same commit.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
-import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import record
+from benchmarks.checks._pieces import run_pieces
 
 sys.path.append(str(record.ROOT / "tests" / "helpers"))
 from share_schedules import WEIGHTS, Coming, Engine, check_order, check_waits
 
-PIECE = 250
-"""Schedules between two records."""
+SCHEDULES = 250
+"""Schedules of a piece."""
+SEED = 1
 
 
 def schedule(chance: random.Random) -> list[Coming]:
@@ -43,52 +43,42 @@ def schedule(chance: random.Random) -> list[Coming]:
     return found
 
 
-def run(number: int, seed: int) -> dict[str, Any]:
-    """Run one schedule. Returns its requests and, if a check has failed, what it said."""
-    chance = random.Random(f"{seed} {number}")
+def run(number: int) -> int:
+    """Run one schedule to its end. Returns its number of requests.
+
+    Raises:
+        AssertionError: a request came out of order, or waited beyond the bound.
+    """
+    chance = random.Random(f"{SEED} {number}")
     policy, places = chance.choice(("fcfs", "priority")), chance.choice((1, 1, 2))
     coming = schedule(chance)
     if places == 1:
         coming = [Coming(each.step, each.client, each.prompt, each.outputs, each.priority, 1) for each in coming]
     engine = Engine(policy, places, max(places, chance.randint(1, 8)))
-    try:
-        engine.run(coming)
-        if len(engine.admitted) != len(engine.states):
-            raise AssertionError("a request never got its turn")
-        check_order(engine)
-        if places == 1:
-            check_waits(engine)
-    except AssertionError as error:
-        return {"requests": len(coming), "failed": f"schedule {number}: {error}"}
-    return {"requests": len(coming), "failed": ""}
+    engine.run(coming)
+    assert len(engine.admitted) == len(engine.states), f"schedule {number}: a request never got its turn"
+    check_order(engine)
+    if places == 1:
+        check_waits(engine)
+    return len(coming)
 
 
-def main() -> int:
-    """Run schedules until there are as many as wanted, or time is up."""
+def piece(number: int) -> Counter[str]:
+    """Run the ``SCHEDULES`` schedules of a piece. Returns numbers of schedules and requests."""
+    numbers = range(number * SCHEDULES, (number + 1) * SCHEDULES)
+    return Counter(schedules=SCHEDULES, requests=sum(run(each) for each in numbers))
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", type=int, default=10_000)
     parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "shares.json")
     options = parser.parse_args()
-    kept: dict[str, Any] = json.loads(options.out.read_text()) if options.out.is_file() else {}
-    if kept.get("seed") != options.seed:
-        kept = {"seed": options.seed, "schedules": 0, "requests": 0, "failures": []}
-    end = time.monotonic() + 60 * options.minutes
-    while kept["schedules"] < options.schedules and time.monotonic() < end:
-        for number in range(kept["schedules"], min(kept["schedules"] + PIECE, options.schedules)):
-            found = run(number, options.seed)
-            kept["requests"] += found["requests"]
-            kept["failures"] += [found["failed"]] if found["failed"] else []
-            kept["schedules"] += 1
-        kept["command"] = "python benchmarks/checks/shares.py"
-        kept["environment"] = record.environment(())
-        record.write(options.out, kept)
-        print(
-            f"{kept['schedules']} schedules, {kept['requests']} requests, {len(kept['failures'])} failures", flush=True
-        )
-    return int(bool(kept["failures"]))
+    wanted = {"schedules": options.schedules, "requests": 0}
+    run_pieces(piece, wanted, options.minutes, options.processes, options.out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -33,6 +33,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _paths  # noqa: F401
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SEQUENCE, ROWS = 4096, 2
@@ -302,7 +304,7 @@ def some_ways(out: Path, ways: list[dict[str, Any]]) -> None:
         for given in ways:
             together = ranks is not None and given["ranks"] > 1  # else the others wait, without anything to do
             if together:
-                ranks.call("train_parallel:job", given)
+                ranks.call("benchmarks.train.parallel:job", given)
             row = tried(given, ranks.world if together else None)
             rows.append(row)
             whole = out.with_suffix(".new")

@@ -392,9 +392,13 @@ class Run:
         self.steps += 1
 
     def _holders(self, block_id: int) -> set[int]:
-        """The choices of requests that have a block; choices that are not forked yet get those of their leader."""
+        """The choices of requests that have a block, or had it for a step in flight before they were preempted. Choices
+        that are not forked yet get those of their leader."""
+        reading = {
+            row.seq_id for batch, _ in self.scheduler._in_flight for row in batch.rows if block_id in row.block_ids
+        }
         holding = [state for state in self._states() if any(block_id in seq.block_ids for seq in state.choices)]
-        return {seq.seq_id for state in holding for seq in state.choices}
+        return reading | {seq.seq_id for state in holding for seq in state.choices}
 
     def _states(self) -> list[RequestState]:
         return list(self.scheduler.requests.values())

@@ -27,6 +27,7 @@ that sequence.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Collection
 from itertools import islice
 from operator import attrgetter
 
@@ -98,12 +99,19 @@ class Scheduler(Bookkeeping):
     def schedule(self) -> ScheduledBatch | None:
         """Plan the next step; None if nothing can run now (no work, or all sequences wait for the step in flight). Each
         batch must be returned through ``commit``, in order."""
+        shared = self.arrivals.order.shared
+        if shared and self.held_back == "places":
+            self._yield_places()
+        paused = self.budget.rows(self.running, self.waiting).paused if shared else ()
+        batch = self._schedule(paused)
+        # Sequences whose turn it is may all lack memory.
+        return self._schedule(()) if batch is None and paused else batch
+
+    def _schedule(self, paused: Collection[int]) -> ScheduledBatch | None:
+        """Plan the next step without the running sequences of ``paused``, by seq_id."""
         block_size = self.config.block_size
         running, depth = self.running, self.config.pipeline_depth
-        if self.held_back == "places" and self.arrivals.order.shared:
-            self._yield_places()
         most = -(-len(running) // depth)
-        paused = self.budget.rows(running, self.waiting).paused if self.arrivals.order.shared else ()
         active = [seq for seq in running if seq.seq_id not in paused] if paused else running
         budget = self.budget.of_next(active, self.waiting, self._cut, self.held_back in BARRED)
         spare = budget.tokens - len(active)

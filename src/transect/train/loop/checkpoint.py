@@ -180,7 +180,8 @@ class Writer:
             _point(self.run_dir / "best", found.name)
 
     def _write(self, snapshot: Snapshot) -> None:
-        partial = self.run_dir / f".partial-{snapshot.step}-{os.getpid()}"
+        # Ranks on different machines may have equal process numbers.
+        partial = self.run_dir / f".partial-{snapshot.step}-{snapshot.rank}-{os.getpid()}"
         try:
             if snapshot.rank:
                 if snapshot.ranks > 1:

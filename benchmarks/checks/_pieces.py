@@ -1,0 +1,61 @@
+"""Runs numbered pieces of a long check in processes, in order, and records the sum after each. Resumes a record."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+
+Piece = Callable[[int], Counter[str]]
+"""Runs the piece of a number and returns its counts. An exception ends the check."""
+
+
+def run_pieces(piece: Piece, wanted: dict[str, int], minutes: float, processes: int, out: Path) -> dict[str, Any]:
+    """Run pieces until there is enough of every count, or time is up. Pieces have equal counts wherever they run.
+
+    Args:
+        piece: a function of a module, since other processes import it.
+        wanted: the least value of each count.
+        minutes: time for all pieces together.
+        processes: pieces that run at the same time; 1 runs them in this process, where a debugger can follow.
+        out: the record to write after each piece. One that exists is continued, if it is of the same commit.
+    """
+    here, command = record.environment(), record.command(f"benchmarks/checks/{Path(sys.argv[0]).name}")
+    found: dict[str, Any] = {"command": command, "environment": here, "pieces": 0, "seconds": 0.0}
+    if out.exists() and (kept := json.loads(out.read_text())).get("environment", {}).get("commit") == here["commit"]:
+        found = kept
+    counts = Counter({name: int(found.get(name, 0)) for name in wanted})
+    began, before = time.perf_counter(), float(found["seconds"])
+    numbers = itertools.count(found["pieces"])
+    # Processes are started afresh: a copy of one with threads of torch could wait for a lock for ever.
+    pool = multiprocessing.get_context("spawn").Pool(processes) if processes > 1 else None
+    try:
+        results = iter(_ordered(pool, piece, numbers, processes)) if pool else map(piece, numbers)
+        while any(counts[name] < least for name, least in wanted.items()):
+            if time.perf_counter() - began > 60 * minutes:
+                break
+            counts.update(next(results))
+            found |= {**counts, "pieces": found["pieces"] + 1, "processes": processes}
+            found["seconds"] = round(before + time.perf_counter() - began, 1)
+            record.write(out, found)
+            print(", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items()), flush=True)
+    finally:
+        if pool:
+            pool.terminate()
+    return found
+
+
+def _ordered(pool: Any, piece: Piece, numbers: Any, processes: int) -> Any:
+    """Yield the pieces' results in order, with a bounded number of pieces begun."""
+    begun = [pool.apply_async(piece, (number,)) for number in itertools.islice(numbers, 2 * processes)]
+    while True:
+        yield begun.pop(0).get()
+        begun.append(pool.apply_async(piece, (next(numbers),)))
