@@ -6,6 +6,6 @@
 * ``suffix``: votes among matches in the sequence and in earlier answers.
 * ``drawn``: drafts that an executor draws. ``model``: a smaller model of the same vocabulary, with KV blocks of its
   own. ``eagle``: an EAGLE-3 head, which reads hidden states of the engine's model.
-* ``planned``: guesses of a given acceptance, for simulations.
+* ``planned``: guesses of a given acceptance, for simulations; also those of a model whose steps take given times.
 * ``registry``: the drafters by the names of ``--speculative-config``.
 """
