@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from drafted_answers import SETTINGS, answers
+from drafted_answers import FORM, SETTINGS, answers
+from eagle_heads import save_random_head
 from tiny_llm import VOCAB, save_tiny_llm, save_tiny_llm_text
 
 from transect import LLM, SamplingParams
@@ -59,6 +60,23 @@ def test_a_model_with_the_same_distribution_is_always_right_at_high_temperature(
     llm.generate(["abc", "defghij"], params)
     stats = llm.stats()
     assert stats.drafted_tokens == sum(stats.accepted_at.values()) == 2 * 32
+
+
+@pytest.mark.parametrize("lag", [False, True], ids=["lag 0", "lag 1"])
+def test_tokens_that_a_grammar_forces_are_drafts_without_a_draw(pair, lag):
+    """Of seven characters the grammar forces two, and the small model draws the others only."""
+    large, equal, _ = pair
+    llm = LLM(large, speculative_config=drafting(equal, adaptive=False), async_scheduling=lag, **SETTINGS)
+    executor, drawn = llm._core.scheduler.speculation.model.executor, []
+    submit = executor.submit
+    executor.submit = lambda batch: drawn.extend(row for row in batch.rows if row.draws) or submit(batch)
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=5, structured_outputs=FORM)
+    (answer,) = llm.generate("abc", params)[0].outputs
+    stats = llm.stats()
+    assert stats.drafted_tokens == sum(stats.accepted_at.values())  # the same distribution and the same noise
+    assert len(drawn) < 0.9 * stats.drafted_tokens and answer.text.count(";") == 6
+    plain = LLM(large, async_scheduling=lag, jump_ahead=False, **SETTINGS).generate("abc", params)[0].outputs[0]
+    assert plain.token_ids == answer.token_ids
 
 
 def test_the_kv_of_shared_prompts_is_computed_once(pair):
@@ -136,12 +154,14 @@ def test_a_step_that_raises_leaves_the_small_model_in_step(pair):
 
 
 @pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_ranks_plan_the_same_drafts_and_answer_the_same(pair, layout):
+def test_ranks_plan_the_same_drafts_and_answer_the_same(pair, layout, tmp_path):
     """The ranks compare their plans in every step (``check_plans``)."""
     large, _, other = pair
     specs = [{"method": "suffix", "prompt_lookup_min": 1, "num_speculative_tokens": 3, "adaptive": False}]
     if layout == "tensor_parallel_size":
-        specs += [drafting(other, adaptive=False), drafting(other)]
+        save_random_head(large, tmp_path, (1, 2))
+        head = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3, "adaptive": False}
+        specs += [drafting(other, adaptive=False), drafting(other), head]
     params = SamplingParams(max_tokens=24, seed=1, ignore_eos=True, temperature=0.5, n=2)
     found = []
     for spec in (None, *specs):

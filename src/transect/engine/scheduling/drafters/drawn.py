@@ -18,7 +18,7 @@ from ....costs.steps import StepLoad
 from ..batch import Clock, Draw, Executor, Handle, ScheduledBatch, ScheduledRow, StepResult
 from ..constraint import Constraint
 from ..request import Sequence
-from .drafter import Timed
+from .drafter import Timed, forced_after
 
 Drafts = dict[int, tuple[int, ...]]
 """Drafts by seq_id."""
@@ -181,8 +181,9 @@ class DrawnDrafts:
 
     def _draw(self, mirrors: dict[int, Drafting], counts: dict[int, int], drafts: dict[int, list[int]]) -> None:
         """Draw token after token. An executor that computes beside the host gets the next step before its result is
-        taken."""
+        taken, unless a grammar may force tokens, which join the drafts without a draw."""
         live = set(mirrors)
+        left = dict(counts)  # drafts that are not drawn yet
         before: list[int] = []
         pending: tuple[list[int], Handle, StepLoad, float] | None = None
 
@@ -194,20 +195,29 @@ class DrawnDrafts:
                 result = handle.result()
                 self._note(load, began)
                 for seq_id in ids:
-                    if seq_id in live and not self._take(mirrors[seq_id], result, drafts[seq_id]):
+                    if seq_id not in live:
+                        continue
+                    forced = self._take(mirrors[seq_id], result, drafts[seq_id], left[seq_id])
+                    if forced is None:
                         live.discard(seq_id)
+                    else:
+                        left[seq_id] -= forced
 
         for depth in range(max(counts.values(), default=0)):
-            ids = [seq_id for seq_id in mirrors if seq_id in live and counts[seq_id] > depth]
+            if any(mirrors[seq_id].constraint is not None for seq_id in live):
+                take()
+            ids = [seq_id for seq_id in mirrors if seq_id in live and left[seq_id] > 0]
             if not ids:
                 break
-            rows = []
+            rows, single = [], True
             for seq_id in ids:
                 mirror = mirrors[seq_id]
                 rows.append(self._row(mirror, mirror.length - mirror.scheduled, draws=True))
+                single = single and rows[-1].num_tokens == 1
                 mirror.scheduled = mirror.length
                 mirror.length += 1
-            handle, load, began = self._submit(rows, again=depth > 0 and ids == before)
+                left[seq_id] -= 1
+            handle, load, began = self._submit(rows, again=depth > 0 and single and ids == before)
             take()
             handle.draw()
             pending, before = (ids, handle, load, began), ids
@@ -215,17 +225,23 @@ class DrawnDrafts:
                 take()
         take()
 
-    def _take(self, mirror: Drafting, result: StepResult, drafts: list[int]) -> bool:
-        """Append what was drawn for a sequence. False if nothing can follow."""
+    def _take(self, mirror: Drafting, result: StepResult, drafts: list[int], left: int) -> int | None:
+        """Append what was drawn for a sequence, and up to ``left`` tokens that its grammar forces after it. Returns the
+        number of those; None if nothing can follow."""
         token = result.tokens.get(mirror.draws[0].seq_id)
         if token is None:
-            return False
+            return None
         constraint = mirror.constraint
         if constraint is not None and constraint.accept(token) is not None:
-            return False
-        mirror.output_token_ids.append(token)
-        drafts.append(token)
-        return token not in mirror.stop_ids and not (constraint is not None and constraint.terminated)
+            return None
+        tokens = [token]
+        if token not in mirror.stop_ids and constraint is not None and not constraint.terminated:
+            tokens += forced_after(constraint, left, mirror.stop_ids)
+        mirror.output_token_ids += tokens
+        drafts += tokens
+        mirror.length += len(tokens) - 1
+        ended = tokens[-1] in mirror.stop_ids or (constraint is not None and constraint.terminated)
+        return None if ended else len(tokens) - 1
 
     def _row(self, mirror: Drafting, take: int, *, draws: bool) -> ScheduledRow:
         return ScheduledRow(
