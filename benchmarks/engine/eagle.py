@@ -6,8 +6,8 @@
 
 ``data`` draws answers of the model to beginnings of this project's pages, and ``train`` trains a head on them;
 another call continues. ``measure`` lets the new head and the trained one draft three tokens in each step, on beginnings
-of pages that the data do not have, greedy and at temperature 1, and then lets the engine choose the number. Each takes minutes
-on two cores. Contenders take turns within each round; ratios are of one round; answers are compared.
+of pages that the data do not have, greedy and at temperature 1, and then lets the engine choose the number. Each takes
+minutes on two cores. Contenders take turns within each round; ratios are of one round; answers are compared.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def config_of(folder: Path, steps: int, run: str) -> TrainConfig:
             "steps": steps,
             "device": "cpu",
             "data": {"train": [str(folder / "answers.jsonl")], "seq_len": 192, "micro_batch": TOKENS},
-            "optimizer": {"learning_rate": 1e-3},
+            "optimizer": {"learning_rate": 2e-3},
             "eagle3": {"vocabulary": 4096, "steps": 3},
         }
     )
@@ -140,6 +140,27 @@ def measure(options: argparse.Namespace) -> None:
         found["heads"]["trained" if name == "run/last" else name] = cells
         del llm
     record.write(options.out or record.RESULTS / "cpu" / "eagle.json", found)
+
+
+def eagle_table(result: dict[str, Any]) -> str:
+    """Format the acceptance and the speed of both heads, by temperature."""
+    training = result["training"]
+    lines = [
+        "| head | temperature | first draft accepted | first two | all three | fixed 3 over off | chosen over off "
+        "| same tokens |",
+        "|---" * 8 + "|",
+    ]
+    for name, cells in result["heads"].items():
+        for temperature, cell in cells.items():
+            shares = " | ".join(f"{share:.0%}" for share in cell["accepted"])
+            speeds = " | ".join(f"{cell[each]['over_off']['median']:.2f}" for each in ("fixed 3", "chosen"))
+            equal = "yes" if cell["chosen"]["equal"] and cell["fixed 3"]["equal"] else "NO"
+            lines.append(f"| {name} | {temperature} | {shares} | {speeds} | {equal} |")
+    machine = result["environment"]
+    trained = f"{training['steps']} steps of {training['tokens_a_step']} tokens, {training['seconds'] / 60:.0f} minutes"
+    where = f"{machine['cores']} cores of an {machine['processor']}, torch {machine['packages']['torch']}"
+    made = f"`{result['command']}` after {trained} of training, on {where}, {record.made_at([machine])}."
+    return "\n".join(lines) + f"\n\n{made}\n"
 
 
 def main() -> None:

@@ -123,16 +123,17 @@ def build_engine(
     Raises:
         ValueError: the model, a setting or the memory is at fault; the message says what to change.
     """
-    if config.enable_lora and mesh is not None:
-        raise ValueError(
-            "enable_lora runs on one device so far: leave out data_parallel_size, or serve (transect serve)"
-        )
     source = resolve(config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter)
     ends = source.config.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
     device, reason = device_for(config)
     if device.type == "cuda":
         device = device if mesh is None else mesh.world.device
         torch.cuda.set_device(device)
+    if config.enable_lora and mesh is not None and (device.type == "cuda" or mesh.layout.size > mesh.tensor.size):
+        raise ValueError(
+            "enable_lora runs on one GPU, or on tensor parallel ranks of a CPU: leave out the sizes of other layouts, "
+            "or serve replicas (transect serve --data-parallel-size)"
+        )
     max_num_seqs, max_num_batched_tokens = config.limits(device.type)
     report: tuple[str, ...] = ()
     executor: Executor
@@ -200,7 +201,7 @@ def build_engine(
     lag = int(ahead) if config.pipeline_parallel_size == 1 else config.pipeline_parallel_size - 1
     padding = getattr(executor, "padding", None)
     log_of = decision_log(config, scheduler, lag, source.config, storage, device, padding)
-    store = _adapter_store(config, source, executor, scheduler)
+    store = _adapter_store(config, source, executor, scheduler, mesh)
     if config.speculation is not None:
         executor = Drafted(executor)
     if drafting is not None:
@@ -230,13 +231,13 @@ def build_engine(
 
 
 def _adapter_store(
-    config: EngineConfig, source: ModelSource, executor: Any, scheduler: Scheduler
+    config: EngineConfig, source: ModelSource, executor: Any, scheduler: Scheduler, mesh: Mesh | None
 ) -> AdapterStore | None:
     """Create the store of adapters in host memory, from which the executor fills the slots of its model."""
     if not config.enable_lora:
         return None
     adapters: RowAdapters = executor.model.adapters
-    store = AdapterStore(source, adapters, config)
+    store = AdapterStore(source, adapters, config, None if mesh is None else shard_of(source.config, mesh))
     store.in_use = lambda: {state.spec.adapter for state in scheduler.requests.values() if state.spec.adapter}
     executor.adapters = AdapterSlots(adapters, store.get)
     return store

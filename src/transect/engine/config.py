@@ -310,11 +310,11 @@ class EngineConfig:
             raise ValueError(
                 "adapter is for all requests and enable_lora for those that name one: leave one of them out"
             )
-        if self.tensor_parallel_size * self.pipeline_parallel_size > 1 or self.enable_expert_parallel:
+        if self.pipeline_parallel_size > 1 or self.enable_expert_parallel:
             raise ValueError(
-                "enable_lora runs on one device so far: leave out tensor_parallel_size, pipeline_parallel_size and "
-                "enable_expert_parallel (replicas by data_parallel_size are possible), or merge the adapter "
-                "(transect export --merge)"
+                "enable_lora runs on one device, or on tensor parallel ranks of a CPU: leave out "
+                "pipeline_parallel_size and enable_expert_parallel (replicas by data_parallel_size are possible), or "
+                "merge the adapter (transect export --merge)"
             )
         if self.cpu_offload_gb or self.offload_folder:
             raise ValueError(

@@ -143,16 +143,14 @@ def new_head(model: ModelConfig, settings: Eagle3Config) -> HeadConfig:
 
 @torch.no_grad()
 def _draw(head: EagleHead, trainable: Trainable, seed: int) -> None:
-    """Set the weights of a new head: the high state passes ``fc`` unchanged, and the norm is the model's."""
+    """Draw the weights of a new head. (A head that began as the model's last layers would be sure of the token that it
+    is given, and worse than one that begins at random.)"""
     generator = torch.Generator(trainable.device).manual_seed(seed)
     for name, parameter in head.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
         else:
             parameter.normal_(std=0.02, generator=generator)
-    weights, width = dict(head.named_parameters()), head.config.dim
-    weights["fc.weight"][:, -width:] += torch.eye(width, device=trainable.device, dtype=weights["fc.weight"].dtype)
-    weights["head.norm.weight"].copy_(trainable.model.norm.weight)
 
 
 class Eagle3(NextToken):
@@ -168,8 +166,9 @@ class Eagle3(NextToken):
         places = self._head.head.places_W
         if not self._settings.start:
             places.copy_(_most_frequent(counts, len(places)))
-            # The model's own rows are a better beginning than random ones.
-            rows = self._model.head.dense()[places]
+            # The model's own rows, of a size at which logits are small.
+            rows = self._model.head.dense()[places].float()
+            rows *= 0.5 / (rows.std() * math.sqrt(rows.shape[1]))
             trainable.parameters["head.lm_head.weight"].data.copy_(rows)
         self._covered = float(counts[places.cpu().numpy()].sum() / max(1, counts.sum()))
 
