@@ -30,9 +30,11 @@ class LayerTaps:
         self.states: list[Tensor] = []
         """Inputs ``[T, D]`` of the layers of the newest pass."""
 
-    def take(self, layer: int, x_TD: Tensor) -> None:
-        """Take the residual stream in front of a layer, if it is one of ``layers``."""
+    def take(self, layer: int, x_TD: Tensor, *, reused: bool = False) -> None:
+        """Take the residual stream in front of a layer, if it is one of ``layers``. ``reused``: a later layer may write
+        to this memory."""
         if layer in self.layers:
+            x_TD = x_TD.clone() if reused else x_TD
             self.states = [x_TD] if layer == self.layers[0] else [*self.states, x_TD]
 
     def keep(self, context: AttentionContext) -> None:

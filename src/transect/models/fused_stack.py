@@ -178,7 +178,7 @@ class FusedStack:
             products, norm = layer.on_stream, layer.mlp_norm
             assert products is not None
             if taps is not None:
-                taps.take(layer.index, x_TD)
+                taps.take(layer.index, x_TD, reused=True)
             if qkv is None:
                 qkv = products.qkv.linear(stream)
             last = None if after is not None else context.wanted

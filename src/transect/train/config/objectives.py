@@ -175,8 +175,8 @@ class GRPOConfig:
         scale_rewards: advantages are divided by the standard deviation of the ``group``, of the whole ``batch``, or by
             ``none``.
         mask_truncated: exclude answers that ended at ``max_tokens`` from training; they still count in their group.
-        engine: what draws the answers: ``shared``: the weights in training; ``adapter``: an engine of its own over the
-            base, which gets a LoRA's new weights as an adapter; ``auto``: that for a LoRA on a CPU.
+        engine: source of the answers: ``shared``: the weights in training; ``adapter``: a separate engine over the
+            base, which gets a LoRA's new weights as an adapter; ``auto``: ``adapter`` for a LoRA on a CPU.
     """
 
     reward: tuple[str, ...] = ("exact",)
