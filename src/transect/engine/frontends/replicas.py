@@ -100,7 +100,8 @@ class Replicas(Generates):
     def __init__(self, config: EngineConfig, engines: Sequence[AsyncEngine]) -> None:
         self.config = config
         self.engines = list(engines)
-        self._router = Router([engine.info.kv_tokens for engine in engines], config.block_size)
+        more = {"slots": config.max_loras} if config.enable_lora else {}
+        self._router = Router([engine.info.kv_tokens for engine in engines], config.block_size, **more)
         self._streams: dict[str, OutputStream] = {}
         """The requests that have not ended."""
         self._where: dict[str, AsyncEngine] = {}
@@ -254,7 +255,8 @@ class Replicas(Generates):
                 yield None
                 return
             open_ones = [index for index in living if self.engines[index] not in full] or living
-            ticket = self._router.send(stream.prompt_token_ids, most, open_ones)
+            named = {} if stream.adapter is None else {"adapter": stream.adapter.id}
+            ticket = self._router.send(stream.prompt_token_ids, most, open_ones, **named)
             self.num_routed += 1
             self.routed.append((stream.request_id, stream.client, ticket))
             engine = self._where[stream.request_id] = self.engines[ticket.engine]
