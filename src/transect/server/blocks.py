@@ -11,6 +11,7 @@ from ..engine.scheduling.sampling_params import SamplingParams
 from ..search.settings import SearchSettings
 from ..text.tools.spec import ToolUse
 from .answers import AnswerPiece, AnswerReader, Answers
+from .capture.slips import RequestContent
 from .generation import Generation
 from .http.body import aside
 from .http.deadline import Deadline
@@ -134,10 +135,15 @@ class Conversation:
         """State of the search, where the last news was nothing else."""
         self.blocks = Blocks()
         self.ending = Ending("stop", None)
+        self._api, self._tools, self._streamed = "chat", (), False
         self.thought_tokens = 0
         """Tokens of the answer that were thoughts; known when the answer has ended."""
         self.continued = False
         """True while updates are approximate (``Update.approximate``)."""
+
+    def describe(self, api: str, tools: Sequence[Any] | None, streamed: bool) -> None:
+        """Describe the request for captures and metrics (``RequestContent``)."""
+        self._api, self._tools, self._streamed = api, tools or (), streamed
 
     async def start(
         self, template_kwargs: dict[str, Any] | None = None, *, goes_on: bool = False
@@ -179,6 +185,9 @@ class Conversation:
         else:
             more = (self._answers, 0, self.deadline, self._template_kwargs)
             self.generation = Searching(self.serving, self.search, self.prompt, self.messages, params, *more)
+        reader = None if self._answers.plain else self._answers.reader
+        asked = RequestContent(self._api, self.params, self.messages, (), self._tools, reader, self._streamed)
+        self.generation.describe(asked)
         await self.generation.start()
         return self.generation
 

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ..engine.scheduling.sampling_params import SamplingParams
 from ..search.local import check_adapters, question_of
@@ -29,7 +29,11 @@ from .openai.protocol import ChatMessage
 from .openai.replies import PromptDetails, Usage
 from .operations import request_log
 from .prompts import chat_prompt
+from .releases import current_version, forget_version
 from .serving import Serving
+
+if TYPE_CHECKING:
+    from .capture.slips import RequestContent
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,10 @@ class Searching:
         self._parts: dict[int, Generation] = {}
         self._source: AsyncGenerator[Event | SearchProgress, None] | None = None
         self._held: Event | SearchProgress | None = None
+        self._version, self._counted = current_version(), False
+        self._failed = False
+        forget_version()  # its engine requests are one request of the version
+        self._asked: RequestContent | None = None
         serving.owners.note(self.id)
         plain = [message.plain() for message in messages]
         adapter = current_adapter()
@@ -97,6 +105,11 @@ class Searching:
         except ValueError as error:
             raise ApiError(400, str(error), param="search", code="invalid_value") from None
 
+    def describe(self, asked: RequestContent) -> Self:
+        """Describe the request, for captures and for the metrics of released versions; returns this object."""
+        self._asked = asked
+        return self
+
     def usage(self) -> Usage:
         """Return the token counts of all branches and judges so far."""
         parts = [each.usage() for each in self._parts.values()]
@@ -118,6 +131,9 @@ class Searching:
             ApiError: the engine refused, is gone, or took too long. Nothing is left running.
         """
         try:
+            if self._version is not None:
+                self._version.begin()
+                self._counted = True
             self._source = self._events()
             self._held = await anext(self._source, None)  # the start: nothing was submitted before
             self._held = await anext(self._source, None)
@@ -156,6 +172,9 @@ class Searching:
         """End everything that still runs in the engine. May be called repeatedly."""
         if self._source is not None:
             await self._source.aclose()
+        if self._counted and self._version is not None:
+            self._version.end(self._failed)
+            self._counted = False
         usage = self.usage()
         request_log.note(
             prompt_tokens=usage.prompt_tokens,
@@ -170,6 +189,7 @@ class Searching:
                 async for state in states:
                     yield SearchProgress(state)
         except ValueError as error:
+            self._failed = True
             raise ApiError(500, str(error), code="search_failed") from None
         assert self._run.result is not None
         self.report = self._run.result.to_dict()
@@ -181,7 +201,21 @@ class Searching:
             self.id, prompt.text, prompt.token_ids, None, [output], True, 0, RequestMetrics(time.monotonic())
         )
         update = Update(self.id, 0, output.text, list(output.token_ids), **ending, final=final)  # type: ignore[arg-type]
+        self._keep(final)
         yield Event(0, 0, update)
+
+    def _keep(self, final: RequestOutput) -> None:
+        """Give the answer to the captures and to the version's metrics."""
+        if self._asked is None:
+            return
+        if self._version is not None:
+            self._version.answered(self._asked, final)
+        if self._serving.captures is not None:
+            release = "" if self._version is None else self._version.release
+            slip = self._serving.captures.begin(self.id, self._asked, self._serving.model_name, release)
+            if slip is not None:
+                slip.take(0, final)
+                self._serving.captures.end(slip, None, True)
 
     # ---- what ``follow`` asks for ------------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ class Messages:
         params = body.sampling_params(serving.engine.sampling_defaults)
         search = requested_search(body.search, body)
         self.conversation = Conversation(serving, body.conversation(), params, body.tool_use(), deadline, search)
+        self.conversation.describe("messages", body.tools, bool(body.stream))
 
     async def whole(self) -> Raw:
         """Return the answer in one piece."""

@@ -18,6 +18,7 @@ from ..http.deadline import Deadline
 from ..http.errors import ApiError
 from ..http.sse import CONTINUED, Raw, named_event
 from ..searches import requested_search
+from ..sender import current_sender
 from ..serving import Serving
 from .protocol import ChatMessage
 from .responses_protocol import ResponsesRequest, as_message
@@ -29,12 +30,14 @@ MOST_BYTES = 32 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """An answer as JSON, the conversation up to and including it, their bytes, and the client's name."""
+    """An answer as JSON, the conversation up to and including it, their bytes, the client's name, and the beginning of
+    the conversation as of its first request."""
 
     answer: bytes
     messages: list[ChatMessage]
     size: int
     owner: str
+    beginning: str
 
 
 class ResponseStore:
@@ -48,7 +51,7 @@ class ResponseStore:
         """Keep an answer, with the whole conversation up to and including it."""
         answer = msgspec.json.encode(response)
         size = len(answer) + sum(len(message.model_dump_json()) for message in messages)
-        self._kept[response["id"]] = _Kept(answer, messages, size, current_client().name)
+        self._kept[response["id"]] = _Kept(answer, messages, size, current_client().name, current_sender().beginning)
         self._bytes += size
         while len(self._kept) > MOST_KEPT or self._bytes > MOST_BYTES:
             self._bytes -= self._kept.popitem(last=False)[1].size
@@ -64,6 +67,11 @@ class ResponseStore:
             message = f"the response {response_id[:80]!r} is not kept by this server: send the conversation as input"
             raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
         return found.answer, found.messages
+
+    def beginning(self, response_id: str | None) -> str:
+        """Return the beginning of the conversation that led to an answer; empty if it is not remembered."""
+        found = None if response_id is None else self._kept.get(response_id)
+        return "" if found is None else found.beginning
 
     def forget(self, response_id: str) -> None:
         """Delete an answer. Raises ApiError as ``find`` does."""
@@ -83,6 +91,7 @@ class Responses:
         params = body.sampling_params(serving.engine.sampling_defaults)
         search = requested_search(body.search, body)
         self.conversation = Conversation(serving, [*system, *self._kept], params, body.tool_use(), deadline, search)
+        self.conversation.describe("responses", body.tools, bool(body.stream))
         self._number = -1
 
     async def whole(self) -> Raw:
