@@ -1,7 +1,7 @@
 """Search beside single requests and beside optillm: speed, accuracy on exact tasks, tokens of adaptive stopping.
 
     python benchmarks/engine/search.py [--model MODEL] [--dummy] [--device cpu] [--parts speed tasks server]
-                                       [--tasks 100] [--rounds 5] [--optillm PROGRAM] [--out FILE]
+                                       [--tasks 100] [--served 24] [--rounds 5] [--optillm PROGRAM] [--out FILE]
 
 ``speed``: tokens per second of ``--branches`` branches of one prompt, beside as many requests that find the prompt in
 the prefix cache, and the most KV blocks that each held. Contenders take turns.
@@ -223,7 +223,7 @@ CONTENDERS: dict[str, dict[str, dict[str, Any]]] = {
 def served(options: argparse.Namespace) -> dict[str, Any]:
     """Measure wall time and accuracy over HTTP, with and without optillm in between."""
     family = FAMILIES["sum"]
-    asked = family.tasks(options.tasks, 1)
+    asked = family.tasks(options.served, 1)
     command = [sys.executable, "-m", "transect", "serve", options.model, "--port", "0", "--served-model-name", "m"]
     with tempfile.TemporaryDirectory() as folder:
         verifier = Path(folder) / "checks.py"
@@ -296,6 +296,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tasks", type=int, default=100)
+    parser.add_argument("--served", type=int, default=24, help="tasks over HTTP")
     parser.add_argument("--families", nargs="+", default=["add", "puzzle", "lot"], choices=sorted(FAMILIES))
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--optillm", help="program of optillm 0.3.20 in an environment of its own")
