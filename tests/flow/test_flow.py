@@ -167,7 +167,7 @@ def test_a_model_is_made_judged_released_watched_and_promoted(place, serving, mo
 
     worse = run_here("flow", "run", file, "--set", "gate.exam.least=0.99")
     assert worse.returncode == 1
-    assert "1 of 3 checks against ../model fail: exam: 0% right of 6" in worse.stdout.replace("\n", " ")
+    assert "1 of 3 checks against ../model failed: exam: 0% right of 6" in worse.stdout.replace("\n", " ")
 
 
 @pytest.mark.prove
