@@ -12,12 +12,14 @@ import { PageElement } from './element'
 import { icon } from './icons'
 import './key-dialog'
 import type { KeyDialog } from './key-dialog'
-import './reports/view'
+import { BOARD } from './reports/view'
 
 type Part = 'chat' | 'engine' | 'reports'
 type Theme = 'auto' | 'light' | 'dark'
 
-const PARTS: Record<Part, string> = { chat: 'Chat', engine: 'Engine', reports: 'Reports' }
+const ALL: Record<Part, string> = { chat: 'Chat', engine: 'Engine', reports: 'Reports' }
+/** The parts that are there: `transect board` has no model. */
+const PARTS = (BOARD ? { reports: ALL.reports } : ALL) as Record<Part, string>
 const THEMES: Theme[] = ['auto', 'light', 'dark']
 const STORED_THEME = 'transect.theme'
 const RETRY_MS = 1000
@@ -49,7 +51,7 @@ export class TransectPage extends PageElement {
 
   private readonly follow = (): void => {
     const [, part = '', ...rest] = location.hash.split('/')
-    this.shown = part in PARTS ? (part as Part) : 'chat'
+    this.shown = part in PARTS ? (part as Part) : (Object.keys(PARTS)[0] as Part)
     this.path = rest.map(decoded).join('/')
     document.title = `${PARTS[this.shown]} · Transect`
   }
@@ -94,7 +96,7 @@ export class TransectPage extends PageElement {
     return html`
       <a class="skip" href="#main" @click=${this.skip}>Skip to the content</a>
       <header class="bar">
-        <a class="brand" href="#/chat"><img src="page/icon.svg" alt="" width="24" height="24" /><span>Transect</span></a>
+        <a class="brand" href="#/${Object.keys(PARTS)[0]}" aria-label="Transect"><img src="page/icon.svg" alt="" width="24" height="24" /><span>Transect</span></a>
         <nav aria-label="Parts of this page">${(Object.keys(PARTS) as Part[]).map(link)}</nav>
         <div class="bar-end">
           <button class="quiet" @click=${this.changeTheme} title="Theme: ${this.theme}" aria-label="Theme: ${this.theme}">
@@ -107,15 +109,20 @@ export class TransectPage extends PageElement {
       </header>
       <div class="connection" role="status">${this.connectionLine()}</div>
       <main id="main" tabindex="-1">
-        <chat-view .api=${this.api} .active=${this.shown === 'chat'} .path=${this.rest('chat')}
-          ?hidden=${this.shown !== 'chat'}></chat-view>
-        <engine-view .api=${this.api} .active=${this.shown === 'engine'} .path=${this.rest('engine')}
-          ?hidden=${this.shown !== 'engine'}></engine-view>
+        ${BOARD ? nothing : this.withModel()}
         <report-view .api=${this.api} .active=${this.shown === 'reports'} .path=${this.rest('reports')}
           ?hidden=${this.shown !== 'reports'}></report-view>
       </main>
       <key-dialog .api=${this.api}></key-dialog>
     `
+  }
+
+  private withModel() {
+    return html`
+      <chat-view .api=${this.api} .active=${this.shown === 'chat'} .path=${this.rest('chat')}
+        ?hidden=${this.shown !== 'chat'}></chat-view>
+      <engine-view .api=${this.api} .active=${this.shown === 'engine'} .path=${this.rest('engine')}
+        ?hidden=${this.shown !== 'engine'}></engine-view>`
   }
 
   private rest(part: Part): string {

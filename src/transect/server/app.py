@@ -14,6 +14,7 @@ from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel
 
 from .. import __version__
+from ..search.methods.registry import search_prefixes
 from .anthropic.messages import Messages, count_tokens
 from .anthropic.messages import error_event as message_error
 from .anthropic.protocol import CountRequest, MessagesRequest
@@ -45,6 +46,8 @@ from .openai.responses_protocol import ResponsesRequest
 from .operations.adapter_routes import adapter_routes
 from .operations.bills import bills
 from .operations.health import health_of, scrape
+from .operations.live import Watches
+from .operations.live_routes import live_routes
 from .operations.release_routes import release_routes
 from .operations.routes import operations
 from .options import ServerOptions
@@ -97,14 +100,17 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     serving = Serving(engine, options, renderer)
     app.state.serving = serving
     app.state.responses = ResponseStore()
+    app.state.watches = Watches(engine)
     errors.install(app)
     app.include_router(api)
     app.include_router(plain)
     app.include_router(operations)
     app.include_router(retrieval, responses=REFUSALS)
     app.include_router(bills)
-    for router in (adapter_routes, capture_routes, release_routes):
+    for router in (live_routes, adapter_routes, capture_routes, release_routes):
         app.include_router(router, responses=REFUSALS)
+    for each in getattr(engine, "routes", ()):  # of a fleet
+        app.include_router(each, responses=REFUSALS)
     if options.page:
         app.include_router(page)
     app.add_middleware(Gate, serving=serving)
@@ -219,6 +225,8 @@ async def models(request: Request) -> ModelList:
     """List the names that requests may give as ``model``."""
     serving = _serving(request)
     names = [*serving.version_names(), *serving.releases.names()]
+    if serving.options.search_models:
+        names += [f"{prefix}-{name}" for name in names for prefix in search_prefixes()]
     return ModelList(data=[_model(serving, name) for name in names])
 
 

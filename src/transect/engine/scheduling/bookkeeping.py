@@ -359,6 +359,7 @@ class Bookkeeping:
             step_seconds=self.times.measured,
             predicted_step_seconds=self.times.predicted,
             finished=dict(self._finished),
+            kv_evictions=self.cache.evictions,
             **({} if self.speculation is None else self.speculation.counts()),
         )
 
