@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...engine.scheduling.decisions import Added
-from .live_log import News
+from .live_log import LogNews
 from .log import bare_id
 from .meter import PARTS, Meter, Span
 from .work import StepWork
@@ -37,7 +37,7 @@ class GrowingBill:
         """Positions up to the newest token."""
         self.reason = ""
 
-    def take(self, news: News) -> None:
+    def take(self, news: LogNews) -> None:
         """Read the next events of the log; steps that were taken before are ignored."""
         for each in news.added:
             if self._added is None and f"{each.request_id}-".startswith(f"{self.name}-"):
