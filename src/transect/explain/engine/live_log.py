@@ -71,7 +71,7 @@ class LiveLog:
         """Ended sequences of requests that were never described, until ``adopt``."""
 
     def adopt(self, requests: Iterable[Added]) -> None:
-        """Add unfinished requests that joined before the first event that was taken (``SchedulerSnapshot.requests``)."""
+        """Add unfinished requests of a snapshot, which joined before the first event that was taken."""
         for each in requests:
             if each.first_seq in self.requests or each.first_seq in self._gone:
                 continue

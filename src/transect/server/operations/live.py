@@ -1,7 +1,7 @@
 """Watch engines for readers of ``/live``: one task for each engine that has readers, none otherwise.
 
-A watch reads what the decision log has anyway, and asks the engine a few times a second for a snapshot of its block
-tables. Readers get the same deltas; one that falls behind begins anew.
+A watch reads the decision log, which is kept anyway, and asks the engine for its block tables a few times a second. All
+readers get the same deltas; a slow reader that misses some gets the whole state again.
 """
 
 from __future__ import annotations
