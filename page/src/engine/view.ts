@@ -279,15 +279,22 @@ export class EngineView extends PageElement {
   private kvPanel(model: EngineModel, followed: number | null) {
     const kv = model.blockCounts()
     const evictions = model.stats.kv_evictions
+    const operator = model.state.operator
     const hits = model.stats.prefix_query_tokens ? model.stats.prefix_hit_tokens! / model.stats.prefix_query_tokens : null
     return html`<section class="card panel">
       <h2>KV blocks</h2>
       <p class="hint">The memory of keys and values, in blocks of ${model.state.limits.block_size} tokens. A colour is a request; a
         dot marks blocks that several share; grey ones are free, but a prompt that begins alike can use their contents.</p>
       <kv-map .model=${model} .version=${model.kvVersion} .followed=${followed}></kv-map>
+      <ul class="legend">
+        <li><span class="swatch mine"></span>of one request</li>
+        <li><span class="swatch shared"></span>shared</li>
+        <li><span class="swatch cached"></span>${operator ? 'free, contents cached' : 'not yours'}</li>
+        ${operator ? html`<li><span class="swatch free"></span>free</li><li><span class="swatch evicted"></span>evicted just now</li>` : nothing}
+      </ul>
       <p class="figures numbers">
         <span><b>${count(kv.own)}</b> own</span><span><b>${count(kv.shared)}</b> shared</span>
-        ${model.state.operator
+        ${operator
           ? html`<span><b>${count(kv.cached)}</b> cached</span><span><b>${count(kv.free)}</b> free</span>
               <span><b>${count(evictions ?? 0)}</b> evicted so far</span>
               ${hits === null ? nothing : html`<span><b>${percent(hits)}</b> of prompts found in the cache</span>`}`
