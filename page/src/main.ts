@@ -22,7 +22,7 @@ const ALL: Record<Part, string> = { chat: 'Chat', engine: 'Engine', reports: 'Re
 const PARTS = (BOARD ? { reports: ALL.reports } : ALL) as Record<Part, string>
 const THEMES: Theme[] = ['auto', 'light', 'dark']
 const STORED_THEME = 'transect.theme'
-const RETRY_MS = 2000
+const RETRY_MS = 1000
 
 @customElement('transect-page')
 export class TransectPage extends PageElement {
@@ -137,7 +137,7 @@ export class TransectPage extends PageElement {
   private connectionLine() {
     if (this.connection === 'lost')
       return html`<p class="notice warning">The server does not answer. This page tries again every
-        ${RETRY_MS / 1000} seconds; nothing of yours is lost.</p>`
+        second; nothing of yours is lost.</p>`
     if (this.connection === 'back') return html`<p class="notice good">The server is back.</p>`
     return nothing
   }

@@ -291,7 +291,7 @@ def test_without_a_mouse(page):
     page.wait_for_function("() => document.title.startsWith('Engine')")
 
 
-@pytest.mark.parametrize("width", [360, 700])
+@pytest.mark.parametrize("width", [360, pytest.param(700, marks=pytest.mark.prove)])
 def test_a_phone(new_page, server, ask, width):
     page = new_page(server.url, viewport={"width": width, "height": 700}, has_touch=True)
     ask(page, "explain recursion")

@@ -4,5 +4,5 @@
 * ``recorder``: the thread that writes. ``captures``: consent, sampling and metrics.
 * ``routes``: ``/v1/feedback`` and the operator's ``/v1/captures``.
 
-The files are described in ``flow/watch/captures.py``.
+The module ``captures`` of ``flow/watch`` describes the files.
 """

@@ -19,6 +19,8 @@ from typing import Any
 WINDOW, OVERLAP = 8192, 2048
 SLOW_S = 0.5
 """Seconds of a search in one window after which a rule is taken for unusable."""
+PAUSE_S = 1e-5
+"""Sleep after a search. A thread that waits for the interpreter gets it during a real sleep, not during one of 0 s."""
 MOST_RULES = 64
 
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]{0,6000}?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)")
@@ -73,7 +75,7 @@ class Redaction:
         self,
         more: Mapping[str, re.Pattern[str] | None] | None = None,
         counted: Callable[[str, int], None] = lambda name, count: None,
-        pause: Callable[[], None] = lambda: time.sleep(0),
+        pause: Callable[[], None] = lambda: time.sleep(PAUSE_S),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         rules = {**BUILT_IN, **(more or {})}
