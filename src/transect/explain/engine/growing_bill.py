@@ -60,9 +60,9 @@ class GrowingBill:
             if row is not None and (end := step.end(row)) >= max(prompt, self._end + 1):
                 self._end, self._last = end, step.at or 0.0
                 self._first = self._first or self._last
-        for end in news.ends:
-            if end.leader == added.first_seq and end.choice == 0:
-                self.reason = end.reason
+        for ended in news.ends:
+            if ended.leader == added.first_seq and ended.choice == 0:
+                self.reason = ended.reason
 
     def _add_up(self) -> None:
         """Add the new pieces of the meter to the sums. The last piece stays there: the next one begins at its end."""
