@@ -46,6 +46,7 @@ from benchmarks.plan import validation as plan_validation
 from benchmarks.server import clients, hostile_schemas, http_vs_offline, request_walk
 from benchmarks.server import load as serve_load
 from benchmarks.server import load_cpu as serve_load_cpu
+from benchmarks.tables import cluster as cluster_tables
 from benchmarks.tables import engine as engine_tables
 from benchmarks.tables import explain as explain_tables
 from benchmarks.tables import formats as format_tables
@@ -266,7 +267,7 @@ def flow_settings() -> str:
     from transect.spec.settings import table
 
     tables = [*((step.settings, f"{name}.") for name, step in steps().items())]
-    tables += [(measure.settings, f"gate.NAME, measure = \"{name}\".") for name, measure in measures().items()]
+    tables += [(measure.settings, f'gate.NAME, measure = "{name}".') for name, measure in measures().items()]
     return "\n".join(line for kind, where in tables for line in table(kind, where))
 
 
@@ -345,6 +346,15 @@ def drift() -> str:
     for name, found in result["found"].items():
         lines.append(f"| {name} | " + " | ".join(f"{value:.0%}" for value in found.values()) + " |")
     return "\n".join([*lines, _here(result)])
+
+
+def fleet_settings() -> str:
+    """Render the settings of a fleet file, without those of ``serve``."""
+    from transect.cluster.settings import LinkSettings, RaySettings, ReplicaSettings, ScalingSettings
+    from transect.spec.settings import table
+
+    kinds = {"replicas": ReplicaSettings, "links": LinkSettings, "scaling": ScalingSettings, "ray": RaySettings}
+    return "\n".join(line.replace("## ", "### ", 1) for name, kind in kinds.items() for line in table(kind, f"{name}."))
 
 
 def fail_over() -> str:
@@ -527,6 +537,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "kills": kills,
     "serving-kills": serving_kills,
     "fail-over": fail_over,
+    "fleet-settings": fleet_settings,
+    "fleet-drills": lambda: cluster_tables.drills(_load("cpu/fleet_drills.json")),
+    "fleet-predicted": lambda: cluster_tables.predicted(_load("cpu/fleet_predicted.json")),
+    "ray-layer": lambda: cluster_tables.ray_layer(_load("cpu/ray_layer.json")),
+    "two-hosts": lambda: cluster_tables.two_hosts(_load("cpu/two_hosts.json")),
     "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
     "structure": lambda: structure.table(_load("cpu/structure.json")),
     "speed-of-trees": lambda: speed_of_trees.table(_load("cpu/speed_of_trees.json")),

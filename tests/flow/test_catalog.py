@@ -42,7 +42,12 @@ def catalog(request, tmp_path, monkeypatch):
 
 def add(catalog, base, folder, value: float = 0.0, made_from: str = "x"):
     adapter = save_adapter(folder, base, value)
-    return catalog.add("units", model_of(str(adapter)), adapter, {"made_from": made_from, "data": {"version": "d1"}})
+    return catalog.add(
+        "units",
+        model_of(str(adapter)),
+        adapter,
+        {"made_from": made_from, "start": "", "against": "", "data": {"version": "d1"}},
+    )
 
 
 def test_versions_count_up_and_equal_ones_are_one(catalog, base, tmp_path) -> None:

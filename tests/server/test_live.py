@@ -245,6 +245,21 @@ def test_the_bill_of_an_answer_adds_up(server):
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "request_not_found"
 
 
+def test_the_openai_client_reads_a_search_as_an_answer_and_the_bill_has_all_branches(server):
+    """It skips the progress; usage, tree and bill count the same tokens."""
+    search = {"method": "adaptive", "n": 6, "wave": 3, "extract": "text", "budget": 60}
+    stream = server.client.chat.completions.create(
+        model="m", messages=HELLO, max_tokens=12, seed=1, stream=True, stream_options={"include_usage": True},
+        extra_body={"search": search},
+    )  # fmt: skip
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    trees = [chunk.search for chunk in chunks if "branches" in (getattr(chunk, "search", None) or {})]
+    assert text and len(trees) == 1 and chunks[-1].usage.completion_tokens == trees[0]["tokens"] > 12
+    bill = httpx.get(f"{server.url}/v1/requests/{chunks[0].id}/bill", timeout=PATIENCE_S).json()
+    assert len(bill["parts"]) == len(trees[0]["branches"]) and bill["output_tokens"] >= trees[0]["tokens"]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_client_that_leaves_gets_nothing_more_and_its_blocks_come_back(server, stream):
     wait_for(server.kv_is_free, "an idle server")

@@ -25,6 +25,7 @@ COMMANDS = {
         "chat": "Talk to a model.",
         "generate": "Continue a prompt.",
         "reload": "Replace the engines of a running server.",
+        "cluster": "Run a fleet of replicas on many machines.",
         "demo": "Stream eight chats from a server at once.",
         "drill": "Kill a replica in the middle of answers, and compare every byte.",
         "top": "Show what a server does now.",

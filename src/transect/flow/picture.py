@@ -62,7 +62,7 @@ def draw(state: Mapping[str, Any]) -> RenderableType:
             lines.append(Text(f"{bar}  {text}", overflow="fold"))
         figures = outcome.get("figures", {})
         for name, verdict in figures.items():
-            if isinstance(verdict, Mapping) and "passed" in verdict:
+            if isinstance(verdict, Mapping) and "passed" in verdict and verdict["reason"] not in outcome["reason"]:
                 sign, style = MARKS["done" if verdict["passed"] else "stopped"]
                 lines.append(Text(f"{bar}  {sign} {name}: {verdict['reason']}", style=style, overflow="fold"))
         if step["state"] != "failed" and (text := shown(figures)):

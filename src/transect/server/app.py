@@ -14,6 +14,7 @@ from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel
 
 from .. import __version__
+from ..search.methods.registry import search_prefixes
 from .anthropic.messages import Messages, count_tokens
 from .anthropic.messages import error_event as message_error
 from .anthropic.protocol import CountRequest, MessagesRequest
@@ -108,6 +109,8 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     app.include_router(bills)
     for router in (live_routes, adapter_routes, capture_routes, release_routes):
         app.include_router(router, responses=REFUSALS)
+    for each in getattr(engine, "routes", ()):  # of a fleet
+        app.include_router(each, responses=REFUSALS)
     if options.page:
         app.include_router(page)
     app.add_middleware(Gate, serving=serving)
@@ -222,6 +225,8 @@ async def models(request: Request) -> ModelList:
     """List the names that requests may give as ``model``."""
     serving = _serving(request)
     names = [*serving.version_names(), *serving.releases.names()]
+    if serving.options.search_models:
+        names += [f"{prefix}-{name}" for name in names for prefix in search_prefixes()]
     return ModelList(data=[_model(serving, name) for name in names])
 
 

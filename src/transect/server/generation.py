@@ -71,6 +71,8 @@ class Generation:
         priority: lower runs earlier.
         deadline: time by which the last token must have arrived; None for the server's limit from now.
         pooling: return vectors of the prompts (``RequestOutput.pooled``).
+        adapter: name of the adapter; None for the one that the HTTP request has chosen.
+        part_of: id, if this is a part of a larger work.
         given: tokens that the answers begin with, see ``Request.output_token_ids``; they count as part of the prompt.
     """
 
@@ -82,9 +84,12 @@ class Generation:
         priority: int = 0,
         deadline: Deadline | None = None,
         pooling: Pooling | None = None,
+        *,
+        adapter: str | None = None,
+        part_of: str | None = None,
         given: Given | None = None,
     ) -> None:
-        self.id = uuid.uuid4().hex
+        self.id = part_of or uuid.uuid4().hex
         self.created = int(time.time())
         self.prompts, self.params = prompts, params
         self.completion_tokens = 0
@@ -99,7 +104,9 @@ class Generation:
         self._counted = False
         self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
-        self._client, self._adapter = current_client(), current_adapter()
+        self._client, self._adapter = current_client(), current_adapter() if adapter is None else adapter
+        self._dropped: set[int] = set()
+        """Choices that ``drop`` has ended."""
         serving.owners.note(self.id)
         self._deadline = deadline or Deadline(serving.options.request_timeout_s)
         self._version = current_version()
@@ -179,6 +186,11 @@ class Generation:
                 if event.update.final is not None:
                     results[event.prompt] = event.update.final
         return [results[index] for index in range(len(self.prompts))]
+
+    async def drop(self, choice: int) -> None:
+        """End a choice of a request with one prompt; its last update has the finish reason "abort"."""
+        self._dropped.add(choice)
+        await self._serving.engine.abort(f"{self.id}-0", choice)
 
     async def aclose(self) -> None:
         """Abort everything that still runs in the engine. May be called repeatedly."""
@@ -324,7 +336,7 @@ class Generation:
             timer.choice_finished(update.finish_reason)
         if update.finish_reason == "error":
             raise ApiError(500, update.error or "the engine failed while running this request", code="engine_error")
-        if update.finish_reason == "abort":
+        if update.finish_reason == "abort" and update.index not in self._dropped:
             raise ApiError(503, update.error or "the request was ended by the server", code="aborted")
         if update.final is not None:
             self._answered(index, update.final)

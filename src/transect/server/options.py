@@ -15,6 +15,8 @@ from ..spec.settings import About, check_values
 if TYPE_CHECKING:
     from .http.clients import ApiKey
 
+VERIFIERS, HEADS = "--verifier", "--reward-head"
+
 
 @dataclass(frozen=True)
 class ServerOptions:
@@ -26,6 +28,12 @@ class ServerOptions:
             needs ``--enable-lora``.
         allowed_lora_dir: Directory below which adapters may be loaded while the server runs. The adapters in it are
             served by their directories' names, and loaded when first asked for. Default: none.
+        verifiers: Python judge of searches, ``NAME=FILE.py:FUNCTION``; repeatable. It runs in a process with limits,
+            and requests name it as ``search.score``.
+        reward_heads: Reward model of searches, ``NAME=FILE``; repeatable. The file has a linear head over the hidden
+            states of the model, or of the adapter called NAME.
+        search_budget: Tokens of one search at most, over all its branches. Default: no limit.
+        search_models: List model names with the prefixes of search methods, such as ``bon-MODEL``, in ``/v1/models``.
         host: Local address to listen on; 0.0.0.0 for all.
         port: Port to listen on; 0 for any free one.
         uds: Listen on this Unix socket, not on host and port.
@@ -81,6 +89,10 @@ class ServerOptions:
     model_names: Annotated[tuple[str, ...], About(option="served-model-name")]
     lora_modules: tuple[str, ...] = ()
     allowed_lora_dir: str | None = None
+    verifiers: Annotated[tuple[str, ...], About(option="verifier")] = ()
+    reward_heads: Annotated[tuple[str, ...], About(option="reward-head")] = ()
+    search_budget: Annotated[int | None, About(least=1)] = None
+    search_models: bool = False
     host: str = "127.0.0.1"
     port: Annotated[int, About(least=0, most=65535)] = 8000
     uds: str | None = None
@@ -120,6 +132,8 @@ class ServerOptions:
     releases: str | None = None
 
     def __post_init__(self) -> None:
+        from ..search.judges import BUILTIN
+        from ..search.programs import named_places
         from ..text.reasoning import thoughts_of
         from ..text.tools.registry import shape_of
 
@@ -129,6 +143,10 @@ class ServerOptions:
         clash = sorted(named_modules(self.lora_modules).keys() & set(self.model_names))
         if clash:
             raise ValueError(f"{clash[0]} is the name of the model and of an adapter: give one of them another name")
+        judges = [*named_places(self.verifiers, VERIFIERS), *named_places(self.reward_heads, HEADS)]
+        for name in judges:
+            if name in BUILTIN or judges.count(name) > 1:
+                raise ValueError(f"{name} is the name of another judge of searches: choose another for it")
         keys = [*(each.key for each in self.keys), *self.admin_api_keys]
         if any(not key or not key.isascii() for key in keys):
             raise ValueError("api keys must be non-empty and plain ASCII")

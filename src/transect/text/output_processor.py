@@ -301,9 +301,11 @@ class OutputProcessor:
             self._end(request, choice, update, output.finish_reason, output.stop_reason, output.error)
         return update
 
-    def finish(self, request_id: str, reason: str = "abort", error: str | None = None) -> list[Update]:
-        """End every running choice of a request from outside the engine, e.g. because its client or the engine has
-        ended.
+    def finish(
+        self, request_id: str, reason: str = "abort", error: str | None = None, choice: int | None = None
+    ) -> list[Update]:
+        """End every running choice of a request, or one of them, from outside the engine, e.g. because its client or
+        the engine has ended.
 
         Returns:
             One terminal update for each choice that was running, with its held-back text; [] for an unknown request.
@@ -313,12 +315,12 @@ class OutputProcessor:
         if request is None:
             return []
         updates = []
-        for choice in request.choices:
-            if not choice.output.finished:
-                index = choice.output.index
+        for each in request.choices:
+            index = each.output.index
+            if not each.output.finished and choice in (None, index):
                 update = Update(request_id, index, num_cached_tokens=request.num_cached_tokens)
                 update.aborts.append((request_id, index))
-                self._end(request, choice, update, reason, None, error)
+                self._end(request, each, update, reason, None, error)
                 updates.append(update)
         return updates
 

@@ -40,9 +40,9 @@ class AdapterQueue:
         return len(self._files) + len(self.loaded)
 
     @property
-    def num_requests(self) -> int:
-        """Requests that wait for their adapters."""
-        return len(self._waiting)
+    def waiting(self) -> list[str]:
+        """Ids of the waiting requests."""
+        return list(self._waiting)
 
     def add(self, request: Request, files: AdapterFiles) -> None:
         """Queue a request now, or as soon as its adapter is in memory. Raises what ``add`` of ``__init__`` raises."""

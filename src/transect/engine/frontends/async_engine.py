@@ -11,22 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import functools
-import shutil
-import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-import msgspec
 import zmq
-import zmq.asyncio
 
 from ...checkpoints.peft_config import AdapterFiles
-from ...checkpoints.resolve import resolve
-from ...spec.layouts.shards import first_shard
-from ...text.model_text import ModelText, load_text, text_settings
+from ...text.model_text import ModelText
 from ...text.output_processor import Given, OutputProcessor, Update
 from ...text.outputs import RequestOutput
 from ..config import EngineConfig
@@ -40,16 +32,22 @@ from ..scheduling.snapshot import SchedulerSnapshot
 from . import wire
 from .generating import Generates
 from .inputs import check_params, check_token_ids, checked_submit, default_params, with_token_ids
+from .launch import launch
 from .questions import Questions
-from .socket_folder import NAME, make_socket_folder
 from .streams import EngineDeadError, EngineHealth, OutputStream
 from .vllm_arguments import engine_settings
 
 STOP_WAIT_S = 5.0
+"""Seconds for the process to end by itself."""
 MOST_UNREAD = 4096
 """Most requests that the engine has not read yet."""
 UNREAD_RETRY_S = 5.0
 """Seconds after which clients may retry if the engine does not read its messages."""
+
+
+def ended_how(code: int) -> str:
+    """Describe the end of a process by its exit code, which is negative after a signal."""
+    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
 
 class AsyncEngine(Generates):
@@ -98,59 +96,21 @@ class AsyncEngine(Generates):
         config = (config if config is not None else EngineConfig(**engine_settings(settings))).for_server()
         if config.replicas > 1:
             raise ValueError("one AsyncEngine is one replica: start several with engine.replicas.start_engines")
-        # The name is resolved here, once: a download shows its progress, and both processes read the same files.
-        find = functools.partial(
-            resolve, config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter
-        )
-        source = await asyncio.to_thread(find)
-        first_shard(source.config, config.layout)  # before processes are started for what cannot be
-        directory = make_socket_folder()
-        loading = asyncio.ensure_future(asyncio.to_thread(load_text, source, **text_settings(config)))
-        context = zmq.asyncio.Context()
-        process = None
+        launched = await launch(config, cls.process_module)
         try:
-            socket = context.socket(zmq.PAIR)
-            socket.set_hwm(0)
-            endpoint = f"ipc://{directory}/{NAME}"
-            socket.bind(endpoint)
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", cls.process_module, endpoint),
-                stdin=asyncio.subprocess.PIPE,
-                process_group=0,  # a terminal's Ctrl-C is the parent's business, also before the process can ignore it
-            )
-            assert process.stdin is not None
-            text = await loading
-            default_params(text.defaults)  # what is wrong with them is said now, not to the first client
-            ends = text.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
-            adapter = None if source.adapter is None else str(source.adapter.path)
-            process_config = dataclasses.replace(
-                config, model=str(source.path), revision=None, adapter=adapter, eos_token_ids=ends
-            )
-            settings_bytes = msgspec.msgpack.encode(dataclasses.asdict(process_config))
-            process.stdin.write(len(settings_bytes).to_bytes(wire.CONFIG_LENGTH_BYTES, "little") + settings_bytes)
-            engine = cls(config, text)
-            engine.default_pooling = default_pooling(source.path)
-            engine._attach(process, socket, context)
+            engine = cls(config, launched.text)
+            engine.default_pooling = default_pooling(launched.path)
+            engine._attach(launched.process, launched.socket, launched.context)
             await engine._ready
-            # The two are connected, and need no path any more: whatever ends this process, no folder is left behind.
-            shutil.rmtree(directory, ignore_errors=True)
-            return engine
         except BaseException:
-            loading.cancel()
-            if process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-            context.destroy(linger=0)
-            shutil.rmtree(directory, ignore_errors=True)
+            await launched.abandon()
             raise
+        launched.connected()
+        return engine
 
-    def _attach(
-        self,
-        process: asyncio.subprocess.Process,
-        socket: zmq.asyncio.Socket,
-        context: zmq.asyncio.Context,
-    ) -> None:
+    def _attach(self, process: Any, socket: Any, context: Any) -> None:
+        """Begin to exchange messages. The three have the methods of ``asyncio.subprocess.Process`` and of zmq's sockets
+        and contexts that this class calls."""
         self._process, self._socket, self._context = process, socket, context
         self._receiver = asyncio.create_task(self._receive())
         self._receiver.add_done_callback(self._receiver_ended)
@@ -205,7 +165,7 @@ class AsyncEngine(Generates):
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def snapshot(self, request_id: str) -> RequestOutput | None:
-        """Return the current state of a request; None if it has ended and only its last update is in transit."""
+        """Return the current state of a request; see ``Generates``."""
         return self._processor.snapshot(request_id) if request_id in self._processor else None
 
     async def stream(
@@ -283,20 +243,21 @@ class AsyncEngine(Generates):
             if not self._streams:
                 self._idle.set()
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; its stream gets a terminal update with ``finish_reason`` "abort" for each running choice."""
+    async def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it; see ``Generates``."""
         if request_id not in self._streams:
             return
-        for update in self._processor.finish(request_id):
+        for update in self._processor.finish(request_id, choice=choice):
             self._streams[request_id].mailbox.put(update)
         if self._death is None:
-            await self._send(wire.Abort(request_id))
+            await self._send(wire.Abort(request_id, choice))
 
-    def end(self, stream: OutputStream) -> list[Update]:
-        """End a request that is in no engine. Returns the terminal updates of its running choices."""
+    def end(self, stream: OutputStream, choice: int | None = None) -> list[Update]:
+        """End a request that is in no engine, or one choice of it. Returns the terminal updates of what this ends."""
         stream.enter(self._processor)
-        stream.state = None
-        return self._processor.finish(stream.request_id)
+        updates = self._processor.finish(stream.request_id, choice=choice)
+        stream.state = self._processor.release(stream.request_id)
+        return updates
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -481,10 +442,14 @@ class AsyncEngine(Generates):
     async def _watch(self) -> None:
         code = await self._process.wait()
         await asyncio.sleep(0.05)  # its last words may still be under way
-        reason = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        self._die(f"the engine process {reason}")
+        reason = self._end_of(code)
+        self._die(reason)
         if not self._ready.done():
-            self._ready.set_exception(EngineDeadError(f"the engine process {reason} while starting"))
+            self._ready.set_exception(EngineDeadError(f"{reason} while starting"))
+
+    def _end_of(self, code: int) -> str:
+        """Return the reason for the engine's end, from the exit code of its process."""
+        return f"the engine process {ended_how(code)}"
 
     def _die(self, reason: str) -> None:
         """Report the engine's end to every stream and every waiter once; the first reason is kept."""

@@ -60,6 +60,11 @@ class Generates(ABC):
     ) -> AsyncGenerator[Update, None]:
         """Yield deltas of all choices until each has had its terminal update. Raises as ``generate`` does."""
 
+    @abstractmethod
+    async def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it; its stream gets a terminal update with ``finish_reason`` "abort"
+        for each running choice that this ends."""
+
     async def generate(
         self,
         prompt: str | Sequence[int] | Mapping[str, Any],

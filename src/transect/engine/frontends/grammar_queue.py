@@ -52,6 +52,11 @@ class GrammarQueue:
         """Content ids of the adapters of these requests."""
         return {late.request.adapter for late in self._late.values()}
 
+    @property
+    def waiting(self) -> list[str]:
+        """Ids of the waiting requests."""
+        return list(self._late)
+
     def add(self, request: Request) -> None:
         """Queue a request now, or as soon as its grammar is compiled. Raises the errors of ``EngineCore.add``."""
         params = request.params.structured_outputs

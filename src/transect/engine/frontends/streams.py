@@ -74,8 +74,8 @@ class OutputStream:
         """Choices whose last update has not been taken."""
         self.number = 0
         """Number of the request's submit to its engine."""
-        self.aborted = False
-        """True if the request was aborted while no engine had it."""
+        self.aborted: list[int | None] = []
+        """Choices that were aborted while no engine had the request; None for all of them."""
         self.engine: Any = None
         """The ``AsyncEngine`` that had the request last, if there are several."""
         self.deaths = self.all_deaths = 0

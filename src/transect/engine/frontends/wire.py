@@ -73,11 +73,16 @@ class ForgetAdapter(msgspec.Struct, tag="forget"):
     id: str
 
 
+class NewCaller(msgspec.Struct, tag="caller"):
+    """Drop all requests, and count submits from 1 again: another process takes over as the caller. Answered by one
+    ``Ready``; what is sent before that belongs to the caller before."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """End the process; requests still running are dropped."""
 
 
-ToEngine = Submit | Abort | StatsQuery | Look | ResetPrefixCache | LoadAdapter | ForgetAdapter | Shutdown
+ToEngine = Submit | Abort | StatsQuery | Look | ResetPrefixCache | LoadAdapter | ForgetAdapter | NewCaller | Shutdown
 
 
 class Ready(msgspec.Struct, tag="ready"):

@@ -214,7 +214,7 @@ class Sequence:
         """``RequestState.num_cached_tokens``, once ``plain``."""
         self.constraint: Constraint | None = spec.new_constraint()
         """Constraint that has accepted ``output_token_ids``."""
-        self.draws = (
+        self.draws: tuple[Draw, ...] = (
             Draw(
                 seq_id=seq_id,
                 choice=index,

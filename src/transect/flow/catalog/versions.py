@@ -95,6 +95,11 @@ class VersionCatalog:
         found = (self.version(path.name) for path in self._folders(model))
         return [each for each in found if each is not None]
 
+    def lineages(self, model: str) -> list[dict[str, Any]]:
+        """List the lineages of a model's versions, newest first, without reading weights."""
+        found = (read_json(path / LINEAGE) for path in reversed(self._folders(model)))
+        return [each for each in found if each is not None]
+
     def add(self, model: str, weights: FlowModel, folder: Path, lineage: Mapping[str, Any]) -> ModelVersion:
         """Register a model, or return the version that has its weights and its origin already.
 
@@ -106,11 +111,10 @@ class VersionCatalog:
             ValueError: the files cannot be written.
         """
         key = key_of([weights.digest, lineage.get("made_from")])
-        known = self._folders(model)
-        for path in known:
-            if (read_json(path / LINEAGE) or {}).get("key") == key:
-                return self._registered(model, path.name)
-        number = max((_number(path.name) for path in known), default=0) + 1
+        for known in self.lineages(model):
+            if known["key"] == key:
+                return self._registered(model, known["version"])
+        number = max((_number(path.name) for path in self._folders(model)), default=0) + 1
         name = f"{model}-v{number}"
         partial = self.path / f".partial-{name}"
         with writing(self.path / name):

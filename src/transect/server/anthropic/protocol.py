@@ -102,6 +102,7 @@ class MessagesRequest(CountRequest):
     temperature: float | None = None
     top_k: Whole | None = None
     top_p: float | None = None
+    search: dict[str, Any] | None = None
 
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Build the sampling parameters from the given fields; the others come from the model's ``defaults``.

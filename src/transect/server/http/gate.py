@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..adapters import choose_adapter
 from ..operations import request_log
 from ..releases import forget_version
+from ..searches import choose_method
 from ..sender import set_sender
 from ..serving import Serving
 from .clients import Client, Clients
@@ -109,6 +110,7 @@ class Gate:
         path = scope["path"].removeprefix(root)
         client = self._clients.of(scope)
         choose_adapter("")
+        choose_method(None)
         forget_version()
         set_sender()
         shut = path == METRICS and self.serving.options.protect_metrics

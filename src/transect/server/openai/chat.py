@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...engine.scheduling.sampling_params import MAX_CHOICES
 from ...text.tools.spec import tool_use
@@ -16,6 +16,8 @@ from ..http.deadline import Deadline
 from ..http.errors import ApiError, bad_value
 from ..http.sse import CONTINUED, PLACE, TextEvents, event
 from ..prompts import chat_prompt, effort_kwargs
+from ..searches import requested_search
+from ..searching import Searching, SearchProgress
 from ..serving import Serving
 from .logprobs import chat_logprobs, prompt_logprobs
 from .long_replies import all_chat_logprobs
@@ -30,6 +32,8 @@ from .replies import (
     CompletionDetails,
     Delta,
     FunctionCall,
+    SearchChunk,
+    SearchedChat,
     ToolCall,
     Usage,
     finish_reason,
@@ -61,6 +65,7 @@ class Chat:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         self.top = body.top_logprobs or 0
+        self.search = requested_search(body.search, body)
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         defaults = serving.engine.sampling_defaults
         limit = defaults.limit(limit)
@@ -112,6 +117,10 @@ class Chat:
             return message.replace("max_tokens", "max_completion_tokens", 1)
         return message
 
+    def _template_kwargs(self) -> dict[str, Any]:
+        effort = effort_kwargs(self.serving, self.body.reasoning_effort)
+        return {**effort, **(self.body.chat_template_kwargs or {})}
+
     async def _prompt(self) -> Prompt:
         prompt = await chat_prompt(
             self.serving,
@@ -121,10 +130,7 @@ class Chat:
             truncate=self.body.truncate_prompt_tokens,
             room=self.params.max_tokens or 1,
             add_special=self.body.add_special_tokens is True,
-            template_kwargs={
-                **effort_kwargs(self.serving, self.body.reasoning_effort),
-                **(self.body.chat_template_kwargs or {}),
-            },
+            template_kwargs=self._template_kwargs(),
             use=self.use,
         )
         said = self.body.messages[-1].text if self.body.continue_final_message else ""
@@ -136,7 +142,7 @@ class Chat:
             raise bad_value(str(error), FIELDS) from None
         return prompt
 
-    async def _prepare(self) -> Generation | Beams:
+    async def _prepare(self) -> Generation | Beams | Searching:
         prompt = await self._prompt()
         width, room = self.params.n, self.serving.engine.max_model_len - len(prompt.token_ids)
         beams = beam_params(self.body, self.params, width, room)
@@ -147,8 +153,12 @@ class Chat:
         )
         if beams is not None:
             return Beams(self.serving, [prompt], beams, width, priority, self.deadline).describe(asked)
-        generation = Generation(self.serving, [prompt], self.params, priority, self.deadline, given=self.given)
-        return generation.describe(asked)
+        if self.search is None:
+            generation = Generation(self.serving, [prompt], self.params, priority, self.deadline, given=self.given)
+            return generation.describe(asked)
+        kwargs, messages = self._template_kwargs(), self.body.messages
+        more = (self.answers, priority, self.deadline, kwargs)
+        return Searching(self.serving, self.search, prompt, messages, self.params, *more).describe(asked)
 
     async def whole(self) -> ChatResponse:
         """Return the answer in one piece."""
@@ -158,7 +168,7 @@ class Chat:
         outputs = result.outputs if self.given is None else result.outputs[-1:]
         readers = [self.answers.reader() for _ in outputs]
         choices = [await self._choice(*each) for each in zip(outputs, readers, strict=True)]
-        return ChatResponse(
+        response = ChatResponse(
             id=f"chatcmpl-{generation.id}",
             created=generation.created,
             model=self.serving.model_name,
@@ -167,8 +177,13 @@ class Chat:
             prompt_logprobs=prompt_logprobs(result.prompt_logprobs),
             prompt_token_ids=result.prompt_token_ids if self.body.return_token_ids else None,
         )
+        if isinstance(generation, Searching):
+            return SearchedChat(**dict(response), search=generation.report)
+        return response
 
-    def _usage(self, generation: Generation | Beams, read: Iterable[tuple[AnswerReader, CompletionOutput]]) -> Usage:
+    def _usage(
+        self, generation: Generation | Beams | Searching, read: Iterable[tuple[AnswerReader, CompletionOutput]]
+    ) -> Usage:
         """Return the token counts; ``read``: each answer with its reader."""
         usage = generation.usage()
         if self.answers.thinks:
@@ -207,28 +222,32 @@ class Chat:
         sent."""
         async with self.deadline:
             generation = await self._prepare()
-        assert isinstance(generation, Generation), "beams are not streamed"
+        assert not isinstance(generation, Beams), "beams are not streamed"
         await generation.start()
         return self._chunks(generation)
 
-    async def _chunks(self, generation: Generation) -> AsyncIterator[bytes]:
+    async def _chunks(self, generation: Generation | Searching) -> AsyncIterator[bytes]:
         texts: dict[int, TextEvents] = {}
         readers: dict[int, AnswerReader] = {}
         final: RequestOutput | None = None
         async with generation:
             async for news in generation:
-                if news.update.approximate:
-                    yield CONTINUED
                 body = b""
-                if news.choice not in texts:
-                    first = ChunkChoice(index=news.choice, delta=Delta(role="assistant", content=""))
+                index = 0 if isinstance(news, SearchProgress) else news.choice
+                if index not in texts:
+                    first = ChunkChoice(index=index, delta=Delta(role="assistant", content=""))
                     chunk = self._chunk(generation, [first])
                     if self.body.return_token_ids:
                         chunk.prompt_token_ids = generation.prompts[0].token_ids
                     body = event(chunk)
-                    choice = ChunkChoice(index=news.choice, delta=Delta(content=PLACE))
-                    texts[news.choice] = TextEvents(self._chunk(generation, [choice]))
-                    readers[news.choice] = self.answers.reader()
+                    choice = ChunkChoice(index=index, delta=Delta(content=PLACE))
+                    texts[index] = TextEvents(self._chunk(generation, [choice]))
+                    readers[index] = self.answers.reader()
+                if isinstance(news, SearchProgress):
+                    yield body + event(self._progress(generation, news))
+                    continue
+                if news.update.approximate:
+                    yield CONTINUED
                 update, reader = news.update, readers[news.choice]
                 final = update.final or final
                 piece = reader.feed(update.text, update.finish_reason, update.stop_reason)
@@ -245,6 +264,10 @@ class Chat:
                     else [(readers[each.index], each) for each in final.outputs if each.index in readers]
                 )
                 yield event(self._chunk(generation, [], self._usage(generation, read)))
+
+    def _progress(self, generation: Generation | Searching, news: SearchProgress) -> SearchChunk:
+        """Build a chunk that ordinary clients read as an empty piece of the answer."""
+        return SearchChunk(**dict(self._chunk(generation, [ChunkChoice(index=0, delta=Delta())])), search=news.state)
 
     def _pieces(self, news: Event, piece: AnswerPiece, reader: AnswerReader) -> list[ChunkChoice]:
         """Split an update into chunks: the new parts, then the end by itself."""
@@ -271,7 +294,9 @@ class Chat:
         tokenizer, with_ids = self.serving.engine.tokenizer, bool(self.body.return_token_ids)
         return chat_logprobs(positions, token_ids, self.top, tokenizer, with_ids)
 
-    def _chunk(self, generation: Generation, choices: list[ChunkChoice], usage: Usage | None = None) -> ChatChunk:
+    def _chunk(
+        self, generation: Generation | Searching, choices: list[ChunkChoice], usage: Usage | None = None
+    ) -> ChatChunk:
         return ChatChunk(
             id=f"chatcmpl-{generation.id}",
             created=generation.created,

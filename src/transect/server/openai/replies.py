@@ -217,6 +217,18 @@ class ChatChunk(BaseModel):
     prompt_token_ids: list[int] | None = None
 
 
+class SearchedChat(ChatResponse):
+    """The answer of a search, with its tree."""
+
+    search: dict[str, Any]
+
+
+class SearchChunk(ChatChunk):
+    """Progress of a search, in a chunk that adds nothing to the answer; at the end its tree."""
+
+    search: dict[str, Any]
+
+
 class Model(BaseModel):
     """A name that requests may give as ``model``."""
 

@@ -17,6 +17,7 @@ from ..http.clients import current_client
 from ..http.deadline import Deadline
 from ..http.errors import ApiError
 from ..http.sse import CONTINUED, Raw, named_event
+from ..searches import requested_search
 from ..sender import current_sender
 from ..serving import Serving
 from .protocol import ChatMessage
@@ -88,7 +89,8 @@ class Responses:
         self._kept = [*before, *body.new_messages()]
         system = [] if body.instructions is None else [ChatMessage(role="system", content=body.instructions)]
         params = body.sampling_params(serving.engine.sampling_defaults)
-        self.conversation = Conversation(serving, [*system, *self._kept], params, body.tool_use(), deadline)
+        search = requested_search(body.search, body)
+        self.conversation = Conversation(serving, [*system, *self._kept], params, body.tool_use(), deadline, search)
         self.conversation.describe("responses", body.tools, bool(body.stream))
         self._number = -1
 
@@ -153,6 +155,8 @@ class Responses:
                 response = self._response("in_progress", [])
                 yield self._event("response.created", response=response)
                 yield self._event("response.in_progress", response=response)
+            if self.conversation.progress is not None:
+                yield self._event("response.search.progress", search=self.conversation.progress)
             if self.conversation.continued:
                 yield CONTINUED
             yield b"".join(self._news(each) for each in news)
@@ -212,6 +216,8 @@ class Responses:
             "output_tokens_details": {"reasoning_tokens": self.conversation.thought_tokens},
             "total_tokens": usage.total_tokens,
         }
+        if self.conversation.report is not None:
+            response["search"] = self.conversation.report
         if usage.continued is not None:
             response["usage"]["continued"] = usage.continued
         if self.body.store is not False:

@@ -42,6 +42,7 @@ class ResponsesRequest(SenderBody):
     chat_template_kwargs: dict[str, Any] | None = None
     top_logprobs: Whole | None = None
     max_tool_calls: Whole | None = None
+    search: dict[str, Any] | None = None
 
     def check(self) -> None:
         """Raise ApiError, 400, for unsupported settings."""
