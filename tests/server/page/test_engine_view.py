@@ -216,6 +216,7 @@ def test_the_picture_of_the_docs(new_page, smollm2, tmp_path):
             page.wait_for_function(f"() => {MODEL}?.bill?.decode && {MODEL}.steps.length > 60", timeout=60_000)
             picture = Path(PICTURES or tmp_path) / "engine-view.png"
             page.screenshot(path=picture)
+            server.stop()
             with Image.open(picture) as image:
                 image.quantize(128).save(picture, optimize=True)
             assert 20_000 < picture.stat().st_size < 150_000
