@@ -214,7 +214,7 @@ def client(app) -> Iterator[httpx.AsyncClient]:
 def live(app) -> Iterator[str]:
     """The fake engine behind a real socket, for clients that bring their own HTTP: the server's address."""
     sock = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, http="h11", loop="asyncio"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     while not server.started and thread.is_alive():
