@@ -82,6 +82,13 @@ def _origin(result: dict[str, Any], runs: int) -> str:
     )
 
 
+def _here(result: dict[str, Any]) -> str:
+    """Name command, machine and commit of a result."""
+    machine = result["environment"]
+    where = f"{machine['cores']} cores of an {machine['processor']}"
+    return f"\n`{result['command']}` on {where}, Python {machine['python']}, {record.made_at([machine])}.\n"
+
+
 def llamacpp() -> str:
     """Render the race against llama.cpp."""
     result = _load("cpu/llamacpp.json")
@@ -253,6 +260,17 @@ def training_settings() -> str:
     return "\n".join(table(TrainConfig, by_task=BY_TASK))
 
 
+def flow_settings() -> str:
+    """Render every setting of a flow: of its steps, then of the measures of its gate."""
+    from transect.flow.gate.registry import measures
+    from transect.flow.steps.registry import steps
+    from transect.spec.settings import table
+
+    tables = [*((step.settings, f"{name}.") for name, step in steps().items())]
+    tables += [(measure.settings, f'gate.NAME, measure = "{name}".') for name, measure in measures().items()]
+    return "\n".join(line for kind, where in tables for line in table(kind, where))
+
+
 def serving_settings() -> str:
     """Render every setting of an engine and of a server, by group."""
     from transect.cli.serve import NO_OPTIONS
@@ -296,6 +314,38 @@ def serving_kills() -> str:
     """Render kills of a rank of a server under load, on processors and on GPUs."""
     paths = ("cpu/kill_serving_ranks.json", "h200/kill_serving_ranks.json")
     return "\n".join(_kills(_load(path)) for path in paths if (record.RESULTS / path).exists())
+
+
+def capture_cost() -> str:
+    """Render the cost of captures for a server without a model."""
+    result = _load("cpu/capture_cost.json")
+    ratio = result["tokens_per_s_ratio"]
+    before, after = (result[kind]["processor_us_per_token"]["median"] for kind in ("without", "capturing"))
+    return (
+        f"Every request captured, {result['streams']} streams from a server whose engine costs nothing: "
+        f"{ratio['median']:.3f} of the tokens per second without captures ({ratio['min']:.3f} to {ratio['max']:.3f} in "
+        f"{ratio['runs']} rounds, in turns), and {after:.1f} instead of {before:.1f} us of the server's processor time "
+        "per token.\n"
+        f"{_here(result)}"
+    )
+
+
+def drift() -> str:
+    """Render false alarms of the watch for drift, and the share of planted drifts that it finds."""
+    result = _load("cpu/drift.json")
+    windows, counts = result["false_alarms"]["windows"], result["false_alarms"]["alarmed_at"]
+    shares = list(next(iter(result["found"].values())))
+    said = ", ".join(f"{count} at a rate of {float(rate):g}" for rate, count in counts.items())
+    lines = [
+        f"Of {windows:,} windows without drift, alarms in {said}. Planted drifts, by the share of changed requests in "
+        f"a window of 256; each cell is the share of {result['trials']} windows that raised an alarm:",
+        "",
+        "| drift | " + " | ".join(f"{float(share):.0%}" for share in shares) + " |",
+        "|---|" + "---|" * len(shares),
+    ]
+    for name, found in result["found"].items():
+        lines.append(f"| {name} | " + " | ".join(f"{value:.0%}" for value in found.values()) + " |")
+    return "\n".join([*lines, _here(result)])
 
 
 def fleet_settings() -> str:
@@ -496,7 +546,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "structure": lambda: structure.table(_load("cpu/structure.json")),
     "speed-of-trees": lambda: speed_of_trees.table(_load("cpu/speed_of_trees.json")),
     "training-settings": training_settings,
+    "flow-settings": flow_settings,
     "serving-settings": serving_settings,
+    "capture-cost": capture_cost,
+    "drift": drift,
     "environment-variables": environment_variables,
     "pretrain-published": pretrain_published,
     "pretrain-curve": pretrain(pretrain_tables.library_curve, "library"),

@@ -40,6 +40,7 @@ class EngineModel:
         host: of the host before each step.
         intake: from a request's arrival until the engine has it. outlet: from a token until the client has it.
         acceptance: chance that a draft is right if those before it are, where the scheduler drafts.
+        drafter: seconds of a step of the model that drafts, if one does.
     """
 
     scheduler: SchedulerConfig
@@ -51,27 +52,35 @@ class EngineModel:
     intake: float = 0.0
     outlet: float = 0.0
     acceptance: float | None = None
+    drafter: DecodeSeconds | None = None
 
-    def drafting(self, speculation: SpeculativeConfig, acceptance: float) -> EngineModel:
+    def drafting(
+        self, speculation: SpeculativeConfig, acceptance: float, drafter: DecodeSeconds | None = None
+    ) -> EngineModel:
         """Return this engine with speculative decoding.
+
+        Args:
+            drafter: seconds of a step of the model that drafts, if one does.
 
         Raises:
             ValueError: a model drafts, whose times are not known, or ``acceptance`` is not a share.
         """
-        if speculation.drafts_by_model:
+        if speculation.drafts_by_model and drafter is None:
             raise ValueError(
-                "the planner knows no step times of a model that drafts: take the speculative method ngram or suffix"
+                "a profile has no step times of a model that drafts: plan for --gpu, or take the speculative method "
+                "ngram or suffix"
             )
         if not 0.0 <= acceptance <= 1.0:
             raise ValueError(f"acceptance must be from 0 to 1, got {acceptance}")
-        return replace(self, scheduler=replace(self.scheduler, speculation=speculation), acceptance=acceptance)
+        limits = replace(self.scheduler, speculation=speculation)
+        return replace(self, scheduler=limits, acceptance=acceptance, drafter=drafter)
 
     def start(self, now: float, prefixes: bool) -> SimulatedEngine:
         """Make an engine that begins at ``now``."""
         limits = self.scheduler if prefixes else replace(self.scheduler, enable_prefix_caching=False)
         engine = SimulatedEngine(
             limits, self.seconds, lag=self.lag, host=self.host, decodes=self.by_load, latency=self.latency, now=now,
-            acceptance=self.acceptance,
+            acceptance=self.acceptance, drafter=self.drafter,
         )  # fmt: skip
         self.teach(engine)
         return engine

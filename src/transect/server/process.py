@@ -288,6 +288,7 @@ async def _serve(
     app = create_app(engine, options, renderer)
     serving: Serving = app.state.serving
     await serving.adapters.start()
+    await serving.search.start()
     limits = Limits(most_connections(options.max_connections), options.receive_timeout_s)
     config = uvicorn.Config(
         app,
@@ -348,10 +349,12 @@ async def _serve(
     finally:
         death.cancel()
         renderer.close()
+        serving.search.close()
         server.should_exit = True
         await asyncio.gather(running, death, return_exceptions=True)
-        if serving.tracing is not None:
-            await asyncio.to_thread(serving.tracing.close)
+        for each in (serving.tracing, serving.captures):
+            if each is not None:
+                await asyncio.to_thread(each.close)
 
 
 async def _death(engine: Engine) -> str | None:

@@ -19,7 +19,7 @@ import zmq
 
 from ...checkpoints.peft_config import AdapterFiles
 from ...text.model_text import ModelText
-from ...text.output_processor import OutputProcessor, Update
+from ...text.output_processor import Given, OutputProcessor, Update
 from ...text.outputs import RequestOutput
 from ..config import EngineConfig
 from ..executors.pooling import Pooling, default_pooling
@@ -28,10 +28,12 @@ from ..scheduling.limits import check_choices
 from ..scheduling.outputs import EngineOutput, SchedulerStats, first_tokens_first
 from ..scheduling.policies.admission import QueueFull
 from ..scheduling.sampling_params import SamplingParams
+from ..scheduling.snapshot import Snapshot
 from . import wire
 from .generating import Generates
-from .inputs import check_params, check_token_ids, checked_submit, default_params, text_options, with_token_ids
+from .inputs import check_params, check_token_ids, checked_submit, default_params, with_token_ids
 from .launch import launch
+from .questions import Questions
 from .streams import EngineDeadError, EngineHealth, OutputStream
 from .vllm_arguments import engine_settings
 
@@ -68,8 +70,7 @@ class AsyncEngine(Generates):
         """Messages that wait for the engine process to start."""
         self._streams: dict[str, OutputStream] = {}
         """Requests in this engine, by id."""
-        self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
-        self._adapter_waiters: dict[str, list[asyncio.Future[str]]] = {}
+        self._questions = Questions()
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         self._submitted = self._taken = 0
         """Number of the newest submitted request."""
@@ -164,7 +165,7 @@ class AsyncEngine(Generates):
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def snapshot(self, request_id: str) -> RequestOutput | None:
-        """Return the current state of a request; None if it has ended and only its last update is in transit."""
+        """Return the current state of a request; see ``Generates``."""
         return self._processor.snapshot(request_id) if request_id in self._processor else None
 
     async def stream(
@@ -192,6 +193,7 @@ class AsyncEngine(Generates):
         client: str = "",
         weight: float = 1.0,
         adapter: AdapterFiles | None = None,
+        output_token_ids: Given | None = None,
     ) -> OutputStream:
         """Check a request, and build its stream for ``follow``. Raises as ``generate`` does."""
         self._check_alive()
@@ -201,7 +203,9 @@ class AsyncEngine(Generates):
         check_choices(params.n, self.info.max_num_seqs)
         if adapter is not None and not self.config.enable_lora:
             raise ValueError("this engine serves no adapters: start it with enable_lora")
-        return OutputStream(request_id, prompt, ids, params, priority, pooling, client, weight, adapter)
+        return OutputStream(
+            request_id, prompt, ids, params, priority, pooling, client, weight, adapter, output_token_ids
+        )
 
     async def follow(self, stream: OutputStream) -> AsyncGenerator[Update, None]:
         """Run a request here: a new one, or one that another engine has left unfinished. If this engine ends too,
@@ -210,13 +214,17 @@ class AsyncEngine(Generates):
         if not stream.begun:
             self._check_room()
         name = stream.request_id
-        self._take_over(stream)
+        begun = stream.enter(self._processor)
         self._submitted += 1
         stream.number = self._submitted
         self._streams[name] = stream
         self._idle.clear()
         try:
-            await self._send(stream.submit())
+            for update in begun:
+                stream.left -= update.finished
+                yield update
+            if stream.left:
+                await self._send(stream.submit())
             while stream.left:
                 news = await stream.take()
                 while news:
@@ -235,27 +243,21 @@ class AsyncEngine(Generates):
             if not self._streams:
                 self._idle.set()
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; its stream gets a terminal update with ``finish_reason`` "abort" for each running choice."""
+    async def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it; see ``Generates``."""
         if request_id not in self._streams:
             return
-        for update in self._processor.finish(request_id):
+        for update in self._processor.finish(request_id, choice=choice):
             self._streams[request_id].mailbox.put(update)
         if self._death is None:
-            await self._send(wire.Abort(request_id))
+            await self._send(wire.Abort(request_id, choice))
 
-    def end(self, stream: OutputStream) -> list[Update]:
-        """End a request that is in no engine. Returns the terminal updates of its running choices."""
-        self._take_over(stream)
-        stream.state = None
-        return self._processor.finish(stream.request_id)
-
-    def _take_over(self, stream: OutputStream) -> None:
-        if stream.state is None:
-            options = text_options(stream.params)
-            self._processor.add(stream.request_id, stream.prompt, stream.prompt_token_ids, **options)
-        else:
-            self._processor.adopt(stream.request_id, stream.state)
+    def end(self, stream: OutputStream, choice: int | None = None) -> list[Update]:
+        """End a request that is in no engine, or one choice of it. Returns the terminal updates of what this ends."""
+        stream.enter(self._processor)
+        updates = self._processor.finish(stream.request_id, choice=choice)
+        stream.state = self._processor.release(stream.request_id)
+        return updates
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -270,10 +272,19 @@ class AsyncEngine(Generates):
 
     async def stats(self) -> SchedulerStats:
         """Return the scheduler's gauges and counters, read between two steps."""
+        answer: SchedulerStats = await self._ask(wire.StatsQuery())
+        return answer
+
+    async def look(self, requests: bool = False) -> Snapshot:
+        """Return a snapshot of the scheduler between two steps; ``requests``: with all unfinished requests. All records
+        of the decision log up to then are in ``decisions``."""
+        answer: Snapshot = await self._ask(wire.Look(requests))
+        return answer
+
+    async def _ask(self, question: wire.ToEngine) -> Any:
         self._check_alive()
-        waiter: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
-        self._stats_waiters.append(waiter)
-        await self._send(wire.StatsQuery())
+        waiter = self._questions.ask()
+        await self._send(question)
         return await waiter
 
     async def reset_prefix_cache(self) -> None:
@@ -294,8 +305,7 @@ class AsyncEngine(Generates):
             EngineDeadError: the engine has ended.
         """
         self._check_alive()
-        waiter: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._adapter_waiters.setdefault(files.id, []).append(waiter)
+        waiter = self._questions.ask(files.id)
         await self._send(wire.LoadAdapter(files.id, str(files.path)))
         if error := await waiter:
             raise ValueError(error)
@@ -383,14 +393,10 @@ class AsyncEngine(Generates):
                     self._refuse(message)
                 case wire.Taken():
                     self._taken = message.number
-                case wire.Stats():
-                    waiter = self._stats_waiters.pop(0)
-                    if not waiter.done():
-                        waiter.set_result(message.stats)
+                case wire.Stats() | wire.Seen():
+                    self._questions.answer(message.stats if isinstance(message, wire.Stats) else message.snapshot)
                 case wire.AdapterLoaded():
-                    for each in self._adapter_waiters.pop(message.id, ()):
-                        if not each.done():
-                            each.set_result(message.error)
+                    self._questions.answer_all(message.error, message.id)
                 case wire.Ready():
                     self._ready.set_result(message)
                 case wire.Failed():
@@ -452,12 +458,6 @@ class AsyncEngine(Generates):
         self._death = reason
         for stream in self._streams.values():
             stream.mailbox.put(EngineDeadError(reason))
-        loading = [each for asked in self._adapter_waiters.values() for each in asked]
-        waiters: list[asyncio.Future[Any]] = [*self._stats_waiters, *loading]
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_exception(EngineDeadError(reason))
-        self._stats_waiters.clear()
-        self._adapter_waiters.clear()
+        self._questions.fail(EngineDeadError(reason))
         for sending in list(self._sending):
             sending.cancel()

@@ -68,7 +68,7 @@ class GrammarQueue:
         scheduler = self._core.scheduler
         max_length = limits.max_length(request, scheduler.config)
         claim, key = scheduler.arrivals.claim(request, max_length)
-        if request.output_token_ids is None:
+        if not request.carried_over:
             scheduler.waiting.check_room(claim, key)
         if request.arrival_time is None:
             request = msgspec.structs.replace(request, arrival_time=scheduler.clock.now())

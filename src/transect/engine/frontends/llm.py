@@ -28,6 +28,7 @@ from ..scheduling.sampling_params import SamplingParams
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, with_prompt
 from .inputs import (
     LoRARequest,
+    Searches,
     check_params,
     check_token_ids,
     default_params,
@@ -188,10 +189,15 @@ class LLM:
         return self._run(inputs, params, use_tqdm, priority, adapters=self._adapters_for(len(inputs), lora_request))
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        lora_request: LoRARequests = None,
     ) -> list[BeamSearchOutput]:
         """Search for the likeliest whole answers (``engine/frontends/beam_search.py``). The beams of all prompts run
-        together.
+        together. ``lora_request``: as for ``generate``.
 
         Returns:
             For each prompt ``beam_width`` answers, best first (fewer where a context or vocabulary has no more).
@@ -203,18 +209,39 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise ValueError("beam_search takes BeamSearchParams(beam_width=4, max_tokens=64, ...)")
         inputs = self._inputs(prompts)
+        adapters = self._adapters_for(len(inputs), lora_request)
         room = [self.max_model_len - len(ids) for _, ids in inputs]
         searches = [BeamSearch(params, max(each, 1), self._eos, self.tokenizer) for each in room]
         step = params.step_params().with_(stop=None, stop_token_ids=None)
         with _Progress(params.max_tokens, use_tqdm) as progress:
             while any(search.beams for search in searches):
-                going = [(search, ids) for search, (_, ids) in zip(searches, inputs, strict=True) if search.beams]
-                longer = [(None, [*ids, *beam]) for search, ids in going for beam in search.beams]
-                results = iter(self._run(longer, [step] * len(longer), False, 0))
-                for search, _ in going:
+                each = zip(searches, inputs, adapters, strict=True)
+                going = [(search, ids, adapter) for search, (_, ids), adapter in each if search.beams]
+                longer = [(None, [*ids, *beam]) for search, ids, _ in going for beam in search.beams]
+                named = [adapter for search, _, adapter in going for _ in search.beams]
+                results = iter(self._run(longer, [step] * len(longer), False, 0, adapters=named))
+                for search, _, _ in going:
                     search.advance([_only_position(next(results)) for _ in search.beams])
                 progress.advance()
-        return [with_prompt(each, ids, self.tokenizer) for each, (_, ids) in zip(searches, inputs, strict=True)]
+        return [with_prompt(found, ids, self.tokenizer) for found, (_, ids) in zip(searches, inputs, strict=True)]
+
+    def search(
+        self, prompts: Any, search: Searches, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> list[Any]:
+        """Spend more compute on each answer: ``llm.search(messages, Search("best_of_n", n=16))``.
+
+        Args:
+            prompts: text, token ids or messages, or a list of such; all are searched at the same time.
+            search: a ``transect.Search``, and ``options`` of its ``search/local.py``.
+            sampling_params: of each branch; None for ``get_default_sampling_params()``.
+
+        Returns:
+            A ``SearchResult`` for each prompt, in their order.
+
+        Raises:
+            ValueError: a prompt or setting is at fault, or no branch has given an answer.
+        """
+        return search.run(self, prompts, sampling_params, **options)
 
     def embed(
         self,
@@ -247,10 +274,17 @@ class LLM:
         return [embedding_output(result, params) for result in results]
 
     def score(
-        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, use_tqdm: bool = False, priority: int = 0
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        use_tqdm: bool = False,
+        priority: int = 0,
+        lora_request: LoRARequests = None,
     ) -> list[ScoringOutput]:
         """Score how likely each query (``text_1``) is after its document (``text_2``); see
-        ``engine/frontends/scoring.py``. A single query is paired with all documents.
+        ``engine/frontends/scoring.py``. A single query is paired with all documents. ``lora_request``: the adapter for
+        all pairs, or one (or None) for each.
 
         Raises:
             ValueError: a text is at fault; nothing was started.
@@ -258,7 +292,8 @@ class LLM:
         """
         encoded = [pair_token_ids(query, text, self.tokenizer.encode) for query, text in pairs(text_1, text_2)]
         inputs = [(None, ids) for ids, _ in encoded]
-        results = self._run(inputs, [SCORE] * len(inputs), use_tqdm, priority)
+        adapters = self._adapters_for(len(inputs), lora_request)
+        results = self._run(inputs, [SCORE] * len(inputs), use_tqdm, priority, adapters=adapters)
         return [
             ScoringOutput(Score(score(result, tokens)), result.prompt_token_ids)
             for result, (_, tokens) in zip(results, encoded, strict=True)
@@ -379,15 +414,16 @@ class LLM:
         params: SamplingParams,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
+        pooling: Pooling | None = None,
     ) -> str:
         """Queue token ids and return the request's id; then call ``step`` while ``has_work``. Stop strings are ignored,
-        because this level of the engine has no text.
+        because this level of the engine has no text. ``pooling``: return a vector of the prompt (``embed``).
 
         Raises:
             ValueError: the request cannot run, or an engine on several ranks has been closed.
         """
         (adapter,) = self._adapters_for(1, lora_request)
-        request = self._request(list(prompt_token_ids), params, priority, adapter=adapter)
+        request = self._request(list(prompt_token_ids), params, priority, pooling, adapter)
         self._check_open()
         self._core.add(request)
         return request.request_id
@@ -406,9 +442,9 @@ class LLM:
                 raise
             return outputs
 
-    def abort(self, request_id: str) -> None:
-        """End a submitted request."""
-        self._core.abort(request_id)
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a submitted request, or one choice of it."""
+        self._core.abort(request_id, choice)
 
     @property
     def has_work(self) -> bool:

@@ -28,9 +28,11 @@ from ..config import EngineConfig
 from ..executors.gpu.compilers import compiling
 from ..executors.gpu.options import GPUOptions
 from ..scheduling.core import EngineCore
+from ..scheduling.outputs import EngineOutput
 from ..scheduling.policies.admission import QueueFull
 from ..scheduling.request import Request
 from ..scheduling.sampling_params import SamplingParams
+from ..scheduling.snapshot import snapshot
 from . import wire
 from .adapter_queue import AdapterQueue
 from .collector import keep_from_collector
@@ -167,8 +169,7 @@ class _Loop:
             if self._core.has_work and not self._stopping:
                 outputs = self._core.step()
                 if outputs or len(self._decided) > MOST_DECISIONS:
-                    self._send(wire.Outputs(outputs, b"".join(self._decided)))
-                    self._decided.clear()
+                    self._send_decided(outputs)
             if time.monotonic() - self._last_sent >= wire.HEARTBEAT_S:
                 self._send(wire.Alive())
         self._compiler.close()
@@ -209,6 +210,11 @@ class _Loop:
                     stats = self._core.stats()
                     stats.grammar_cache_bytes = self._compiler.kept_bytes
                     self._send(wire.Stats(stats))
+                case wire.Look():
+                    self._send_decided([])
+                    seen = snapshot(self._core.scheduler, message.requests)
+                    seen.elsewhere = len(self._grammars) + len(self._adapters.waiting)
+                    self._send(wire.Seen(seen))
                 case wire.ResetPrefixCache():
                     self._core.reset_prefix_cache()
                 case wire.LoadAdapter():
@@ -219,6 +225,11 @@ class _Loop:
                     self._change_caller()
                 case wire.Shutdown():
                     self._stopping = True
+
+    def _send_decided(self, outputs: list[EngineOutput]) -> None:
+        """Send outputs with the records of the decision log so far."""
+        self._send(wire.Outputs(outputs, b"".join(self._decided)))
+        self._decided.clear()
 
     def _change_caller(self) -> None:
         for name in (*self._adapters.waiting, *self._grammars.waiting, *self._core.scheduler.requests):
@@ -245,6 +256,7 @@ class _Loop:
                 weight=message.weight,
                 output_token_ids=message.output_token_ids,
                 adapter=message.adapter,
+                given=message.given,
             )
             if message.adapter:
                 self._adapters.add(request, AdapterFiles(Path(message.adapter_path), message.adapter))

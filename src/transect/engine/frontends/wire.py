@@ -8,6 +8,7 @@ import msgspec
 
 from ..numerics import Numerics
 from ..scheduling.outputs import EngineOutput, SchedulerStats
+from ..scheduling.snapshot import Snapshot
 
 
 class Submit(msgspec.Struct, tag="submit"):
@@ -24,7 +25,9 @@ class Submit(msgspec.Struct, tag="submit"):
     client: str = ""
     weight: float = 1.0
     output_token_ids: tuple[tuple[int, ...] | None, ...] | None = None
-    """See ``Request``; None unless another engine has begun the request."""
+    """See ``Request``; None for a request from its beginning."""
+    given: bool = False
+    """See ``Request``."""
     arrival: float | None = None
     """Arrival at the first engine, on the machine's monotonic clock; None if the request arrives now."""
     adapter: str = ""
@@ -42,6 +45,15 @@ class Abort(msgspec.Struct, tag="abort"):
 
 class StatsQuery(msgspec.Struct, tag="stats?"):
     """Answered by one ``Stats`` before the next step begins."""
+
+
+class Look(msgspec.Struct, tag="look"):
+    """Answered by one ``Seen`` before the next step begins, after all records of the decision log so far.
+
+    ``requests``: the snapshot describes all unfinished requests too.
+    """
+
+    requests: bool = False
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset"):
@@ -70,7 +82,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """End the process; requests still running are dropped."""
 
 
-ToEngine = Submit | Abort | StatsQuery | ResetPrefixCache | LoadAdapter | ForgetAdapter | NewCaller | Shutdown
+ToEngine = Submit | Abort | StatsQuery | Look | ResetPrefixCache | LoadAdapter | ForgetAdapter | NewCaller | Shutdown
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -132,6 +144,12 @@ class Stats(msgspec.Struct, tag="stats"):
     stats: SchedulerStats
 
 
+class Seen(msgspec.Struct, tag="seen"):
+    """Answer to ``Look``."""
+
+    snapshot: Snapshot
+
+
 class AdapterLoaded(msgspec.Struct, tag="loaded"):
     """Answer to ``LoadAdapter``; ``error`` says what is wrong with the adapter, and is empty if nothing is."""
 
@@ -143,7 +161,7 @@ class Alive(msgspec.Struct, tag="alive"):
     """Sent between steps, at least every ``HEARTBEAT_S``, so that silence means a hung step."""
 
 
-FromEngine = Ready | Failed | Refused | Taken | Outputs | Stats | AdapterLoaded | Alive
+FromEngine = Ready | Failed | Refused | Taken | Outputs | Stats | Seen | AdapterLoaded | Alive
 
 HEARTBEAT_S = 0.5
 CONFIG_LENGTH_BYTES = 8
