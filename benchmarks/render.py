@@ -46,6 +46,7 @@ from benchmarks.plan import validation as plan_validation
 from benchmarks.server import clients, hostile_schemas, http_vs_offline, request_walk
 from benchmarks.server import load as serve_load
 from benchmarks.server import load_cpu as serve_load_cpu
+from benchmarks.tables import cluster as cluster_tables
 from benchmarks.tables import engine as engine_tables
 from benchmarks.tables import explain as explain_tables
 from benchmarks.tables import formats as format_tables
@@ -59,7 +60,7 @@ from benchmarks.tables import scaling as scaling_tables
 from benchmarks.tables import streaming as streaming_tables
 from benchmarks.tables import train as train_tables
 from benchmarks.tables import tuning as tuning_table
-from benchmarks.train import cpu_lora, data_formats, precisions
+from benchmarks.train import cpu_lora, data_formats, precisions, rollout
 
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
 SITE = record.ROOT / "mkdocs.yml"
@@ -266,7 +267,7 @@ def flow_settings() -> str:
     from transect.spec.settings import table
 
     tables = [*((step.settings, f"{name}.") for name, step in steps().items())]
-    tables += [(measure.settings, f"gate.NAME, measure = \"{name}\".") for name, measure in measures().items()]
+    tables += [(measure.settings, f'gate.NAME, measure = "{name}".') for name, measure in measures().items()]
     return "\n".join(line for kind, where in tables for line in table(kind, where))
 
 
@@ -345,6 +346,21 @@ def drift() -> str:
     for name, found in result["found"].items():
         lines.append(f"| {name} | " + " | ".join(f"{value:.0%}" for value in found.values()) + " |")
     return "\n".join([*lines, _here(result)])
+
+
+def fleet(table: Callable[[Any], str], name: str) -> Callable[[], str]:
+    """Render a result of a fleet; nothing before it was recorded."""
+    path = record.RESULTS / "cpu" / f"{name}.json"
+    return lambda: f"{table(json.loads(path.read_text()))}\n" if path.exists() else ""
+
+
+def fleet_settings() -> str:
+    """Render the settings of a fleet file, without those of ``serve``."""
+    from transect.cluster.settings import LinkSettings, RaySettings, ReplicaSettings, ScalingSettings
+    from transect.spec.settings import table
+
+    kinds = {"replicas": ReplicaSettings, "links": LinkSettings, "scaling": ScalingSettings, "ray": RaySettings}
+    return "\n".join(line.replace("## ", "### ", 1) for name, kind in kinds.items() for line in table(kind, f"{name}."))
 
 
 def fail_over() -> str:
@@ -496,6 +512,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speculation-gpu": lambda: speculation.grid_table(_load("h200/speculation_grid.json")),
     "speculation-cpu": lambda: speculation.grid_table(_load("cpu/speculation_grid.json")),
     "speculation-tasks": lambda: speculation.tasks_table(_load("cpu/speculation_tasks.json")),
+    "rollout": lambda: rollout.rollout_table(_load("cpu/rollout.json")),
     "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
@@ -527,6 +544,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "kills": kills,
     "serving-kills": serving_kills,
     "fail-over": fail_over,
+    "fleet-settings": fleet_settings,
+    "fleet-drills": fleet(cluster_tables.drills, "fleet_drills"),
+    "fleet-predicted": fleet(cluster_tables.predicted, "fleet_predicted"),
+    "ray-layer": fleet(cluster_tables.ray_layer, "ray_layer"),
+    "two-hosts": fleet(cluster_tables.two_hosts, "two_hosts"),
     "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
     "structure": lambda: structure.table(_load("cpu/structure.json")),
     "speed-of-trees": lambda: speed_of_trees.table(_load("cpu/speed_of_trees.json")),

@@ -42,7 +42,12 @@ def catalog(request, tmp_path, monkeypatch):
 
 def add(catalog, base, folder, value: float = 0.0, made_from: str = "x"):
     adapter = save_adapter(folder, base, value)
-    return catalog.add("units", model_of(str(adapter)), adapter, {"made_from": made_from, "data": {"version": "d1"}})
+    return catalog.add(
+        "units",
+        model_of(str(adapter)),
+        adapter,
+        {"made_from": made_from, "start": "", "against": "", "data": {"version": "d1"}},
+    )
 
 
 def test_versions_count_up_and_equal_ones_are_one(catalog, base, tmp_path) -> None:
@@ -74,6 +79,10 @@ def test_states_have_reasons_and_a_rejected_version_gives_way(catalog, base, tmp
     assert catalog.version(first.name).state == "former"
     found = catalog.version(second.name)
     assert (found.state, found.reason, found.replaced) == ("current", "better", first.name)
+    catalog.reject(found, "slow")
+    assert catalog.current("units").name == first.name
+    assert catalog.version(second.name).state == "rejected"
+    catalog.promote(catalog.version(second.name), "fast again")
     third = add(catalog, base, tmp_path / "c", 3.0)
     catalog.reject(third, "refuses")
     catalog.reject(catalog.version(third.name), "twice")

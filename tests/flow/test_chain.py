@@ -10,7 +10,7 @@ from pathlib import Path
 import killed_flows
 import pytest
 
-from transect.flow.chain import Chain
+from transect.flow.chain import FlowChain
 from transect.flow.folder import EVENTS, FlowFolder, write_json
 from transect.flow.picture import chain_state, draw
 from transect.flow.settings import FlowConfig
@@ -63,9 +63,9 @@ class Three:
         self.steps = {step.name: step for step in steps}
         (folder / "flow.toml").write_text('name = "sum"\n[c]\nnumber = 100\n')
 
-    def chain(self, *settings: str, **options) -> Chain:
+    def chain(self, *settings: str, **options) -> FlowChain:
         config = FlowConfig.from_toml(self.folder / "flow.toml", settings, self.steps)
-        return Chain(config, self.steps, tell=lambda line: None, **options)
+        return FlowChain(config, self.steps, tell=lambda line: None, **options)
 
     def run(self, *settings: str) -> list[str]:
         """Run, and return the names of the steps that worked."""

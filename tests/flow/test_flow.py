@@ -8,11 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 from commands import run_here
 from tiny_llm import save_tiny_llm
+
+import transect
 
 FLOW = """
 name = "tiny"
@@ -80,9 +83,10 @@ class Serving:
 
     def __init__(self, folder) -> None:
         log = (folder / "server.log").open("w")
-        command = [sys.executable, "-m", "transect", "serve", "model", "--port", "0", "--enable-lora", "--threads", "1"]
-        command += ["--allowed-lora-dir", ".", "--capture-dir", "captures", "--max-num-seqs", "4"]
-        self.process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+        command = [sys.executable, "-m", "transect", "serve", str(folder / "model"), "--port", "0", "--enable-lora"]
+        command += ["--allowed-lora-dir", str(folder), "--capture-dir", str(folder / "captures")]
+        command += ["--max-num-seqs", "4", "--threads", "1"]
+        self.process = subprocess.Popen(command, stdout=log, stderr=log)
         self.address = ""
         while not self.address:
             assert self.process.poll() is None, (folder / "server.log").read_text()
@@ -155,14 +159,21 @@ def test_a_model_is_made_judged_released_watched_and_promoted(place, serving, mo
         each["action"] == "skip" for each in json.loads(run_here("flow", "run", file, "--plan", "--json").stdout)
     )
 
+    options = ["dir=flows/grid", "train.continue_current=true", 'train.grid={"optimizer.learning_rate" = [1e-3, 3e-3]}']
+    grid = run_here("flow", "run", file, "--json", *(word for option in options for word in ("--set", option)))
+    train = json.loads(grid.stdout)["steps"][1]["outcome"]
+    assert train["figures"]["runs"] == 2 and "optimizer.learning_rate" not in train["reason"]
+    assert train["outputs"]["start"] == "tiny-v1" and train["reason"].startswith("learning_rate=")
+
     worse = run_here("flow", "run", file, "--set", "gate.exam.least=0.99")
     assert worse.returncode == 1
-    assert "1 of 3 checks against ../model fail: exam: 0% right of 6" in worse.stdout.replace("\n", " ")
+    assert "1 of 3 checks against ../model failed: exam: 0% right of 6" in worse.stdout.replace("\n", " ")
 
 
 @pytest.mark.prove
 def test_a_kill_in_any_step_changes_no_result(place, serving, monkeypatch) -> None:
     """In a process of its own, which is killed some time after each step has begun."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(transect.__file__).parents[1])}
     monkeypatch.chdir(place / "model")
     results = []
     for name in ("calm", "killed"):
@@ -172,7 +183,7 @@ def test_a_kill_in_any_step_changes_no_result(place, serving, monkeypatch) -> No
         code = None
         while code is None:
             command = [sys.executable, "-m", "transect", "flow", "run", str(folder / "flow.toml")]
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ})
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
             while (code := process.poll()) is None:
                 running = begun(folder / "flows" / "tiny" / "events.jsonl") - killed
                 if running:
@@ -188,6 +199,7 @@ def test_a_kill_in_any_step_changes_no_result(place, serving, monkeypatch) -> No
         lineage = json.loads((folder / "registry" / "tiny-v1" / "lineage.json").read_text())
         states = json.loads((folder / "registry" / "tiny.json").read_text())
         versions = [path.name for path in (folder / "registry").iterdir() if path.is_dir()]
+        del lineage["data"]["files"]  # paths
         results.append((lineage["digest"], lineage["data"], states["current"], versions))
     assert results[0] == results[1]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from killed_flows import SmallServer, prepare, quick_steps
 
-from transect.flow.chain import Chain
+from transect.flow.chain import FlowChain
 from transect.flow.settings import FlowConfig
 
 GUIDE = Path(__file__).parents[2] / "docs" / "extend" / "flow-step.md"
@@ -30,7 +30,7 @@ def test_the_guides_step_runs_is_skipped_and_survives_the_loss_of_its_file(tmp_p
         file = tmp_path / "flow" / "flow.toml"
 
         def run(*settings: str):
-            return Chain(FlowConfig.from_toml(file, settings, steps), steps, tell=lambda line: None).run()
+            return FlowChain(FlowConfig.from_toml(file, settings, steps), steps, tell=lambda line: None).run()
 
         assert [state.state for state in run()][4] == "left out"
         states = run("card.licence=MIT")

@@ -7,7 +7,7 @@ from http.server import HTTPServer
 import pytest
 from killed_flows import SmallServer, prepare, quick_steps
 
-from transect.flow.chain import Chain
+from transect.flow.chain import FlowChain
 from transect.flow.rollout.remote import RemoteServer, ServerUnreachable
 from transect.flow.rollout.rule import PROMOTE, ROLL_BACK, WAIT, CanaryBars, look
 from transect.flow.rollout.tally import VersionTally
@@ -95,9 +95,9 @@ def small(monkeypatch):
     server.server_close()
 
 
-def chain(folder, *settings: str) -> Chain:
+def chain(folder, *settings: str) -> FlowChain:
     steps = quick_steps()
-    return Chain(FlowConfig.from_toml(folder / "flow.toml", settings, steps), steps, tell=lambda line: None)
+    return FlowChain(FlowConfig.from_toml(folder / "flow.toml", settings, steps), steps, tell=lambda line: None)
 
 
 def test_a_server_that_forgot_the_current_version_gets_it_again(small, tmp_path) -> None:
@@ -107,9 +107,25 @@ def test_a_server_that_forgot_the_current_version_gets_it_again(small, tmp_path)
     SmallServer.adapters.clear()
     SmallServer.releases.clear()
     assert chain(tmp_path / "flow").plan()[-1].action == "repeat"
+    assert "does not answer" in chain(tmp_path / "flow", "release.server=http://127.0.0.1:1").plan()[-1].reason
     states = chain(tmp_path / "flow").run()
     assert [state.kept for state in states] == [True] * 6 + [False]
     assert SmallServer.releases == {"m": {"m-v1": 1.0}} and SmallServer.adapters == {"m-v1"}
+
+
+def test_a_flow_that_is_done_stays_done_when_another_promotes_a_later_version(small, tmp_path) -> None:
+    prepare(tmp_path / "flow", small.server_port)
+    chain(tmp_path / "flow").run()
+    (tmp_path / "flow" / "rows.jsonl").write_text(
+        (tmp_path / "flow" / "rows.jsonl").read_text().replace("is what", "was")
+    )
+    chain(tmp_path / "flow", "dir=flows/later").run()
+    assert SmallServer.releases == {"m": {"m-v2": 1.0}}
+    before = json.loads((tmp_path / "flow" / "registry" / "m.json").read_text())
+    prepare_rows = (tmp_path / "flow" / "rows.jsonl").read_text().replace("was", "is what")
+    (tmp_path / "flow" / "rows.jsonl").write_text(prepare_rows)
+    assert [state.kept for state in chain(tmp_path / "flow").run()] == [True] * 7
+    assert json.loads((tmp_path / "flow" / "registry" / "m.json").read_text()) == before
 
 
 def test_a_dead_server_is_said_and_nothing_is_lost(small, tmp_path) -> None:

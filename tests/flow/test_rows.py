@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from transect.flow.chain import Chain
+from transect.flow.chain import FlowChain
 from transect.flow.rows.cleaning import DataFindings, group_alike, overlapping, split, without_duplicates
 from transect.flow.rows.near import clusters, near_pairs, shingles, similarity
 from transect.flow.rows.reading import DataRow, prompts_in, read_rows
@@ -132,7 +132,7 @@ def run_data(folder, *settings: str):
     from transect.flow.steps.registry import steps
 
     only = {"data": steps()["data"]}
-    (state,) = Chain(FlowConfig.from_toml(folder / "flow.toml", settings, only), only, tell=lambda line: None).run()
+    (state,) = FlowChain(FlowConfig.from_toml(folder / "flow.toml", settings, only), only, tell=lambda line: None).run()
     return state
 
 

@@ -26,12 +26,13 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from transect.flow.catalog.models import model_of
-from transect.flow.chain import Chain
+from transect.flow.chain import FlowChain
 from transect.flow.digests import key_of
 from transect.flow.folder import write_bytes, write_json
 from transect.flow.settings import FlowConfig
+from transect.flow.steps.gate import compared_with
 from transect.flow.steps.registry import steps as shipped
-from transect.flow.steps.step import FlowStep, StepOutcome
+from transect.flow.steps.step import FlowStep, StepContext, StepOutcome
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16, "hidden_size": 16,
@@ -146,14 +147,21 @@ def train(context) -> StepOutcome:
 def quick_steps() -> dict[str, FlowStep]:
     """The shipped steps, with a quick training and a gate that passes all."""
     made = dict(shipped())
-    quick = {
-        "settings": NoSettings,
-        "inputs": lambda context: {"data": context.output("data", "version")},
-        "plan": lambda context: "be quick",
-    }
-    made["train"] = FlowStep(name="train", place=20, run=train, **quick)
-    passed = StepOutcome("passed", outputs={"against": "base", "version": ""})
-    made["gate"] = FlowStep(name="gate", place=30, run=lambda context: passed, **quick)
+    quick = {"settings": NoSettings, "plan": lambda context: "be quick"}
+
+    def inputs(context: StepContext) -> dict[str, Any]:
+        return {"data": context.output("data", "version")}
+
+    made["train"] = FlowStep(name="train", place=20, run=train, inputs=inputs, **quick)
+
+    def judge(context: StepContext) -> StepOutcome:
+        against, version, _ = compared_with(context)
+        return StepOutcome("passed", outputs={"against": against, "version": version})
+
+    def judged(context: StepContext) -> dict[str, Any]:
+        return {"candidate": context.output("train", "digest"), "against": compared_with(context)[1]}
+
+    made["gate"] = FlowStep(name="gate", place=30, run=judge, inputs=judged, **quick)
     return made
 
 
@@ -176,7 +184,7 @@ def run_flow(folder: Path, kill_at: int | None, count: Callable[[], None] = lamb
     for place, name in ((Path, "replace"), (Path, "rename"), (os, "link")):
         setattr(place, name, killing(getattr(place, name)))
     steps = quick_steps()
-    Chain(FlowConfig.from_toml(folder / "flow.toml", [], steps), steps, tell=lambda line: None).run()
+    FlowChain(FlowConfig.from_toml(folder / "flow.toml", [], steps), steps, tell=lambda line: None).run()
     (folder / "writes").write_text(str(done))
 
 
@@ -231,7 +239,7 @@ def run_once_here(folder: Path) -> None:
     try:
         prepare(folder, port)
         steps = quick_steps()
-        Chain(FlowConfig.from_toml(folder / "flow.toml", [], steps), steps, tell=lambda line: None).run()
+        FlowChain(FlowConfig.from_toml(folder / "flow.toml", [], steps), steps, tell=lambda line: None).run()
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

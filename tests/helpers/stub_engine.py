@@ -6,7 +6,7 @@ promised.
 
 Run as ``python -m stub_engine ENDPOINT`` in place of ``transect.engine.frontends.process``. ``STUB_STEP_S`` of the
 environment is the time of a step in seconds, ``STUB_VOCAB`` the vocabulary; with ``STUB_EXACT=0`` no bits are promised,
-and with ``STUB_HANGS`` it is never ready.
+and with ``STUB_HANGS`` it is never ready. ``STUB_BLOCKS`` and ``STUB_SEQS`` are its KV blocks and places.
 """
 
 from __future__ import annotations
@@ -69,7 +69,12 @@ class StubExecutor:
 def start_engine(config, compilers, began, children):  # type: ignore[no-untyped-def]
     if "STUB_HANGS" in os.environ:
         time.sleep(3600)
-    scheduler = SchedulerConfig(num_blocks=4096, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096)
+    scheduler = SchedulerConfig(
+        num_blocks=int(os.environ.get("STUB_BLOCKS", "4096")),
+        max_num_seqs=int(os.environ.get("STUB_SEQS", "64")),
+        max_num_batched_tokens=512,
+        max_model_len=4096,
+    )
     core = EngineCore(Scheduler(scheduler, WallClock()), StubExecutor())
     core.decisions = log_for(core)
     numerics = Numerics({"weights": "stub"}, os.environ.get("STUB_EXACT", "1") == "1")

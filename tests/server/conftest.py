@@ -112,6 +112,7 @@ class FakeEngine:
         client="",
         weight=1.0,
         adapter=None,
+        output_token_ids=None,
     ) -> AsyncIterator:
         text = bytes(each for each in prompt_token_ids if each < 256).decode(errors="replace")
         if "FULL" in text:
@@ -129,21 +130,24 @@ class FakeEngine:
         processor.add(request_id, prompt, prompt_token_ids, n=params.n, stop=params.stop, include_stop=include)
         self.processors[request_id] = processor
         try:
-            async for update in self._updates(processor, request_id, params, prompt_token_ids, text, pooled):
+            for update in processor.begin(request_id, output_token_ids) if output_token_ids else ():
+                yield update
+            start = len((output_token_ids or [()])[-1])
+            async for update in self._updates(processor, request_id, params, prompt_token_ids, text, pooled, start):
                 yield update
         finally:
             if request_id in processor:
                 self.aborted.append(request_id)
             del self.running[request_id], self.processors[request_id]
 
-    async def _updates(self, processor, request_id, params, prompt_token_ids, text, pooled):
+    async def _updates(self, processor, request_id, params, prompt_token_ids, text, pooled, start=0):
         prompt_logprobs = None
         script = self.script or (lambda text, choice, seed: self.reply)
         replies = [list(script(text, index, params.seed).encode()) for index in range(params.n)]
         if params.prompt_logprobs is not None:
             prompt_logprobs = [None, *(position(each) for each in prompt_token_ids[1:])]
         limits = [min(len(tokens), params.max_tokens or len(tokens)) for tokens in replies]
-        for step in range(max(limits)):
+        for step in range(start, max(limits)):
             await asyncio.sleep(0)
             if step == 3 and "HANG" in text:
                 await self.go.wait()
@@ -161,7 +165,7 @@ class FakeEngine:
                         index=index,
                         new_token_ids=[] if failed else [tokens[step]],
                         logprobs=None if params.logprobs is None or failed else [position(tokens[step], index)],
-                        prompt_logprobs=prompt_logprobs if step == 0 and index == 0 else None,
+                        prompt_logprobs=prompt_logprobs if step == start and index == 0 else None,
                         finish_reason="error" if failed else "stop" if complete else "length" if last else None,
                         complete=complete,
                         error="the logits are not finite" if failed else None,
@@ -234,7 +238,7 @@ def client(app) -> Iterator[httpx.AsyncClient]:
 def running(app) -> Iterator[str]:
     """An app behind a real socket: the server's address."""
     sock = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, http="h11", loop="asyncio"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     while not server.started and thread.is_alive():

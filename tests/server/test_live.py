@@ -171,6 +171,30 @@ def test_three_choices_with_one_seed_each(server):
     assert streamed == texts
 
 
+def test_any_choice_continues_from_any_of_its_tokens(server):
+    extra = {"return_token_ids": True, "presence_penalty": 0.5}
+    ask = {
+        "model": "m",
+        "messages": HELLO,
+        "seed": 3,
+        "temperature": 1.0,
+        "max_tokens": 24,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = server.client.chat.completions.create(**ask, n=2, extra_body=extra)
+    for choice, count in ((0, 1), (1, 11)):
+        expected = whole.choices[choice]
+        given = {"continue_token_ids": expected.token_ids[:count], "continue_choice": choice}
+        (found,) = server.client.chat.completions.create(**ask, extra_body=extra | given).choices
+        assert found.token_ids == expected.token_ids and found.message.content == expected.message.content
+        assert found.logprobs.content == expected.logprobs.content[count:]
+        other = expected.logprobs.content[count].top_logprobs[1].token_id
+        given["continue_token_ids"] = [*expected.token_ids[:count], other]
+        (branch,) = server.client.chat.completions.create(**ask, extra_body=extra | given).choices
+        assert branch.token_ids[: count + 1] == given["continue_token_ids"]
+
+
 def test_logprobs(server):
     answer = server.client.chat.completions.create(
         model="m", messages=HELLO, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3

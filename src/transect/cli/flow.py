@@ -39,7 +39,7 @@ def run(
     import json
     from dataclasses import asdict
 
-    from ..flow.chain import STOPPED, Chain
+    from ..flow.chain import STOPPED, FlowChain
     from ..flow.picture import chain_state
     from ..flow.settings import FlowConfig
     from ..flow.steps.step import InterruptedStep
@@ -47,7 +47,7 @@ def run(
     config = FlowConfig.from_toml(file, settings_ or [])
     asked: list[int] = []
     tell = lambda line: print(f"transect: {line}", file=sys.stderr, flush=True)  # noqa: E731 (one line)
-    chain = Chain(config, tell=tell, should_stop=lambda: bool(asked))
+    chain = FlowChain(config, tell=tell, should_stop=lambda: bool(asked))
     if plan:
         planned = chain.plan()
         print(json.dumps([asdict(each) for each in planned], indent=1)) if as_json else _print_plan(planned)

@@ -61,7 +61,7 @@ class PlannedStep:
     reason: str
 
 
-class Chain:
+class FlowChain:
     """A flow that runs.
 
     Args:
@@ -110,9 +110,11 @@ class Chain:
             kept = self.folder.outcome(step.name, key)
             if kept is not None:
                 outcome = StepOutcome.from_dict(kept)
-                reason = self._lost(
-                    step, self._context(step, outcomes, folders, key, is_last=step.name == last), outcome
-                )
+                seen = self._context(step, outcomes, folders, key, is_last=step.name == last)
+                try:
+                    reason = self._lost(step, seen, outcome)
+                except ValueError as error:  # a server that is away: a plan says so, and a run fails
+                    reason = str(error)
                 if not reason:
                     outcomes[step.name], folders[step.name] = outcome, self.folder.work(step.name, key)
                     found.append(PlannedStep(step.name, "skip", outcome.reason, "its inputs did not change"))

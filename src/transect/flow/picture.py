@@ -12,6 +12,8 @@ from rich.text import Text
 
 from .folder import FlowFolder
 
+KIND = "flow"
+"""Mark of a state among other reports."""
 MARKS = {
     "waiting": ("○", "dim"),
     "running": ("●", "yellow"),
@@ -36,7 +38,7 @@ def chain_state(path: Path) -> dict[str, Any]:
     found = folder.chain()
     if found is None:
         raise ValueError(f"{path} holds no flow: give the dir of a flow that has run, or its file")
-    found["running"] = folder.is_running()
+    found |= {"kind": KIND, "running": folder.is_running()}
     for step in found["steps"]:
         if step["state"] == "running" and not found["running"]:
             step["state"] = "interrupted"
@@ -62,7 +64,7 @@ def draw(state: Mapping[str, Any]) -> RenderableType:
             lines.append(Text(f"{bar}  {text}", overflow="fold"))
         figures = outcome.get("figures", {})
         for name, verdict in figures.items():
-            if isinstance(verdict, Mapping) and "passed" in verdict:
+            if isinstance(verdict, Mapping) and "passed" in verdict and verdict["reason"] not in outcome["reason"]:
                 sign, style = MARKS["done" if verdict["passed"] else "stopped"]
                 lines.append(Text(f"{bar}  {sign} {name}: {verdict['reason']}", style=style, overflow="fold"))
         if step["state"] != "failed" and (text := shown(figures)):

@@ -4,6 +4,7 @@
 * ``app``: the table of routes.
 * ``http/``: connections, limits, bodies, errors, streams.
 * ``openai/``, ``anthropic/``, ``retrieval/``: the APIs. ``operations/``: metrics, health, logs and operators' routes.
+* ``page/``: the page at ``/``.
 
 The APIs share:
 

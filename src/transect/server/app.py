@@ -46,9 +46,12 @@ from .openai.responses_protocol import ResponsesRequest
 from .operations.adapter_routes import adapter_routes
 from .operations.bills import bills
 from .operations.health import health_of, scrape
+from .operations.live import Watches
+from .operations.live_routes import live_routes
 from .operations.release_routes import release_routes
 from .operations.routes import operations
 from .options import ServerOptions
+from .page.routes import page
 from .prompts import chat_prompt, encode, most_counted, truncated
 from .rendering import Renderer
 from .retrieval.routes import retrieval
@@ -97,14 +100,19 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     serving = Serving(engine, options, renderer)
     app.state.serving = serving
     app.state.responses = ResponseStore()
+    app.state.watches = Watches(engine)
     errors.install(app)
     app.include_router(api)
     app.include_router(plain)
     app.include_router(operations)
     app.include_router(retrieval, responses=REFUSALS)
     app.include_router(bills)
-    for router in (adapter_routes, capture_routes, release_routes):
+    for router in (live_routes, adapter_routes, capture_routes, release_routes):
         app.include_router(router, responses=REFUSALS)
+    for each in getattr(engine, "routes", ()):  # of a fleet
+        app.include_router(each, responses=REFUSALS)
+    if options.page:
+        app.include_router(page)
     app.add_middleware(Gate, serving=serving)
     if options.allowed_origins:
         # Outside the gate: a browser asks first whether it may send the key, and does so without the key.

@@ -33,7 +33,7 @@ from .watching import RequestWatch
 if TYPE_CHECKING:
     from ..checkpoints.peft_config import AdapterFiles
     from ..engine.scheduling.outputs import RequestTimes
-    from ..text.output_processor import Update
+    from ..text.output_processor import Given, Update
     from ..text.outputs import RequestOutput
     from .capture.slips import RequestContent
     from .operations.tracing import RequestSpan
@@ -73,6 +73,7 @@ class Generation:
         pooling: return vectors of the prompts (``RequestOutput.pooled``).
         adapter: name of the adapter; None for the one that the HTTP request has chosen.
         part_of: id, if this is a part of a larger work.
+        given: tokens that the answers begin with, see ``Request.output_token_ids``; they count as part of the prompt.
     """
 
     def __init__(
@@ -86,13 +87,14 @@ class Generation:
         *,
         adapter: str | None = None,
         part_of: str | None = None,
+        given: Given | None = None,
     ) -> None:
         self.id = part_of or uuid.uuid4().hex
         self.created = int(time.time())
         self.prompts, self.params = prompts, params
         self.completion_tokens = 0
         self._cached_tokens = [0] * len(prompts)
-        self._serving, self._priority, self._pooling = serving, priority, pooling
+        self._serving, self._priority, self._pooling, self._given = serving, priority, pooling, given
         self._began = time.monotonic()
         self._first_token_s: float | None = None
         self._approximate = False
@@ -118,6 +120,7 @@ class Generation:
         """Return the token counts so far."""
         cached = PromptDetails(cached_tokens=sum(self._cached_tokens))
         prompt, completion = sum(len(prompt.token_ids) for prompt in self.prompts), self.completion_tokens
+        prompt += sum(len(tokens or ()) for tokens in self._given or ())
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -249,6 +252,7 @@ class Generation:
             client=self._client.name,
             weight=self._client.weight,
             adapter=adapter,
+            output_token_ids=self._given,
         )
         try:
             async with aclosing(stream) as updates:  # type: ignore[type-var]
@@ -299,6 +303,8 @@ class Generation:
             mailbox.put(None)
 
     def _event(self, index: int, update: Update, timer: RequestTimer) -> Event:
+        if update.given:
+            return Event(index, index * self.params.n + update.index, update)
         timer.tokens(update.index, len(update.token_ids), time.monotonic())
         timer.engine_times(update.times)
         if update.times is not None and update.times.finished is not None:

@@ -58,6 +58,7 @@ class ServerOptions:
         allowed_methods: Allowed method of cross-origin requests; repeatable.
         allowed_headers: Allowed header of cross-origin requests; repeatable.
         allow_credentials: Allow credentials, such as cookies, in cross-origin requests.
+        page: Serve the page at ``/``: chat, and live views of the engine.
         root_path: Path prefix under which a proxy serves this server, such as ``/llm``.
         ssl_certfile: Speak TLS with this certificate (PEM).
         ssl_keyfile: Key of the certificate (PEM), if in a separate file.
@@ -112,6 +113,7 @@ class ServerOptions:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    page: bool = True
     root_path: str = ""
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None

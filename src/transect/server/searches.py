@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from .adapters import Entry
 
 _prefix: ContextVar[SearchMethod | None] = ContextVar("transect_search_method", default=None)
-NOT_WITH_SEARCH = ("logprobs", "top_logprobs", "prompt_logprobs", "use_beam_search", "truncate_prompt_tokens")
+NOT_WITH_SEARCH = (
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "use_beam_search",
+    "truncate_prompt_tokens",
+    "continue_token_ids",
+)
 """Fields of requests that a search does not support."""
 
 

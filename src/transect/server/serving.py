@@ -30,7 +30,7 @@ from .sender import current_sender
 if TYPE_CHECKING:
     from ..checkpoints.peft_config import AdapterFiles
     from ..engine.scheduling.outputs import SchedulerStats
-    from ..text.output_processor import Update
+    from ..text.output_processor import Given, Update
     from ..text.protocols import ChatTemplateLike, TokenizerLike
     from ..text.sampling_defaults import SamplingDefaults
 
@@ -70,6 +70,7 @@ class Engine(Protocol):
         client: str = "",
         weight: float = 1.0,
         adapter: AdapterFiles | None = None,
+        output_token_ids: Given | None = None,
     ) -> AsyncIterator[Update]:
         """Yield deltas of all choices until each had its terminal update; closing the iterator early aborts the
         request."""
@@ -92,6 +93,8 @@ class Serving:
         self.engine = engine
         self.options = options
         self.metrics = Metrics(options.model_names[0])
+        for each in getattr(engine, "collectors", ()):  # of a fleet
+            self.metrics.registry.register(each)
         self.encoder = Encoder()
         self.turns = ArrivalGate()
         self.owners = Owners()

@@ -95,6 +95,8 @@ class Update:
     times: Any = None
     """The engine's ``RequestTimes``, where it sent them."""
     final: RequestOutput | None = None
+    given: bool = False
+    """True for the tokens that the request gave the choice to begin with."""
     approximate: bool = False
     """True if another engine, with other bits, continues the choices: the rest may differ from the first engine's
     answer."""
@@ -115,6 +117,10 @@ class Update:
         self.times = later.times if later.times is not None else self.times
         self.final = later.final
         self.approximate = self.approximate or later.approximate
+
+
+Given = tuple[tuple[int, ...] | None, ...]
+"""Tokens that each choice of a request begins with; None for a choice that has ended elsewhere."""
 
 
 def together(updates: list[Update | Exception]) -> list[Update | Exception]:
@@ -223,6 +229,25 @@ class OutputProcessor:
         self._requests[request_id] = RunningRequest(
             prompt, list(prompt_token_ids), choices, min_tokens, include_stop, RequestMetrics(arrival)
         )
+
+    def begin(self, request_id: str, given: Given) -> list[Update]:
+        """Give the choices of a new request the tokens that they begin with. Returns the updates, with their text; a
+        stop string in them ends its choice."""
+        request, updates = self._requests[request_id], []
+        for choice, tokens in zip(request.choices, given, strict=True):
+            update = Update(request_id, choice.output.index, given=True)
+            if tokens is None:
+                choice.output.finish_reason = "abort"
+                continue
+            for token in tokens:
+                update.token_ids.append(token)
+                choice.output.token_ids.append(token)
+                stopped = self._take_text(request, choice, update, choice.detokenizer.push((token,)))
+                if stopped is not None:
+                    self._end(request, choice, update, "stop", stopped, None)
+                    break
+            updates.append(update)
+        return updates
 
     def _automaton(self, stop: tuple[str, ...]) -> StopAutomaton:
         automaton = self._automata.get(stop)

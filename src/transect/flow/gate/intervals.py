@@ -37,7 +37,7 @@ def student_quantile(confidence: float, degrees: float) -> float:
     return z + first / degrees + second / degrees**2 + third / degrees**3 + fourth / degrees**4
 
 
-def rate_bounds(hits: float, count: int, confidence: float) -> Bounds:
+def rate_bounds(hits: float, count: float, confidence: float) -> Bounds:
     """Return Wilson's interval of a rate; (0, 1) without samples."""
     if not count:
         return 0.0, 1.0
@@ -63,14 +63,16 @@ def paired_difference(one: Sequence[float], other: Sequence[float], confidence: 
     return _difference(first, count, second, count, phi, confidence)
 
 
-def rate_difference(hits: float, count: int, other_hits: float, other_count: int, confidence: float) -> Bounds:
+def rate_difference(hits: float, count: float, other_hits: float, other_count: float, confidence: float) -> Bounds:
     """Return the interval of a rate less another one, of different requests; (-1, 1) without samples."""
     if not count or not other_count:
         return -1.0, 1.0
     return _difference(hits, count, other_hits, other_count, 0.0, confidence)
 
 
-def _difference(hits: float, count: int, other_hits: float, other_count: int, phi: float, confidence: float) -> Bounds:
+def _difference(
+    hits: float, count: float, other_hits: float, other_count: float, phi: float, confidence: float
+) -> Bounds:
     p, q = hits / count, other_hits / other_count
     low, high = rate_bounds(hits, count, confidence)
     other_low, other_high = rate_bounds(other_hits, other_count, confidence)

@@ -63,7 +63,7 @@ class TestEngines:
         self._llm = None
 
 
-class EngineModel:
+class AdaptedSubject:
     """A model under test (``TestedModel``), in an engine of ``engines``."""
 
     def __init__(self, model: FlowModel, engines: TestEngines) -> None:
@@ -107,12 +107,13 @@ class EngineModel:
                     raise ValueError(f"{where}: {error}") from None
         most = llm.max_model_len - 1
         kept = [(ids[:most], mask) for ids, mask in documents if len(ids) > 1]
-        rows = scored_tokens(llm, [ids for ids, _ in kept], self._adapter)
+        scored = scored_tokens(llm, [ids for ids, _ in kept], self._adapter)
         found = []
-        for (ids, mask), row in zip(kept, rows, strict=True):
-            own = [value for value, index in zip(row, range(1, len(ids)), strict=True) if mask is None or mask[index]]
+        for (_, mask), values in zip(kept, scored, strict=True):
+            trained = [True] * len(values) if mask is None else mask[1 : len(values) + 1]
+            own = [value for (value, _), wanted in zip(values, trained, strict=True) if wanted]
             if own:
-                found.append((-sum(value for value, _ in own), len(own)))
+                found.append((-sum(own), len(own)))
         return found
 
     def generate_seconds(self, prompt_tokens: int, new_tokens: int, batch: int, seed: int) -> float:

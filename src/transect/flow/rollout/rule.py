@@ -86,7 +86,9 @@ def look(candidate: Counts, current: Counts, bars: CanaryBars, confidence: float
     used = bars.used()
     level = 1 - (1 - confidence) / max(len(used), 1)
     rates: dict[str, Any] = {}
-    worse, unknown, within = [], [], []
+    worse: list[str] = []
+    unknown: list[str] = []
+    within: list[str] = []
     for name, bar in used.items():
         hits, count = _rate(candidate, name, bars)
         other_hits, other_count = _rate(current, name, bars)

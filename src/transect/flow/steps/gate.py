@@ -85,16 +85,19 @@ def measure_kind_of(name: str, entries: dict[str, Any], where: str) -> GateMeasu
     return measure_kind(kind)
 
 
-def _against(context: StepContext) -> tuple[str, str, FlowModel]:
+def compared_with(context: StepContext) -> tuple[str, str, FlowModel]:
     """Return name, version and model to compare with: the current version; without one, the base.
 
-    If the candidate is the current version itself, the flow has promoted it before, and the version that it replaced
-    counts: a flow that is done stays done.
+    A candidate that is registered already keeps the model that it was compared with then: a flow that is done stays
+    done when a later one has promoted another version.
     """
     catalog = context.tables["register"].catalog(context)
-    found = catalog.current(context.model)
-    while found is not None and found.model.digest == context.output("train", "digest"):
-        found = catalog.version(found.replaced) if found.replaced else None
+    candidate = context.output("train", "digest")
+    known = next((each for each in catalog.lineages(context.model) if each["digest"] == candidate), None)
+    if known is None:
+        found = catalog.current(context.model)
+    else:
+        found = catalog.version(known["against"]) if known["against"] else None
     if found is not None:
         return found.name, found.name, found.model
     base = context.output("train", "base")
@@ -103,7 +106,7 @@ def _against(context: StepContext) -> tuple[str, str, FlowModel]:
 
 def _inputs(context: StepContext) -> Mapping[str, Any]:
     settings: FlowGate = context.tables["gate"]
-    _, _, current = _against(context)
+    _, _, current = compared_with(context)
     return {
         "settings": {
             **asdict(settings),
@@ -121,13 +124,13 @@ def _plan(context: StepContext) -> str:
     if not settings.checks:
         return "pass every model: the gate has no checks"
     bars = "; ".join(f"{name}: {kind.describe(bars)}" for name, (kind, bars) in settings.kinds().items())
-    against = _against(context)[0] if "train" in context.before else "the current model"
+    against = compared_with(context)[0] if "train" in context.before else "the current model"
     return f"measure against {against} ({bars})"
 
 
 def _run(context: StepContext) -> StepOutcome:
     settings: FlowGate = context.tables["gate"]
-    against, version, current = _against(context)
+    against, version, current = compared_with(context)
     outputs = {"against": against, "version": version}
     checks = settings.kinds()
     if not checks:
@@ -146,7 +149,7 @@ def _run(context: StepContext) -> StepOutcome:
     failed = [f"{name}: {verdict.reason}" for name, verdict in verdicts.items() if not verdict.passed]
     figures = {name: verdict.to_dict() for name, verdict in verdicts.items()}
     count = f"{len(checks)} check{'s' * (len(checks) != 1)}"
-    reason = f"{len(failed)} of {count} against {against} fail: {'. '.join(failed)}"
+    reason = f"{len(failed)} of {count} against {against} failed: {'. '.join(failed)}"
     if not failed:
         reason = f"passed {count} against {against}"
     return StepOutcome(reason, not failed, figures, outputs)
@@ -174,10 +177,10 @@ def _samples(
             if kept is None:
                 context.check_stop()
                 if tested is None:
-                    from ..gate.subject import EngineModel, TestEngines  # imports the engine, which takes seconds
+                    from ..gate.subject import AdaptedSubject, TestEngines  # imports the engine, which takes seconds
 
                     engines = TestEngines([candidate, current], context.tables["gate"].engine)
-                    tested = EngineModel(candidate, engines), EngineModel(current, engines)
+                    tested = AdaptedSubject(candidate, engines), AdaptedSubject(current, engines)
                 context.tell(f"measures {name}")
                 try:
                     kept = kind.take(*tested, settings, path)

@@ -49,7 +49,7 @@ def _inputs(context: StepContext) -> Mapping[str, Any]:
         "mlflow": context.tables["register"].mlflow,
         "model": context.output("train", "digest"),
         "made from": context.output("train", "made_from"),
-        "gate": context.output("gate", "digest"),
+        "against": context.output("gate", "version"),
     }
 
 
@@ -79,6 +79,8 @@ def _run(context: StepContext) -> StepOutcome:
         "code": {"transect": __version__, "commit": commit(), "flow_commit": commit(context.root)},
         "settings": outputs["settings"],
         "base_name": outputs["base"],
+        "start": outputs["start"],
+        "against": gate.outputs["version"],
         "parents": list(dict.fromkeys(parents)),
         "gate": {"reason": gate.reason, "figures": gate.figures},
         "training": context.before["train"].figures,

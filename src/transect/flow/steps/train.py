@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,12 @@ from ..digests import key_of
 from .step import FlowStep, StepContext, StepOutcome
 
 if TYPE_CHECKING:
+    from ...train.loop.samples import SampleRecord
     from ...train.loop.sweep import Outcome, SweepPoint
+    from ...train.loop.trainer import EvalRecord, StepRecord
+
+SHOWN_EVERY_S = 1.0
+"""Shortest time between two states of a running training in ``chain.json``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +63,20 @@ def _points(context: StepContext, start: ModelVersion | None) -> list[SweepPoint
 def _start(context: StepContext) -> ModelVersion | None:
     """Return the version to continue; None if there is none yet.
 
-    If the current version was made by this very training, from the version that it replaced, the training still begins
-    with the latter: a flow that is done stays done.
+    If a version is registered that this very training has made, the training still begins where it began then: a flow
+    that is done stays done.
     """
     if not context.tables["train"].continue_current:
         return None
     catalog = context.tables["register"].catalog(context)
     found = catalog.current(context.model)
+    for known in catalog.lineages(context.model):
+        before = catalog.version(known["start"]) if known["start"] else None
+        if key_of(_inputs_from(context, before)) == known["made_from"]:
+            found = before
+            break
     if found is None:
         return None
-    before = catalog.version(found.replaced) if found.replaced else None
-    if before is not None and key_of(_inputs_from(context, before)) == found.lineage["made_from"]:
-        found = before
     if found.model.adapter is None:
         raise ValueError(
             f"train.continue_current needs an adapter, and {found.name} is a whole model: set model in "
@@ -112,15 +120,34 @@ def _plan(context: StepContext) -> str:
     return " ".join(f"train {runs} {config.task} of {config.model} ({config.objective}, {length}){start}".split())
 
 
+class _Progress:
+    """Shows the step and the loss of the run that trains now. See ``Listener``."""
+
+    def __init__(self, context: StepContext, runs: int) -> None:
+        self._context, self._all, self.runs, self._shown = context, runs, 0, 0.0
+
+    def step(self, record: StepRecord) -> None:
+        if time.monotonic() - self._shown > SHOWN_EVERY_S:
+            self._shown = time.monotonic()
+            self._context.show({"run": f"{self.runs + 1} of {self._all}", "step": record.step, "loss": record.loss})
+
+    def evaluation(self, record: EvalRecord) -> None:
+        pass
+
+    def sample(self, record: SampleRecord) -> None:
+        pass
+
+
 def _run(context: StepContext) -> StepOutcome:
     from ...train.loop.sweep import sweep
 
     start = _start(context)
     points = _points(context, start)
     outcomes: list[Outcome] = []
-    for found in sweep(points, context.tell, context.should_stop):
+    progress = _Progress(context, len(points))
+    for found in sweep(points, context.tell, context.should_stop, [progress]):
         outcomes.append(found)
-        context.show({"runs": f"{len(outcomes)} of {len(points)}"})
+        progress.runs += 1
     context.check_stop()
     best = min(outcomes, key=lambda each: each.rank)
     if best.problem:

@@ -24,8 +24,8 @@ from .errors import ApiError
 OPEN = ("/health", "/metrics", "/ping")
 """Routes for load balancers and scrapers: no key needed, and answered while draining. They show no user data."""
 METRICS = "/metrics"
-PAGES = ("/docs", "/openapi.json")
-"""Routes of the API's description: a browser sends no key, and they reveal no user data."""
+PAGES = ("/docs", "/openapi.json", "/page/")
+"""Routes of the API's description and of the page: a browser sends no key, and they reveal no user data."""
 MOST_ID = 128
 """Most characters of an X-Request-Id."""
 
@@ -125,7 +125,7 @@ class Gate:
             self.serving.tracing.begin(scope["headers"])
         try:
             refusal = DRAINING if self.serving.draining else None
-            if client is None and not path.startswith(PAGES):
+            if client is None and path != "/" and not path.startswith(PAGES):
                 refusal = refusal or UNKNOWN
             if refusal is None and client is not None and scope["method"] == "POST":
                 refusal = self._enter(client)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any
 
+from ...engine.scheduling.sampling_params import MAX_CHOICES
 from ...text.tools.spec import tool_use
 from ..answers import AnswerPiece, AnswerReader, Answers
 from ..beams import Beams, beam_params
@@ -39,6 +40,7 @@ from .replies import (
 )
 
 if TYPE_CHECKING:
+    from ...text.output_processor import Given
     from ...text.outputs import CompletionOutput, PositionLogprobs, RequestOutput
     from ...text.tools.parser import CallDelta
 
@@ -74,9 +76,38 @@ class Chat:
                 logprobs=self.top if body.logprobs else None,
                 prompt_logprobs=body.prompt_logprobs,
             )
+            self.given = self._given()
             self.use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         except ValueError as error:
             raise bad_value(self._renamed(str(error)), FIELDS) from None
+
+    def _given(self) -> Given | None:
+        """Return the tokens that the answer begins with, by choice, and make its index one of the request's choices.
+
+        Raises:
+            ValueError: other fields contradict them.
+        """
+        tokens, choice, params = self.body.continue_token_ids, self.body.continue_choice or 0, self.params
+        if tokens is None:
+            if self.body.continue_choice is not None:
+                raise ValueError("continue_choice needs continue_token_ids, the tokens of that choice")
+            return None
+        if params.n != 1 or self.body.use_beam_search or params.prompt_logprobs is not None:
+            raise ValueError(
+                "continue_token_ids continues one answer: leave n, use_beam_search and prompt_logprobs out"
+            )
+        if params.seed is None and params.temperature:
+            raise ValueError("continue_token_ids needs seed, that of the answer to continue, or temperature 0")
+        if params.max_tokens is not None and len(tokens) >= params.max_tokens:
+            message = f"continue_token_ids holds {len(tokens)} tokens, and max_tokens counts them: give more than that"
+            raise ValueError(message)
+        if not 0 <= choice < MAX_CHOICES:
+            raise ValueError(f"continue_choice must be 0 to {MAX_CHOICES - 1}, got {choice}")
+        limit = self.serving.engine.vocab_size
+        if tokens and max(tokens) >= limit:
+            raise ValueError(f"continue_token_ids holds id {max(tokens)}; this model has ids 0 to {limit - 1}")
+        self.params = params.with_(n=choice + 1)
+        return (*[None] * choice, tuple(tokens))
 
     def _renamed(self, message: str) -> str:
         """Rename the field in an error message to the name that the client used."""
@@ -123,7 +154,8 @@ class Chat:
         if beams is not None:
             return Beams(self.serving, [prompt], beams, width, priority, self.deadline).describe(content)
         if self.search is None:
-            return Generation(self.serving, [prompt], self.params, priority, self.deadline).describe(content)
+            generation = Generation(self.serving, [prompt], self.params, priority, self.deadline, given=self.given)
+            return generation.describe(content)
         kwargs, messages = self._template_kwargs(), self.body.messages
         more = (self.answers, priority, self.deadline, kwargs)
         return Searching(self.serving, self.search, prompt, messages, self.params, *more).describe(content)
@@ -133,14 +165,15 @@ class Chat:
         async with self.deadline:
             generation = await self._prepare()
         (result,) = await generation.whole()
-        readers = [self.answers.reader() for _ in result.outputs]
-        choices = [await self._choice(*each) for each in zip(result.outputs, readers, strict=True)]
+        outputs = result.outputs if self.given is None else result.outputs[-1:]
+        readers = [self.answers.reader() for _ in outputs]
+        choices = [await self._choice(*each) for each in zip(outputs, readers, strict=True)]
         response = ChatResponse(
             id=f"chatcmpl-{generation.id}",
             created=generation.created,
             model=self.serving.model_name,
             choices=choices,
-            usage=self._usage(generation, zip(readers, result.outputs, strict=True)),
+            usage=self._usage(generation, zip(readers, outputs, strict=True)),
             prompt_logprobs=prompt_logprobs(result.prompt_logprobs),
             prompt_token_ids=result.prompt_token_ids if self.body.return_token_ids else None,
         )
@@ -167,7 +200,9 @@ class Chat:
         logprobs: ChatLogprobs | None = None
         if output.logprobs is not None and self.body.logprobs:
             tokenizer = self.serving.engine.tokenizer
-            logprobs = await all_chat_logprobs(output.logprobs, output.token_ids, self.top, tokenizer)
+            drawn = output.token_ids[-len(output.logprobs) :]  # there are none of tokens that were given
+            with_ids = bool(self.body.return_token_ids)
+            logprobs = await all_chat_logprobs(output.logprobs, drawn, self.top, tokenizer, with_ids)
         return ChatChoice(
             index=output.index,
             message=AssistantMessage(
@@ -223,7 +258,11 @@ class Chat:
                     chunks = self._pieces(news, piece, reader)
                     yield body + b"".join(event(self._chunk(generation, [chunk])) for chunk in chunks)
             if self.body.include_usage:
-                read = [] if final is None else [(readers[output.index], output) for output in final.outputs]
+                read = (
+                    []
+                    if final is None
+                    else [(readers[each.index], each) for each in final.outputs if each.index in readers]
+                )
                 yield event(self._chunk(generation, [], self._usage(generation, read)))
 
     def _progress(self, generation: Generation | Searching, news: SearchProgress) -> SearchChunk:
@@ -252,7 +291,8 @@ class Chat:
     def _logprobs(self, positions: list[PositionLogprobs] | None, token_ids: list[int]) -> ChatLogprobs | None:
         if positions is None or not self.body.logprobs:
             return None
-        return chat_logprobs(positions, token_ids, self.top, self.serving.engine.tokenizer)
+        tokenizer, with_ids = self.serving.engine.tokenizer, bool(self.body.return_token_ids)
+        return chat_logprobs(positions, token_ids, self.top, tokenizer, with_ids)
 
     def _chunk(
         self, generation: Generation | Searching, choices: list[ChunkChoice], usage: Usage | None = None

@@ -352,6 +352,8 @@ class ChatCompletionRequest(SamplingBody):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     search: dict[str, Any] | None = None
+    continue_token_ids: Listed[TokenId] | None = None
+    continue_choice: Whole | None = None
 
 
 class TokenizeRequest(Body):

@@ -56,6 +56,18 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
+class TopLogprobWithId(TopLogprob):
+    """A candidate token with its id, if token ids are requested."""
+
+    token_id: int
+
+
+class TokenLogprobWithId(TopLogprobWithId):
+    """The chosen token at a position, with the likeliest alternatives and all their ids."""
+
+    top_logprobs: list[TopLogprobWithId]
+
+
 class PromptLogprob(BaseModel):
     """A candidate token at a position of the prompt; the likeliest has rank 1."""
 
@@ -70,7 +82,7 @@ PromptLogprobs = dict[str, PromptLogprob]
 class ChatLogprobs(BaseModel):
     """One entry for each token."""
 
-    content: list[TokenLogprob]
+    content: list[TokenLogprob] | list[TokenLogprobWithId]
 
 
 class CompletionLogprobs(BaseModel):

@@ -76,6 +76,7 @@ class EngineCollector:
             ),
             ("transect_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache", stats.prefix_hit_tokens),
             ("transect_preemptions", "Sequences put back to be recomputed for want of KV blocks", stats.preemptions),
+            ("transect_kv_evictions", "Cached KV blocks whose contents were dropped for new ones", stats.kv_evictions),
             ("transect_engine_steps", "Steps of the engine", stats.steps),
             ("transect_timed_steps", "Steps whose time was measured", stats.timed_steps),
             ("transect_step_seconds", "Time of the timed steps", stats.step_seconds),
