@@ -56,6 +56,8 @@ class Fleet(Replicas):
         self._key = settings.key()
         self._server: asyncio.Server | None = None
         self._supervisor: Any = self  # replicas are started again elsewhere; see ``restarts`` and ``hopes``
+        self._watching: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
         self._alone_since = time.monotonic()
@@ -144,7 +146,7 @@ class Fleet(Replicas):
         """Stop to listen and to watch."""
         if self._server is not None:
             self._server.close()
-        tasks = [self._watching, self._reporting, *self._handshakes, *self._leaving]
+        tasks = [*filter(None, [self._watching, self._reporting]), *self._handshakes, *self._leaving]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

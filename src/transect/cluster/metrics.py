@@ -73,12 +73,11 @@ class FleetCollector:
                 if each["state"] != "gone":
                     family.add_metric([each["name"]], float(each[key]))
             yield family
-        family = CounterMetricFamily("transect_fleet_handed_over", "Requests that continued on another replica")
-        family.add_metric([], fleet.handed_over)
-        yield family
-        family = CounterMetricFamily("transect_fleet_refused_links", "Connections of replicas that were refused")
-        family.add_metric([], fleet.refused)
-        yield family
+        for name, text, count in (
+            ("transect_fleet_handed_over", "Requests that continued on another replica", fleet.handed_over),
+            ("transect_fleet_refused_links", "Connections of replicas that were refused", fleet.refused),
+        ):
+            yield CounterMetricFamily(name, text, value=count)
         last = next(iter(newest(fleet.settings.place)), None)
         if last is not None:
             text = "Replicas that the autoscaler wants"
