@@ -60,7 +60,7 @@ from benchmarks.tables import scaling as scaling_tables
 from benchmarks.tables import streaming as streaming_tables
 from benchmarks.tables import train as train_tables
 from benchmarks.tables import tuning as tuning_table
-from benchmarks.train import cpu_lora, data_formats, precisions
+from benchmarks.train import cpu_lora, data_formats, precisions, rollout
 
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
 SITE = record.ROOT / "mkdocs.yml"
@@ -512,6 +512,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speculation-gpu": lambda: speculation.grid_table(_load("h200/speculation_grid.json")),
     "speculation-cpu": lambda: speculation.grid_table(_load("cpu/speculation_grid.json")),
     "speculation-tasks": lambda: speculation.tasks_table(_load("cpu/speculation_tasks.json")),
+    "rollout": lambda: rollout.rollout_table(_load("cpu/rollout.json")),
     "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
