@@ -27,7 +27,7 @@ from ..server.app import create_app
 from ..server.operations.request_log import configure
 from ..server.process import bind, serve_until
 from . import metrics
-from .fleet import Fleet
+from .fleet import RemoteReplicas
 from .host import Host, fresh
 from .ray_policy import FleetPolicy
 from .router import address, bind_links, ready_line
@@ -61,7 +61,7 @@ def queued(stats: dict[str, Any] | None) -> float:
 
 
 @serve.ingress()
-class Router:
+class RouterActor:
     """The router in an actor.
 
     Args:
@@ -80,7 +80,7 @@ class Router:
         sock = None
         if listens:
             sock = await patiently(lambda: bind(settings.server.host, settings.server.port))
-        self.fleet = await Fleet.listen(settings, linking)
+        self.fleet = await RemoteReplicas.listen(settings, linking)
         self._link_address = address(linking)
         self._serving = None if sock is None else asyncio.create_task(self._serve(sock))
         self._app: Any = None
@@ -88,7 +88,7 @@ class Router:
     async def _serve(self, sock: Any) -> int:
         await self.fleet.first()
 
-        def ready(fleet: Fleet) -> None:
+        def ready(fleet: RemoteReplicas) -> None:
             line = ready_line(self.settings, fleet, sock)
             self.url = line.split(" ready on ")[1].split()[0]
             log.warning(line)
@@ -140,7 +140,7 @@ class Router:
         await self.fleet.shutdown()
 
 
-class Replica:
+class ReplicaActor:
     """A replica in an actor, with an engine process of its own.
 
     Args:
@@ -217,7 +217,7 @@ def router_app(settings: FleetSettings, listens: bool = True, replicas: Any = No
     options: dict[str, Any] = {"num_cpus": 0}
     if settings.ray.router_on_head:
         options["resources"] = {"node:__internal_head__": 0.001}
-    deployment: Any = serve.deployment(Router)
+    deployment: Any = serve.deployment(RouterActor)
     made = deployment.options(
         name=ROUTER,
         num_replicas=1,
@@ -261,7 +261,7 @@ def replicas_app(settings: FleetSettings, router: str, generation: int = 1, coun
         downscale_delay_s=0.0,
         policy=AutoscalingPolicy(policy_function=FleetPolicy, policy_kwargs=decider),
     )
-    deployment: Any = serve.deployment(Replica)
+    deployment: Any = serve.deployment(ReplicaActor)
     made = deployment.options(
         name=REPLICAS,
         ray_actor_options=actor,
