@@ -262,7 +262,7 @@ def fleet(folder: Path, model: str) -> dict[str, Any]:
 
 
 async def client() -> None:
-    """Act as the client on the router's host: stream, ask for the cut, compare, ask for the link, and report as JSON."""
+    """Act as the client on the router's host: stream, ask for the cut, compare, ask for the link, and report."""
     url = "http://127.0.0.1:8480"
     body = {"prompt": list(range(65, 90)), "max_tokens": 300, "ignore_eos": True, "stream": True}
 
