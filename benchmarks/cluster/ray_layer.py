@@ -70,7 +70,7 @@ async def first_token_ms(client: httpx.AsyncClient) -> float:
 
 
 async def tokens_per_s(client: httpx.AsyncClient) -> float:
-    """Tokens per second of 32 streams at once."""
+    """Measure tokens per second of 32 streams at once."""
 
     async def one(seed: int) -> None:
         body = {"prompt": PROMPT, "max_tokens": TOKENS, "seed": seed, "ignore_eos": True, "stream": True}
