@@ -37,6 +37,13 @@ ROUTES = [
     ("/reset_prefix_cache", "POST"),
     ("/v1/load_lora_adapter", "POST"),
     ("/v1/unload_lora_adapter", "POST"),
+    ("/v1/feedback", "POST"),
+    ("/v1/captures", "GET"),
+    ("/v1/captures", "DELETE"),
+    ("/v1/releases", "GET"),
+    ("/v1/releases/{name}", "GET"),
+    ("/v1/releases/{name}", "PUT"),
+    ("/v1/releases/{name}", "DELETE"),
 ]
 MANY = 30 if proving() else 10
 WITH_BODY = [

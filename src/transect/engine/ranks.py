@@ -308,8 +308,7 @@ def _own_sums(mesh: Mesh, config: EngineConfig) -> str:
         found = world.sums[group.ranks]
     if not isinstance(found, str):
         dependent = config.gpu.dependent_launch and has_dependent_launch(world.device)
-        pushes = config.gpu.pushed_products and dependent
-        group.sums = found.used(dependent_launch=dependent, exact=config.deterministic, pushes=pushes)
+        group.sums = found.used(dependent_launch=dependent, exact=config.deterministic)
         return str(group.sums)
     if config.deterministic and group.size > 2:
         raise ValueError(

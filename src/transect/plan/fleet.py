@@ -223,6 +223,7 @@ class Fleet:
         limits = model.scheduler
         self._router = router([limits.num_blocks * limits.block_size] * places, limits.block_size)
         self._engines = engines
+        self._routes = engines > 1 or scaler is not None or bool(kills)
         self._members: list[_Member] = []
         """Engines by the router's number; a new engine replaces one that has ended."""
         self._gone: list[_Member] = []
@@ -301,12 +302,23 @@ class Fleet:
         blocks = max(1, sum(each.config.num_blocks for each in ready))
         used = 1 - sum(each.cache.num_free for each in ready) / blocks
         waiting, running = sum(len(each.waiting) for each in ready), sum(len(each.running) for each in ready)
-        wanted = self.scaler.engines(Seen(now, len(ready), starting, waiting, running, used, rate))
+        queued = sum(self._router.load(place) for place in self._ready(now))
+        seen = Seen(now, len(ready), starting, waiting, running, used, rate, queued, self._tokens_per_s(now))
+        wanted = self.scaler.engines(seen)
         here = len(ready) + starting
         for _ in range(wanted - here):
             self._start(now, now + self.start_s)
         for place in self._ready(now)[wanted:] if wanted < here else ():
             self._members[place].draining = True
+
+    def _tokens_per_s(self, now: float) -> float:
+        """Return the highest mean rate of an engine's tokens while it was busy; 0 before any was."""
+        rates = [0.0]
+        for member in (self._members[place] for place in self._ready(now)):
+            stats, busy = member.engine.scheduler.stats(), member.engine.device.busy
+            if busy > 0:
+                rates.append((stats.prompt_tokens - stats.prefix_hit_tokens + stats.generation_tokens) / busy)
+        return max(rates)
 
     def _fail(self, kill: Kill) -> None:
         """Lose an engine: its unfinished requests are sent again with the tokens that are known."""
@@ -336,7 +348,7 @@ class Fleet:
         name = f"{number}" if not known else f"{number}+{len(known)}"
         request = self._tokens.request(name, asked, len(known))
         ticket, place = None, ready[0]
-        if len(self._members) > 1:
+        if self._routes:
             outputs = min(asked.output_tokens - len(known), TYPICAL_OUTPUT)
             ticket = self._router.send(request.prompt_token_ids, outputs, ready)
             place = ticket.engine
@@ -356,7 +368,7 @@ class Fleet:
                     self._router.done(sent.ticket)
                 self._done.append((sent, line))
         member.engine.done.clear()
-        if len(self._members) > 1:
+        if self._routes:
             for sent in member.sent.values():
                 new = len(sent.line.moments) - sent.told
                 if new and sent.ticket is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from ..engine.frontends.beam_search import BeamSearch, BeamSearchParams
 from ..engine.scheduling.sampling_params import SamplingParams
@@ -16,10 +16,12 @@ from .http.errors import ApiError, bad_value
 from .openai.protocol import FIELDS, SamplingBody
 from .openai.replies import PromptDetails, Usage
 from .operations import request_log
+from .releases import one_request
 from .serving import Serving
 
 if TYPE_CHECKING:
     from ..text.outputs import PositionLogprobs
+    from .capture.slips import RequestContent
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -99,12 +101,18 @@ class Beams:
         self.prompts = prompts
         self._serving, self._params, self._answers = serving, params, answers
         self._priority, self._deadline = priority, deadline
+        self._asked: RequestContent | None = None
         self._usage = Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             completion_tokens=0,
             total_tokens=0,
             prompt_tokens_details=PromptDetails(cached_tokens=0),
         )
+
+    def describe(self, asked: RequestContent) -> Self:
+        """Describe the request, for captures and for the metrics of released versions; returns this object."""
+        self._asked = asked
+        return self
 
     def usage(self) -> Usage:
         """Count the tokens of the prompts, and of the answers that are returned."""
@@ -116,6 +124,22 @@ class Beams:
         Raises:
             ApiError: see ``Generation``.
         """
+        with one_request() as version:
+            results = await self._whole()
+            if self._asked is not None and version is not None:
+                for result in results:
+                    version.answered(self._asked, result)
+        captures = self._serving.captures
+        if captures is not None and self._asked is not None:
+            release = "" if version is None else version.release
+            slip = captures.begin(self.id, self._asked, self._serving.model_name, release)
+            if slip is not None:
+                for place, result in enumerate(results):
+                    slip.take(place, result)
+                captures.end(slip, None, True)
+        return results
+
+    async def _whole(self) -> list[RequestOutput]:
         engine = self._serving.engine
         ends, tokenizer = engine.eos_token_ids, engine.tokenizer
         searches = [

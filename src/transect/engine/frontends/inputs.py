@@ -41,6 +41,13 @@ class LoRARequest:
         return f"LoRARequest({self.lora_name!r}, {self.lora_path!r})"
 
 
+class Searches(Protocol):
+    """A search, which a level above hands to an ``LLM``."""
+
+    def run(self, llm: Any, prompts: Any, params: SamplingParams | None, **options: Any) -> list[Any]:
+        """Search an answer to each prompt."""
+
+
 def prompt_token_ids(
     prompt: str | Sequence[int] | Mapping[str, Any],
     tokenizer: TextEncoder,

@@ -28,6 +28,7 @@ from ..scheduling.sampling_params import SamplingParams
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, with_prompt
 from .inputs import (
     LoRARequest,
+    Searches,
     check_params,
     check_token_ids,
     default_params,
@@ -224,6 +225,24 @@ class LLM:
                 progress.advance()
         return [with_prompt(found, ids, self.tokenizer) for found, (_, ids) in zip(searches, inputs, strict=True)]
 
+    def search(
+        self, prompts: Any, search: Searches, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> list[Any]:
+        """Spend more compute on each answer: ``llm.search(messages, Search("best_of_n", n=16))``.
+
+        Args:
+            prompts: text, token ids or messages, or a list of such; all are searched at the same time.
+            search: a ``transect.Search``, and ``options`` of its ``search/local.py``.
+            sampling_params: of each branch; None for ``get_default_sampling_params()``.
+
+        Returns:
+            A ``SearchResult`` for each prompt, in their order.
+
+        Raises:
+            ValueError: a prompt or setting is at fault, or no branch has given an answer.
+        """
+        return search.run(self, prompts, sampling_params, **options)
+
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -395,15 +414,16 @@ class LLM:
         params: SamplingParams,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
+        pooling: Pooling | None = None,
     ) -> str:
         """Queue token ids and return the request's id; then call ``step`` while ``has_work``. Stop strings are ignored,
-        because this level of the engine has no text.
+        because this level of the engine has no text. ``pooling``: return a vector of the prompt (``embed``).
 
         Raises:
             ValueError: the request cannot run, or an engine on several ranks has been closed.
         """
         (adapter,) = self._adapters_for(1, lora_request)
-        request = self._request(list(prompt_token_ids), params, priority, adapter=adapter)
+        request = self._request(list(prompt_token_ids), params, priority, pooling, adapter)
         self._check_open()
         self._core.add(request)
         return request.request_id
@@ -422,9 +442,9 @@ class LLM:
                 raise
             return outputs
 
-    def abort(self, request_id: str) -> None:
-        """End a submitted request."""
-        self._core.abort(request_id)
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a submitted request, or one choice of it."""
+        self._core.abort(request_id, choice)
 
     @property
     def has_work(self) -> bool:

@@ -28,12 +28,17 @@ NO_CHOICES, NO_LOGPROBS = b'"choices":[]', b'"logprobs":null'
 
 
 async def all_chat_logprobs(
-    positions: Sequence[PositionLogprobs], token_ids: Sequence[int], top: int, tokenizer: TokenizerLike
+    positions: Sequence[PositionLogprobs],
+    token_ids: Sequence[int],
+    top: int,
+    tokenizer: TokenizerLike,
+    with_ids: bool = False,
 ) -> ChatLogprobs:
     """Build ``chat_logprobs`` of a whole answer, in pieces."""
     whole = ChatLogprobs(content=[])
     async for some in _pieces(list(zip(positions, token_ids, strict=True))):
-        whole.content += chat_logprobs([each[0] for each in some], [each[1] for each in some], top, tokenizer).content
+        part = chat_logprobs([each[0] for each in some], [each[1] for each in some], top, tokenizer, with_ids)
+        whole.content += part.content
     return whole
 
 

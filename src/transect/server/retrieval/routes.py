@@ -25,6 +25,7 @@ from ..http.errors import ApiError, bad_value
 from ..openai.protocol import FIELDS
 from ..operations import request_log
 from ..prompts import check_length, completion_prompts, encode
+from ..sender import set_sender
 from ..serving import Serving
 from .protocol import (
     EmbeddingObject,
@@ -54,11 +55,12 @@ retrieval = APIRouter(route_class=JsonRoute, tags=["retrieval"])
 class _Work:
     """The engine requests of one HTTP request."""
 
-    def __init__(self, request: Request, model: str | None, priority: int | None) -> None:
+    def __init__(self, request: Request, body: EmbeddingRequest | ScoreRequest | RerankRequest) -> None:
         self.serving: Serving = request.app.state.serving
-        self.serving.check_model(model)
+        set_sender(request.headers, body)
+        self.serving.check_model(body.model)
         self.deadline = Deadline(self.serving.options.request_timeout_s, request.state.arrival)
-        self.priority = priority or 0
+        self.priority = body.priority or 0
         self.id, self.created = uuid.uuid4().hex, int(time.time())
         self.tokens = 0
 
@@ -96,7 +98,7 @@ class _Work:
 @retrieval.post("/v1/embeddings", response_model=EmbeddingResponse)
 async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
     """Compute a vector for each text."""
-    work = _Work(request, body.model, body.priority)
+    work = _Work(request, body)
     try:
         return await unless_disconnected(request.receive, _embeddings(work, body), work.serving.turns)
     except ClientGone:
@@ -125,6 +127,8 @@ async def _embeddings(work: _Work, body: EmbeddingRequest) -> Response:
             most=MAX_INPUTS,
         )
     results = await work.run(prompts, pooling.PARAMS, params.pooling)
+    if serving.captures is not None:
+        serving.captures.inputs(work.id, prompts, results, serving.model_name)
     pieces = []
     for index, result in enumerate(results):
         assert result.pooled is not None, "a request that fails has raised by now"
@@ -141,7 +145,7 @@ async def _embeddings(work: _Work, body: EmbeddingRequest) -> Response:
 @retrieval.post("/score", response_model=ScoreResponse, include_in_schema=False)
 async def score(request: Request, body: ScoreRequest) -> ScoreResponse | Response:
     """Score how likely each query is after its document, between 0 and 1."""
-    work = _Work(request, body.model, body.priority)
+    work = _Work(request, body)
     try:
         pairs = scoring.pairs(body.text_1, body.text_2)
     except ValueError as error:
@@ -161,7 +165,7 @@ async def score(request: Request, body: ScoreRequest) -> ScoreResponse | Respons
 @retrieval.post("/rerank", response_model=RerankResponse, include_in_schema=False)
 async def rerank(request: Request, body: RerankRequest) -> RerankResponse | Response:
     """Sort documents by their relevance to a query; scores as of ``/v1/score``."""
-    work = _Work(request, body.model, body.priority)
+    work = _Work(request, body)
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
     _check_count(len(texts), "documents")
     if body.top_n is not None and body.top_n < 1:

@@ -39,6 +39,8 @@ class Ticket:
     outputs: int
     noted: tuple[int, ...] = ()
     """Hashes of its blocks that the engine was not assumed to hold."""
+    offers: tuple[tuple[int, int, int], ...] = ()
+    """(engine, its load, tokens of the prompt that it does not have) of each engine that was compared."""
 
 
 class Router:
@@ -58,6 +60,11 @@ class Router:
         self._engines = [_Engine(max(1, tokens // block_size)) for tokens in capacities]
         self._turn = 0
 
+    def add(self, capacity: int) -> int:
+        """Add an engine whose prefix cache holds ``capacity`` tokens. Returns its number."""
+        self._engines.append(_Engine(max(1, capacity // self._size)))
+        return len(self._engines) - 1
+
     def load(self, engine: int) -> int:
         """Return the known number of tokens that an engine still has to compute."""
         return self._engines[engine].load
@@ -76,11 +83,13 @@ class Router:
         """
         hashes = self._hashes(prompt, adapter)
         best: tuple[int, int, int] | None = None
+        offers: list[tuple[int, int, int]] = []
         for index in alive:
             engine = self._engines[index]
             uncached = len(prompt) - min(self._cached(engine, hashes), max(0, len(prompt) - 1))
             if adapter and adapter not in engine.adapters:
                 uncached += self.ADAPTER
+            offers.append((index, engine.load, uncached))
             turn = (index - self._turn) % len(self._engines)
             if best is None or (engine.load + uncached, turn) < best[:2]:
                 best = engine.load + uncached, turn, index
@@ -95,7 +104,7 @@ class Router:
             while len(engine.adapters) > self._slots:
                 engine.adapters.popitem(last=False)
         noted = tuple(each for each in hashes if each not in engine.blocks)
-        ticket = Ticket(index, best[0] - engine.load, outputs, noted)
+        ticket = Ticket(index, best[0] - engine.load, outputs, noted, tuple(offers))
         for each in reversed(hashes):  # the beginning of a prompt is the newest: it is forgotten last
             engine.blocks.pop(each, None)
             engine.blocks[each] = None
