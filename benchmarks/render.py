@@ -349,6 +349,12 @@ def drift() -> str:
     return "\n".join([*lines, _here(result)])
 
 
+def fleet(table: Callable[[Any], str], name: str) -> Callable[[], str]:
+    """Render a result of a fleet; nothing before it was recorded."""
+    path = record.RESULTS / "cpu" / f"{name}.json"
+    return lambda: f"{table(json.loads(path.read_text()))}\n" if path.exists() else ""
+
+
 def fleet_settings() -> str:
     """Render the settings of a fleet file, without those of ``serve``."""
     from transect.cluster.settings import LinkSettings, RaySettings, ReplicaSettings, ScalingSettings
@@ -541,10 +547,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "serving-kills": serving_kills,
     "fail-over": fail_over,
     "fleet-settings": fleet_settings,
-    "fleet-drills": lambda: cluster_tables.drills(_load("cpu/fleet_drills.json")),
-    "fleet-predicted": lambda: cluster_tables.predicted(_load("cpu/fleet_predicted.json")),
-    "ray-layer": lambda: cluster_tables.ray_layer(_load("cpu/ray_layer.json")),
-    "two-hosts": lambda: cluster_tables.two_hosts(_load("cpu/two_hosts.json")),
+    "fleet-drills": fleet(cluster_tables.drills, "fleet_drills"),
+    "fleet-predicted": fleet(cluster_tables.predicted, "fleet_predicted"),
+    "ray-layer": fleet(cluster_tables.ray_layer, "ray_layer"),
+    "two-hosts": fleet(cluster_tables.two_hosts, "two_hosts"),
     "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
     "structure": lambda: structure.table(_load("cpu/structure.json")),
     "speed-of-trees": lambda: speed_of_trees.table(_load("cpu/speed_of_trees.json")),

@@ -1,10 +1,10 @@
 """Search beside single requests and beside optillm: speed, accuracy on exact tasks, tokens of adaptive stopping.
 
     python benchmarks/engine/search.py [--model MODEL] [--dummy] [--device cpu] [--parts speed tasks server]
-                                       [--tasks 100] [--rounds 5] [--optillm PROGRAM] [--out FILE]
+                                       [--tasks 100] [--served 24] [--rounds 5] [--optillm PROGRAM] [--out FILE]
 
-``speed``: tokens per second of ``--branches`` branches of one prompt, beside as many requests with the prefix cache
-(each after the first finds the prompt there), and the most KV blocks that each held. Contenders take turns.
+``speed``: tokens per second of ``--branches`` branches of one prompt, beside as many requests that find the prompt in
+the prefix cache, and the most KV blocks that each held. Contenders take turns.
 ``tasks``: accuracy of methods beside one greedy answer and beside guessing, with 95% intervals, in an ``LLM``.
 ``server``: the same tasks over HTTP, and through optillm in front of the same server, one task at a time. Install
 optillm 0.3.20 in an environment of its own, and name its program: ``--optillm /path/to/bin/optillm``. Both draw at
@@ -70,20 +70,15 @@ def engine(options: argparse.Namespace, **more: Any) -> LLM:
 def branches(llm: LLM, prompt: list[int], count: int, tokens: int) -> None:
     """Run one search with ``count`` branches."""
     params = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, seed=1)
-    (result,) = llm.search([prompt], Search("best_of_n", n=count), params)
+    (result,) = llm.search([prompt], Search("majority", n=count, extract="text"), params)
     assert result.drawn == count * tokens
 
 
 def requests(llm: LLM, prompt: list[int], count: int, tokens: int) -> None:
-    """Run ``count`` requests, the first of them alone up to its first token, so that the others find its prompt."""
-    params = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, seed=1, logprobs=0)
-    llm.submit(prompt, params)
-    while not llm.step():
-        pass
-    for number in range(1, count):
-        llm.submit(prompt, params.with_(seed=1 + number))
-    while llm.has_work:
-        llm.step()
+    """Run ``count`` requests, after one of a single token by which the others find the prompt in the prefix cache."""
+    params = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, seed=1)
+    llm.generate([prompt], params.with_(max_tokens=1))
+    llm.generate([prompt] * count, [params.with_(seed=number) for number in range(count)])
 
 
 def peak_blocks(llm: LLM, work: Any, *arguments: Any) -> int:
@@ -228,7 +223,7 @@ CONTENDERS: dict[str, dict[str, dict[str, Any]]] = {
 def served(options: argparse.Namespace) -> dict[str, Any]:
     """Measure wall time and accuracy over HTTP, with and without optillm in between."""
     family = FAMILIES["sum"]
-    asked = family.tasks(options.tasks, 1)
+    asked = family.tasks(options.served, 1)
     command = [sys.executable, "-m", "transect", "serve", options.model, "--port", "0", "--served-model-name", "m"]
     with tempfile.TemporaryDirectory() as folder:
         verifier = Path(folder) / "checks.py"
@@ -301,6 +296,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tasks", type=int, default=100)
+    parser.add_argument("--served", type=int, default=24, help="tasks over HTTP")
     parser.add_argument("--families", nargs="+", default=["add", "puzzle", "lot"], choices=sorted(FAMILIES))
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--optillm", help="program of optillm 0.3.20 in an environment of its own")

@@ -29,6 +29,7 @@ from pathlib import Path
 import httpx
 from users import Users, questions
 
+import transect
 from transect.flow.picture import chain_state
 
 HERE = Path(__file__).parent
@@ -36,14 +37,16 @@ ALARM = 3
 """Exit code of ``transect flow watch`` if it raises an alarm."""
 
 
-def transect(folder: Path, *arguments: str) -> int:
+def command(folder: Path, *arguments: str) -> int:
     """Run a command in a folder, and return its exit code."""
     print(f"\n$ transect {' '.join(arguments)}", flush=True)
     return subprocess.run([sys.executable, "-m", "transect", *arguments], cwd=folder, env=environment()).returncode
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
+    """Let children run this package with all cores, wherever they are started."""
+    threads = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))
+    return {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": str(Path(transect.__file__).parents[1])}
 
 
 @contextlib.contextmanager
@@ -52,11 +55,11 @@ def server(folder: Path) -> Iterator[str]:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-    command = [sys.executable, "-m", "transect", "serve", "smollm2-135m", "--port", str(port), "--enable-lora"]
-    command += ["--allowed-lora-dir", "registry", "--capture-dir", "captures", "--releases", "releases.json"]
-    command += ["--max-model-len", "512", "--max-num-seqs", "16"]
+    words = [sys.executable, "-m", "transect", "serve", "smollm2-135m", "--port", str(port), "--enable-lora"]
+    words += ["--allowed-lora-dir", "registry", "--capture-dir", "captures", "--releases", "releases.json"]
+    words += ["--max-model-len", "512", "--max-num-seqs", "16"]
     with (folder / "server.log").open("ab") as log:
-        process = subprocess.Popen(command, cwd=folder, stderr=log, stdout=log, env=environment())
+        process = subprocess.Popen(words, cwd=folder, stderr=log, stdout=log, env=environment())
     address = f"http://127.0.0.1:{port}"
     try:
         while True:
@@ -73,9 +76,9 @@ def server(folder: Path) -> Iterator[str]:
 
 def run_flow(folder: Path, name: str, address: str, users: Users) -> int:
     """Run a flow, with users from the moment that its canary has traffic; returns the exit code."""
-    command = ["flow", "run", f"{name}.toml", "--set", f"release.server={address}"]
-    print(f"\n$ transect {' '.join(command)}", flush=True)
-    process = subprocess.Popen([sys.executable, "-m", "transect", *command], cwd=folder, env=environment())
+    words = ["flow", "run", f"{name}.toml", "--set", f"release.server={address}"]
+    print(f"\n$ transect {' '.join(words)}", flush=True)
+    process = subprocess.Popen([sys.executable, "-m", "transect", *words], cwd=folder, env=environment())
     while process.poll() is None:
         with contextlib.suppress(ValueError):  # it has written nothing yet
             states = {step["name"]: step["state"] for step in chain_state(folder / "flows" / name)["steps"]}
@@ -96,12 +99,12 @@ def notice_the_drift(folder: Path, address: str, capitals: list[dict[str, str]],
     ours = ["captures", "--version", "capitals-v1"]
     watch = ["flow", "watch", *ours, "--reference", "capitals.csv", "--window", "40"]
     Users(address, "capitals", capitals, seed=1).ask(40)
-    check(transect(folder, *watch) == 0, "users ask what the model was trained on: no alarm")
+    check(command(folder, *watch) == 0, "users ask what the model was trained on: no alarm")
     curious = Users(address, "capitals", money, seed=2)
     curious.ask(80)
     check(curious.disliked > 40, f"{curious.disliked} of 80 answers about money are disliked")
-    check(transect(folder, *watch) == ALARM, "the drift is noticed")
-    check(transect(folder, "flow", "feedback", *ours, "--out", "pairs.jsonl") == 0, "corrections become pairs")
+    check(command(folder, *watch) == ALARM, "the drift is noticed")
+    check(command(folder, "flow", "feedback", *ours, "--out", "pairs.jsonl") == 0, "corrections become pairs")
 
 
 def story(folder: Path) -> None:
@@ -135,7 +138,7 @@ def main() -> None:
     (options.dir / "registry").mkdir(exist_ok=True)
     story(options.dir.resolve())
     for name in ("first", "second", "broken", "sneaky"):
-        transect(options.dir, "flow", "show", f"flows/{name}")
+        command(options.dir, "flow", "show", f"flows/{name}")
     print(f"\n{(time.monotonic() - began) / 60:.1f} minutes")
 
 

@@ -94,6 +94,7 @@ async def test_a_new_router_gets_the_running_engines(small):
     assert all(engine.decisions.header for engine in small.fleet.engines)
 
 
+@pytest.mark.prove
 async def test_a_stopped_engine_is_replaced_by_its_host(small):
     await small.open(2)
     calm = await small.run("calm", max_tokens=200)
@@ -166,6 +167,7 @@ async def test_a_silent_router_is_left(small):
     await small.until(lambda: host.linked and host._link is not old)
 
 
+@pytest.mark.prove
 async def test_replaced_engines_leave_their_counts_and_nothing_else(small):
     await small.open(1)
     await small.run("one")
@@ -217,6 +219,7 @@ async def test_a_hundred_kills_at_random_tokens_change_no_byte(small):
         await small.until(lambda: len(small.fleet.alive()) == 3)
 
 
+@pytest.mark.prove
 async def test_a_request_that_kills_replicas_ends_after_its_third(small):
     await small.open(3)
     poison = [*PROMPT, 7, 7]

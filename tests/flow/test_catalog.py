@@ -79,6 +79,10 @@ def test_states_have_reasons_and_a_rejected_version_gives_way(catalog, base, tmp
     assert catalog.version(first.name).state == "former"
     found = catalog.version(second.name)
     assert (found.state, found.reason, found.replaced) == ("current", "better", first.name)
+    catalog.reject(found, "slow")
+    assert catalog.current("units").name == first.name
+    assert catalog.version(second.name).state == "rejected"
+    catalog.promote(catalog.version(second.name), "fast again")
     third = add(catalog, base, tmp_path / "c", 3.0)
     catalog.reject(third, "refuses")
     catalog.reject(catalog.version(third.name), "twice")

@@ -76,7 +76,7 @@ def make(browser: Any, url: str, folder: Path) -> list[Path]:
     page.locator(".token-panel").wait_for()
     take(page, "tokens")
 
-    page = opened()
+    page = opened(viewport={"width": 1160, "height": 960})
     configure(page, seed="3", max_tokens="70")
     page.get_by_role("button", name="Compare").click()
     page.get_by_role("dialog").get_by_role("button", name="Compare", exact=True).click()

@@ -42,6 +42,8 @@ class StubServer:
         paths = [str(HERE), str(HERE.parents[1] / "src")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "STUB_STEP_S": str(step_s)}
         environment |= {"STUB_BLOCKS": str(blocks), "STUB_SEQS": str(seqs)}
+        if program == "transect":
+            environment.pop("OMP_NUM_THREADS", None)
         words = ["serve", str(model), "--port", str(port), "--served-model-name", "m", *options]
         self.process = subprocess.Popen(
             [sys.executable, "-m", program, *words],
@@ -81,10 +83,11 @@ class Load:
         server: to ask.
         streams: requests at the same time.
         key: their API key.
+        tail: most characters of a prompt after the beginning that all of them have.
     """
 
-    def __init__(self, server: StubServer, streams: int, key: str | None = None, **body) -> None:
-        self._server, self._streams, self._key, self._body = server, streams, key, body
+    def __init__(self, server: StubServer, streams: int, key: str | None = None, tail: int = 60, **body) -> None:
+        self._server, self._streams, self._key, self._tail, self._body = server, streams, key, tail, body
         self._over = threading.Event()
         self._pool = ThreadPoolExecutor(streams)
 
@@ -97,8 +100,9 @@ class Load:
         turn = 0
         while not self._over.is_set():
             turn += 1
+            own = (f"{number} {turn} " * self._tail)[: (31 * number + 97 * turn) % self._tail + 8]
             try:
-                self._server.complete(f"{shared}{number} {turn} {'x' * (number * 7 % 60)}", self._key, **self._body)
+                self._server.complete(shared + own, self._key, **self._body)
             except httpx.HTTPError:  # the server was ended, as the test wants it
                 self._over.wait(0.1)
 

@@ -238,7 +238,7 @@ def client(app) -> Iterator[httpx.AsyncClient]:
 def running(app) -> Iterator[str]:
     """An app behind a real socket: the server's address."""
     sock = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, http="h11", loop="asyncio"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     while not server.started and thread.is_alive():

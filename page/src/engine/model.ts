@@ -6,7 +6,7 @@ export const FREE = -1
 export const CACHED = -2
 export const HIDDEN = -3
 /** Seconds that are kept. */
-const KEPT_S = 60
+const KEPT_S = 90
 const MOST_ROUTES = 30
 
 /** One step of the engine. */

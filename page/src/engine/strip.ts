@@ -1,6 +1,6 @@
 // The strip: the steps of the engine over time, and below them one line for each request.
 
-import { html } from 'lit'
+import { html, nothing } from 'lit'
 import { customElement, property, state } from 'lit/decorators.js'
 import { Drawing, colorOf } from './canvas'
 import { counted, duration, percent, shortId } from './format'
@@ -24,11 +24,13 @@ export class StepStrip extends Drawing {
   @state() private chosen: number | null = null
 
   protected override render() {
+    const hidden = this.lanes.filter((each) => each.lane >= MOST_LANES).length
     return html`
       <div class="drawing" tabindex="0" role="group" aria-label="Steps over time. Left and right arrows choose a step."
         @keydown=${this.pressed} @pointermove=${this.pointed} @pointerdown=${this.pointed} @click=${this.clicked}>
         <canvas aria-hidden="true"></canvas>
       </div>
+      ${hidden ? html`<p class="hint">${counted(hidden, 'more request')} have no line here.</p>` : nothing}
       <p class="readout numbers" aria-live=${this.chosen === null ? 'off' : 'polite'}>${this.description()}</p>
     `
   }

@@ -5,7 +5,7 @@ import { customElement, property, state } from 'lit/decorators.js'
 import { type Api, ApiProblem } from '../api'
 import { PageElement } from '../element'
 import { icon } from '../icons'
-import { count, duration, percent } from './format'
+import { count, counted, duration, percent } from './format'
 import './kv'
 import { EngineModel, quantile } from './model'
 import { billPanel, blocksTable, latencyPanel, routerPanel, stepsTable, tile, timePanel, waitingPanel } from './panels'
@@ -152,6 +152,7 @@ export class EngineView extends PageElement {
 
   private togglePause(): void {
     this.paused = !this.paused
+    if (this.model) this.until = this.read = this.model.now
     this.decide()
   }
 
@@ -182,6 +183,7 @@ export class EngineView extends PageElement {
           <div class="segments" role="group" aria-label="Seconds that are shown">
             ${WINDOWS.map((each) => html`<button aria-pressed=${this.seconds === each} @click=${() => (this.seconds = each)}>${each} s</button>`)}
           </div>
+          ${this.paused && this.model ? this.lookingBack(this.model) : nothing}
           <button @click=${() => this.togglePause()} aria-keyshortcuts="Space">
             ${icon(this.paused ? 'play' : 'pause')} ${this.paused ? 'Resume' : 'Pause'}
           </button>
@@ -197,7 +199,7 @@ export class EngineView extends PageElement {
     if (!state) return 'What the engine does, step by step.'
     const { name, threads, dtype } = state.device
     const model = state.model.split('/').pop() ?? ''
-    const device = [name, threads ? `${threads} threads` : '', dtype].filter(Boolean).join(', ')
+    const device = [name, threads ? counted(threads, 'thread') : '', dtype].filter(Boolean).join(', ')
     return [model, device, state.operator ? '' : 'your own requests only'].filter(Boolean).join(' · ')
   }
 
@@ -206,6 +208,15 @@ export class EngineView extends PageElement {
       <select @change=${(event: Event) => this.choose(Number((event.target as HTMLSelectElement).value))}>
         ${Array.from({ length: engines }, (_, i) => html`<option value=${i} ?selected=${i === this.engine}>${i}</option>`)}
       </select></label>`
+  }
+
+  /** While paused: a slider over the time that the page still knows. */
+  private lookingBack(model: EngineModel) {
+    const oldest = Math.min(0, (model.steps[0]?.begin ?? model.now) - model.now + this.seconds)
+    const move = (event: Event) => (this.until = this.read = model.now + Number((event.target as HTMLInputElement).value))
+    return html`<label class="inline">Look back
+      <input type="range" min=${oldest} max="0" step="any" .value=${String((this.read || model.now) - model.now)} @input=${move} />
+      <span class="numbers">${duration(Math.max(0, model.now - this.read))}</span></label>`
   }
 
   private panels(model: EngineModel) {
@@ -268,15 +279,22 @@ export class EngineView extends PageElement {
   private kvPanel(model: EngineModel, followed: number | null) {
     const kv = model.blockCounts()
     const evictions = model.stats.kv_evictions
+    const operator = model.state.operator
     const hits = model.stats.prefix_query_tokens ? model.stats.prefix_hit_tokens! / model.stats.prefix_query_tokens : null
     return html`<section class="card panel">
       <h2>KV blocks</h2>
       <p class="hint">The memory of keys and values, in blocks of ${model.state.limits.block_size} tokens. A colour is a request; a
         dot marks blocks that several share; grey ones are free, but a prompt that begins alike can use their contents.</p>
       <kv-map .model=${model} .version=${model.kvVersion} .followed=${followed}></kv-map>
+      <ul class="legend">
+        <li><span class="swatch mine"></span>of one request</li>
+        <li><span class="swatch shared"></span>shared</li>
+        <li><span class="swatch cached"></span>${operator ? 'free, contents cached' : 'not yours'}</li>
+        ${operator ? html`<li><span class="swatch free"></span>free</li><li><span class="swatch evicted"></span>evicted just now</li>` : nothing}
+      </ul>
       <p class="figures numbers">
         <span><b>${count(kv.own)}</b> own</span><span><b>${count(kv.shared)}</b> shared</span>
-        ${model.state.operator
+        ${operator
           ? html`<span><b>${count(kv.cached)}</b> cached</span><span><b>${count(kv.free)}</b> free</span>
               <span><b>${count(evictions ?? 0)}</b> evicted so far</span>
               ${hits === null ? nothing : html`<span><b>${percent(hits)}</b> of prompts found in the cache</span>`}`

@@ -2,7 +2,7 @@
 
 * ``settings``: the fleet file.
 * ``links``: authenticated connections. ``remote_engine``: the engine at the other end of one, as an ``AsyncEngine``.
-* ``fleet``: the replicas at the router's end, as one engine: ``engine/frontends/replicas.py`` with places that come
+* ``fleet``: the replicas at the router's end, as one engine: ``Replicas`` of ``engine/frontends`` with places that come
   and go. ``host``: a replica at the other end. ``metrics``: the fleet in ``/metrics``.
 * ``scaling``: decisions about the number of replicas, with reasons.
 * ``router``: both as plain processes. ``manifests``: Kubernetes, KubeRay, systemd.

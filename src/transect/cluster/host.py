@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
+import zmq
 
 from ..engine.frontends import wire
 from ..engine.frontends.async_engine import STOP_WAIT_S, AsyncEngine, ended_how
@@ -103,7 +104,7 @@ class Relay:
             EngineDeadError: the engine has ended.
         """
         self._ready = asyncio.get_running_loop().create_future()
-        await self._launched.socket.send(wire.encode(wire.NewCaller()))
+        await self._send(wire.encode(wire.NewCaller()))
         ready = await self._ready
         if self.death is not None:
             raise EngineDeadError(self.death)
@@ -118,9 +119,17 @@ class Relay:
                     raise EngineDeadError(self.death)
                 else:
                     self.served = True
-                    await self._launched.socket.send(data)
+                    await self._send(data)
         finally:
             self._link = None
+
+    async def _send(self, data: bytes) -> None:
+        try:
+            await self._launched.socket.send(data)
+        except (asyncio.CancelledError, zmq.ZMQError):  # the socket was closed, or this task is cancelled
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise EngineDeadError(self.death or "its socket was closed") from None
 
     async def _read(self) -> None:
         socket = self._launched.socket
@@ -207,9 +216,11 @@ class Host:
 
     @property
     def failure(self) -> str | None:
-        """Reason why the engine was given up; None while it runs or may be started again."""
+        """Reason why this replica is of no use any more; None while its engine runs or may be started again."""
         supervisor = self._supervisor
-        return self._engines[0].death or "gone" if supervisor is not None and supervisor.given_up else None
+        if supervisor is not None and supervisor.given_up:
+            return self._engines[0].death or "it could not be started again"
+        return "a task of the host has ended" if any(task.done() for task in self._tasks) else None
 
     async def _dial(self) -> None:
         pause, told = REDIAL_S, ""

@@ -12,6 +12,8 @@ from rich.text import Text
 
 from .folder import FlowFolder
 
+KIND = "flow"
+"""Mark of a state among other reports."""
 MARKS = {
     "waiting": ("○", "dim"),
     "running": ("●", "yellow"),
@@ -36,7 +38,7 @@ def chain_state(path: Path) -> dict[str, Any]:
     found = folder.chain()
     if found is None:
         raise ValueError(f"{path} holds no flow: give the dir of a flow that has run, or its file")
-    found["running"] = folder.is_running()
+    found |= {"kind": KIND, "running": folder.is_running()}
     for step in found["steps"]:
         if step["state"] == "running" and not found["running"]:
             step["state"] = "interrupted"

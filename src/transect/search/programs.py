@@ -165,6 +165,7 @@ def main() -> None:
             question, answer = json.loads(connection.recv_bytes())
         except EOFError:
             return
+        reply: dict[str, float | str | None]
         try:
             score = function(question, answer)
             reply = {"score": None if score is None else float(score)}

@@ -112,16 +112,18 @@ class SearchSettings:
 
 
 def _options(method: SearchMethod, given: Mapping[str, Any]) -> Options:
-    known = {setting.name: setting for setting in settings_of(method.options)}
+    kind: Any = method.options
+    known = {setting.name: setting for setting in settings_of(kind)}
     for name, value in given.items():
         if name not in known:
             takes = ", ".join([*known, *SHARED[1:]])
             raise ValueError(f"{method.name} has no setting search.{name[:60]}; it takes {takes}")
         _check_type(name, value, known[name])
     try:
-        return method.options(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+        options: Options = kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
     except ValueError as error:
         raise ValueError(f"search.{error}") from None
+    return options
 
 
 def _check_type(name: str, value: Any, setting: Setting) -> None:

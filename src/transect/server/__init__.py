@@ -10,7 +10,7 @@ The APIs share:
 
 * ``options``: the settings. ``serving``: the server's state. ``sender``: the user behind a request.
 * ``adapters``: adapters that requests choose by name. ``releases``: released names that stand for weighted versions.
-* ``capture/``: requests and answers kept with consent, and feedback on them.
+* ``capture/``: requests and answers kept with consent, and feedback on them. ``watching``: a request as both see it.
 * ``prompts``: chat templates and tokenizers. ``rendering``, ``encoding``: both in bounded time.
 * ``generation``: the engine requests behind one HTTP request. ``beams``: those of a beam search.
 * ``structured``: the form of an answer. ``answers``: its thoughts, text and tool calls, whole or in pieces.

@@ -224,9 +224,10 @@ async def count_message_tokens(request: Request, body: CountRequest) -> dict[str
 async def models(request: Request) -> ModelList:
     """List the names that requests may give as ``model``."""
     serving = _serving(request)
-    names = [*serving.version_names(), *serving.releases.names()]
+    names = serving.version_names()
     if serving.options.search_models:
         names += [f"{prefix}-{name}" for name in names for prefix in search_prefixes()]
+    names += serving.releases.names()
     return ModelList(data=[_model(serving, name) for name in names])
 
 

@@ -16,8 +16,9 @@ from .http.errors import ApiError, bad_value
 from .openai.protocol import FIELDS, SamplingBody
 from .openai.replies import PromptDetails, Usage
 from .operations import request_log
-from .releases import one_request
+from .releases import forget_version
 from .serving import Serving
+from .watching import RequestWatch
 
 if TYPE_CHECKING:
     from ..text.outputs import PositionLogprobs
@@ -101,7 +102,8 @@ class Beams:
         self.prompts = prompts
         self._serving, self._params, self._answers = serving, params, answers
         self._priority, self._deadline = priority, deadline
-        self._asked: RequestContent | None = None
+        self._watch = RequestWatch(serving, self.id, len(prompts))
+        forget_version()  # the requests of the steps are parts
         self._usage = Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             completion_tokens=0,
@@ -109,9 +111,9 @@ class Beams:
             prompt_tokens_details=PromptDetails(cached_tokens=0),
         )
 
-    def describe(self, asked: RequestContent) -> Self:
+    def describe(self, content: RequestContent) -> Self:
         """Describe the request, for captures and for the metrics of released versions; returns this object."""
-        self._asked = asked
+        self._watch.describe(content)
         return self
 
     def usage(self) -> Usage:
@@ -124,19 +126,10 @@ class Beams:
         Raises:
             ApiError: see ``Generation``.
         """
-        with one_request() as version:
+        with self._watch:
             results = await self._whole()
-            if self._asked is not None and version is not None:
-                for result in results:
-                    version.answered(self._asked, result)
-        captures = self._serving.captures
-        if captures is not None and self._asked is not None:
-            release = "" if version is None else version.release
-            slip = captures.begin(self.id, self._asked, self._serving.model_name, release)
-            if slip is not None:
-                for place, result in enumerate(results):
-                    slip.take(place, result)
-                captures.end(slip, None, True)
+            for place, result in enumerate(results):
+                self._watch.answered(place, result)
         return results
 
     async def _whole(self) -> list[RequestOutput]:

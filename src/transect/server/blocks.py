@@ -135,7 +135,8 @@ class Conversation:
         """State of the search, where the last news was nothing else."""
         self.blocks = Blocks()
         self.ending = Ending("stop", None)
-        self._api, self._tools, self._streamed = "chat", (), False
+        self._api, self._streamed = "chat", False
+        self._tools: Sequence[Any] = ()
         self.thought_tokens = 0
         """Tokens of the answer that were thoughts; known when the answer has ended."""
         self.continued = False
@@ -186,8 +187,8 @@ class Conversation:
             more = (self._answers, 0, self.deadline, self._template_kwargs)
             self.generation = Searching(self.serving, self.search, self.prompt, self.messages, params, *more)
         reader = None if self._answers.plain else self._answers.reader
-        asked = RequestContent(self._api, self.params, self.messages, (), self._tools, reader, self._streamed)
-        self.generation.describe(asked)
+        content = RequestContent(self._api, self.params, self.messages, (), self._tools, reader, self._streamed)
+        self.generation.describe(content)
         await self.generation.start()
         return self.generation
 

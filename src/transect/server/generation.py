@@ -27,15 +27,15 @@ from .openai.protocol import FIELDS
 from .openai.replies import PromptDetails, Usage
 from .operations import request_log
 from .operations.metrics import RequestTimer
-from .releases import current_version, one_request
 from .serving import Serving
+from .watching import RequestWatch
 
 if TYPE_CHECKING:
     from ..checkpoints.peft_config import AdapterFiles
     from ..engine.scheduling.outputs import RequestTimes
     from ..text.output_processor import Given, Update
     from ..text.outputs import RequestOutput
-    from .capture.slips import CaptureSlip, RequestContent
+    from .capture.slips import RequestContent
     from .operations.tracing import RequestSpan
 
 
@@ -109,17 +109,11 @@ class Generation:
         """Choices that ``drop`` has ended."""
         serving.owners.note(self.id)
         self._deadline = deadline or Deadline(serving.options.request_timeout_s)
-        self._version = current_version()
-        self._asked: RequestContent | None = None
-        self._slip: CaptureSlip | None = None
-        self._unanswered, self._failed = len(prompts), False
+        self._watch = RequestWatch(serving, self.id, len(prompts), part=part_of is not None)
 
-    def describe(self, asked: RequestContent) -> Self:
+    def describe(self, content: RequestContent) -> Self:
         """Describe the request, for captures and for the metrics of released versions; returns this object."""
-        self._asked = asked
-        if self._serving.captures is not None:
-            release = "" if self._version is None else self._version.release
-            self._slip = self._serving.captures.begin(self.id, asked, self._serving.model_name, release)
+        self._watch.describe(content)
         return self
 
     def usage(self) -> Usage:
@@ -141,8 +135,7 @@ class Generation:
         Raises:
             ApiError: the engine refused (400, 429, 503), is gone (503) or took too long (504). Nothing is left running.
         """
-        if self._version is not None:
-            self._version.begin()
+        self._watch.begin()
         try:
             self._source = self._traced(0, self.prompts[0]) if len(self.prompts) == 1 else self._merged()
             self._held = await self._next()
@@ -201,8 +194,7 @@ class Generation:
             self._counted = True
             self._serving.accounts.spend(self._client, usage.prompt_tokens, usage.completion_tokens)
             self._serving.adapters.count(self._adapter, usage.prompt_tokens, usage.completion_tokens)
-            if self._source is not None:
-                self._witness_end()
+            self._watch.end(self._first_token_s, self.completion_tokens / (len(self.prompts) * self.params.n))
         request_log.note(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
@@ -212,15 +204,6 @@ class Generation:
             **request_log.engine_seconds(self._times),
         )
 
-    def _witness_end(self) -> None:
-        """Hand the request's slip on, and count the request for its version."""
-        if self._slip is not None and self._serving.captures is not None:
-            self._serving.captures.end(self._slip, self._first_token_s, not self._unanswered)
-        if self._version is not None:
-            tokens = self.completion_tokens / (len(self.prompts) * self.params.n)
-            self._version.timed(self._first_token_s, time.monotonic() - self._began, tokens)
-            self._version.end(self._failed)
-
     async def _next(self) -> Event | None:
         assert self._source is not None
         try:
@@ -229,7 +212,7 @@ class Generation:
             async with self._deadline:
                 return await anext(self._source, None)
         except ApiError as error:
-            self._failed = error.status_code >= 500 and error.code != "queue_full"
+            self._watch.failed(error)
             raise
 
     def _traced(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
@@ -246,8 +229,8 @@ class Generation:
             self._serving.adapters.use(self._adapter) as adapter,
             aclosing(self._updates_with(adapter, index, prompt)) as events,
         ):
-            if adapter is not None and self._slip is not None:
-                self._slip.adapter = adapter.id
+            if adapter is not None:
+                self._watch.adapted(adapter.id)
             async for event in events:
                 yield event
 
@@ -339,16 +322,8 @@ class Generation:
         if update.finish_reason == "abort" and update.index not in self._dropped:
             raise ApiError(503, update.error or "the request was ended by the server", code="aborted")
         if update.final is not None:
-            self._answered(index, update.final)
+            self._watch.answered(index, update.final)
         return Event(index, index * self.params.n + update.index, update)
-
-    def _answered(self, index: int, result: RequestOutput) -> None:
-        """Show the complete answers to a prompt to those that watch."""
-        self._unanswered -= 1
-        if self._slip is not None:
-            self._slip.take(index, result)
-        if self._version is not None and self._asked is not None:
-            self._version.answered(self._asked, result)
 
 
 async def whole_in_groups(
@@ -367,10 +342,9 @@ async def whole_in_groups(
     """
     size = min(GROUP, serving.options.max_prompts)
     results: list[RequestOutput] = []
-    with one_request():
-        for start in range(0, len(prompts), size):
-            group = prompts[start : start + size]
-            results += await Generation(serving, group, params, priority, deadline, pooling=pooling).whole()
+    for start in range(0, len(prompts), size):
+        group = prompts[start : start + size]
+        results += await Generation(serving, group, params, priority, deadline, pooling=pooling).whole()
     return results
 
 

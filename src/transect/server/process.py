@@ -352,9 +352,9 @@ async def _serve(
         serving.search.close()
         server.should_exit = True
         await asyncio.gather(running, death, return_exceptions=True)
-        for each in (serving.tracing, serving.captures):
-            if each is not None:
-                await asyncio.to_thread(each.close)
+        for writer in (serving.tracing, serving.captures):
+            if writer is not None:
+                await asyncio.to_thread(writer.close)
 
 
 async def _death(engine: Engine) -> str | None:

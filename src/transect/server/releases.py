@@ -11,7 +11,6 @@ Answers name the version: in their field ``model``, and in the header ``X-Transe
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -92,25 +91,6 @@ def current_version() -> VersionSeries | None:
 def forget_version() -> None:
     """Let the request of this task have no release."""
     _series.set(None)
-
-
-@contextlib.contextmanager
-def one_request() -> Iterator[VersionSeries | None]:
-    """Count engine requests of this task as one request of its version, whose series is yielded."""
-    version = _series.get()
-    token = _series.set(None)
-    failed = False
-    if version is not None:
-        version.begin()
-    try:
-        yield version
-    except ApiError as error:
-        failed = error.status_code >= 500 and error.code != "queue_full"
-        raise
-    finally:
-        _series.reset(token)
-        if version is not None:
-            version.end(failed)
 
 
 class Releases:
@@ -332,7 +312,7 @@ class VersionSeries:
         if failed:
             self._metrics["errors"].inc()
 
-    def timed(self, first_token_s: float | None, last_token_s: float, tokens: int) -> None:
+    def timed(self, first_token_s: float | None, last_token_s: float, tokens: float) -> None:
         """Take the times of a request since its arrival, and its number of tokens."""
         if first_token_s is not None:
             self._metrics["first_token"].observe(first_token_s)

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ..engine.scheduling.sampling_params import SamplingParams
 from ..search.local import check_adapters, question_of
@@ -22,6 +22,7 @@ from ..text.output_processor import Update
 from ..text.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .adapters import current_adapter
 from .answers import Answers
+from .capture.slips import RequestContent
 from .generation import Event, Generation, Prompt
 from .http.deadline import Deadline
 from .http.errors import ApiError
@@ -29,11 +30,9 @@ from .openai.protocol import ChatMessage
 from .openai.replies import PromptDetails, Usage
 from .operations import request_log
 from .prompts import chat_prompt
-from .releases import current_version, forget_version
+from .releases import forget_version
 from .serving import Serving
-
-if TYPE_CHECKING:
-    from .capture.slips import RequestContent
+from .watching import RequestWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +78,9 @@ class Searching:
         self._parts: dict[int, Generation] = {}
         self._source: AsyncGenerator[Event | SearchProgress, None] | None = None
         self._held: Event | SearchProgress | None = None
-        self._version, self._counted = current_version(), False
-        self._failed = False
-        forget_version()  # its engine requests are one request of the version
-        self._asked: RequestContent | None = None
         serving.owners.note(self.id)
+        self._watch = RequestWatch(serving, self.id, 1)
+        forget_version()  # branches are parts
         plain = [message.plain() for message in messages]
         adapter = current_adapter()
 
@@ -105,9 +102,9 @@ class Searching:
         except ValueError as error:
             raise ApiError(400, str(error), param="search", code="invalid_value") from None
 
-    def describe(self, asked: RequestContent) -> Self:
+    def describe(self, content: RequestContent) -> Self:
         """Describe the request, for captures and for the metrics of released versions; returns this object."""
-        self._asked = asked
+        self._watch.describe(content)
         return self
 
     def usage(self) -> Usage:
@@ -130,14 +127,14 @@ class Searching:
         Raises:
             ApiError: the engine refused, is gone, or took too long. Nothing is left running.
         """
+        self._watch.begin()
         try:
-            if self._version is not None:
-                self._version.begin()
-                self._counted = True
             self._source = self._events()
             self._held = await anext(self._source, None)  # the start: nothing was submitted before
             self._held = await anext(self._source, None)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ApiError):
+                self._watch.failed(error)
             await self.aclose()
             raise
 
@@ -150,7 +147,11 @@ class Searching:
             event, self._held = self._held, None
             return event
         assert self._source is not None
-        return await anext(self._source)
+        try:
+            return await anext(self._source)
+        except ApiError as error:
+            self._watch.failed(error)
+            raise
 
     async def __aenter__(self) -> Self:
         return self
@@ -172,9 +173,7 @@ class Searching:
         """End everything that still runs in the engine. May be called repeatedly."""
         if self._source is not None:
             await self._source.aclose()
-        if self._counted and self._version is not None:
-            self._version.end(self._failed)
-            self._counted = False
+        self._watch.end()
         usage = self.usage()
         request_log.note(
             prompt_tokens=usage.prompt_tokens,
@@ -189,7 +188,6 @@ class Searching:
                 async for state in states:
                     yield SearchProgress(state)
         except ValueError as error:
-            self._failed = True
             raise ApiError(500, str(error), code="search_failed") from None
         assert self._run.result is not None
         self.report = self._run.result.to_dict()
@@ -200,22 +198,9 @@ class Searching:
         final = RequestOutput(
             self.id, prompt.text, prompt.token_ids, None, [output], True, 0, RequestMetrics(time.monotonic())
         )
+        self._watch.answered(0, final)
         update = Update(self.id, 0, output.text, list(output.token_ids), **ending, final=final)  # type: ignore[arg-type]
-        self._keep(final)
         yield Event(0, 0, update)
-
-    def _keep(self, final: RequestOutput) -> None:
-        """Give the answer to the captures and to the version's metrics."""
-        if self._asked is None:
-            return
-        if self._version is not None:
-            self._version.answered(self._asked, final)
-        if self._serving.captures is not None:
-            release = "" if self._version is None else self._version.release
-            slip = self._serving.captures.begin(self.id, self._asked, self._serving.model_name, release)
-            if slip is not None:
-                slip.take(0, final)
-                self._serving.captures.end(slip, None, True)
 
     # ---- what ``follow`` asks for ------------------------------------------------------------------------------------
 

@@ -143,6 +143,21 @@ async def test_forms_and_their_failures_are_noted(engine, folder):
     assert answers == [("json_object", True), ("json_object", False), ("", None)]
 
 
+async def test_a_search_and_a_beam_search_are_one_record_each(engine, folder, tmp_path):
+    releases = tmp_path / "releases.json"
+    releases.write_text('{"prod": {"versions": [{"model": "fake-model"}]}}')
+    engine.script = lambda text, choice, seed: "4"
+    async with serving(engine, folder, releases=str(releases)) as client:
+        for stream in (False, True):
+            await chat(client, model="prod", search={"method": "majority", "n": 3}, stream=stream)
+        engine.script = None
+        await chat(client, model="prod", use_beam_search=True, n=2, max_tokens=2)
+        assert await metric(client, "transect_version_requests_total") == 3
+        assert await metric(client, "transect_version_answers_total") == 4
+    answers = [[answer["text"] for answer in each["answers"]] for each in kept(folder)]
+    assert answers[:2] == [["4"], ["4"]] and len(answers) == 3 and len(answers[2]) == 2
+
+
 async def test_a_user_is_deleted(engine, folder):
     async with serving(engine, folder) as client:
         for user in ("ann", "bob"):

@@ -21,7 +21,7 @@ from transect.explain.engine.kv_map import HIDDEN
 from transect.server.http.clients import Client
 from transect.server.operations import live
 from transect.server.operations.live import Watches, deltas_of
-from transect.server.operations.live_reader import Reader
+from transect.server.operations.live_reader import LiveReader
 from transect.server.operations.live_routes import until_the_end
 
 PATIENCE_S = 60
@@ -101,7 +101,7 @@ async def test_a_reader_sees_every_step_and_the_queue_and_nothing_is_collected_w
         engine.core.step()
     assert engine.looks == 0 and watch.log is None
     events = await read(
-        Reader(watch, 0, 1, OPERATOR),
+        LiveReader(watch, 0, 1, OPERATOR),
         watch,
         lambda events: not engine.core.has_work and events[-1].get("ends", [[0] * 5])[-1][3] == 12,
         engine.core.step,
@@ -136,7 +136,7 @@ async def test_a_client_sees_its_own_requests_only():
             added(engine, "alice-2", "alice", first=9, max_tokens=5)
 
     events = await read(
-        Reader(watch, 0, 1, ALICE),
+        LiveReader(watch, 0, 1, ALICE),
         watch,
         lambda events: not engine.core.has_work and sum(len(event.get("ends", ())) for event in events) == 2,
         drive,
@@ -156,7 +156,7 @@ async def test_the_bill_of_a_followed_request_grows():
     added(engine, "a", "alice", prompt=30, max_tokens=20)
     engine.core.step()  # reads 16 tokens of the prompt
     live_events = await read(
-        Reader(watch, 0, 1, ALICE, "chatcmpl-a"),
+        LiveReader(watch, 0, 1, ALICE, "chatcmpl-a"),
         watch,
         lambda events: (events[-1].get("bill") or {}).get("finish_reason") == "length",
         engine.core.step,
@@ -172,10 +172,10 @@ async def test_a_reader_that_falls_behind_begins_anew():
     engine = Engine()
     watch = Watches(engine).of(0)
     added(engine, "a", max_tokens=40)
-    source = Reader(watch, 0, 1, OPERATOR).events(deltas_of(watch))
+    source = LiveReader(watch, 0, 1, OPERATOR).events(deltas_of(watch))
     assert b'"state"' in await anext(source)
     keeper = asyncio.create_task(
-        read(Reader(watch, 0, 1, OPERATOR), watch, lambda events: len(events) > 400, engine.core.step)
+        read(LiveReader(watch, 0, 1, OPERATOR), watch, lambda events: len(events) > 400, engine.core.step)
     )
     while watch._number < 2 * live.KEPT + 2:  # as many deltas as nobody keeps
         engine.core.step()
@@ -203,7 +203,7 @@ async def test_an_engine_that_ends_and_comes_back_is_shown_so():
             whole.engines[0] = second
         return events[-1]["type"] == "state" and len(events) > 1
 
-    events = await read(Reader(watch, 0, 1, OPERATOR), watch, wanted, drive)
+    events = await read(LiveReader(watch, 0, 1, OPERATOR), watch, wanted, drive)
     assert "it was killed" in next(each for each in events if each["type"] == "down")["reason"]
     assert [each["id"] for each in events[-1]["requests"]] == ["b"]
 
@@ -285,7 +285,7 @@ async def test_a_stream_ends_when_the_server_drains():
     engine = Engine()
     watch = Watches(engine).of(0)
     serving = SimpleNamespace(draining=False, handed_over=False)
-    source = until_the_end(serving, Reader(watch, 0, 1, OPERATOR).events(deltas_of(watch)))
+    source = until_the_end(serving, LiveReader(watch, 0, 1, OPERATOR).events(deltas_of(watch)))
     assert b'"state"' in await anext(source)
     serving.draining = True
     async with asyncio.timeout(PATIENCE_S):

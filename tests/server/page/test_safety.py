@@ -1,19 +1,11 @@
 """Hostile answers run no script, load nothing and cover nothing; and all can be read, by people and by programs."""
 
 import pytest
+from accessible import check_accessible
 from page_scripts import HOSTILE, long_text
 
-RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
 WITH_HANDLERS = """[...document.querySelectorAll('chat-view *')].filter(
     (each) => Object.values(each.attributes).some(({ name }) => name.startsWith('on')))"""
-
-
-def check_accessible(page, what):
-    axe = pytest.importorskip("axe_playwright_python.base", reason="pip install axe-playwright-python")
-    page.evaluate(axe.AXE_SCRIPT)
-    found = page.evaluate("(rules) => axe.run(document, rules)", RULES)
-    told = [(each["id"], each["help"], [node["html"][:200] for node in each["nodes"]]) for each in found["violations"]]
-    assert told == [], what
 
 
 def test_hostile_answers_run_nothing(page, ask):

@@ -28,7 +28,7 @@ from ..scheduling.limits import check_choices
 from ..scheduling.outputs import EngineOutput, SchedulerStats, first_tokens_first
 from ..scheduling.policies.admission import QueueFull
 from ..scheduling.sampling_params import SamplingParams
-from ..scheduling.snapshot import Snapshot
+from ..scheduling.snapshot import SchedulerSnapshot
 from . import wire
 from .generating import Generates
 from .inputs import check_params, check_token_ids, checked_submit, default_params, with_token_ids
@@ -275,10 +275,10 @@ class AsyncEngine(Generates):
         answer: SchedulerStats = await self._ask(wire.StatsQuery())
         return answer
 
-    async def look(self, requests: bool = False) -> Snapshot:
+    async def look(self, requests: bool = False) -> SchedulerSnapshot:
         """Return a snapshot of the scheduler between two steps; ``requests``: with all unfinished requests. All records
         of the decision log up to then are in ``decisions``."""
-        answer: Snapshot = await self._ask(wire.Look(requests))
+        answer: SchedulerSnapshot = await self._ask(wire.Look(requests))
         return answer
 
     async def _ask(self, question: wire.ToEngine) -> Any:
@@ -393,7 +393,7 @@ class AsyncEngine(Generates):
                     self._refuse(message)
                 case wire.Taken():
                     self._taken = message.number
-                case wire.Stats() | wire.Seen():
+                case wire.Stats() | wire.Looked():
                     self._questions.answer(message.stats if isinstance(message, wire.Stats) else message.snapshot)
                 case wire.AdapterLoaded():
                     self._questions.answer_all(message.error, message.id)

@@ -130,6 +130,23 @@ def check_params(params: object) -> SamplingParams:
     return params
 
 
+def params_for(
+    count: int, params: SamplingParams | Sequence[SamplingParams] | None, defaults: SamplingParams
+) -> Sequence[SamplingParams]:
+    """Return the parameters of each of ``count`` prompts; ``defaults`` if there are none.
+
+    Raises:
+        ValueError: they are of another type, or of another number.
+    """
+    if params is None:
+        return [defaults] * count
+    if not isinstance(params, (list, tuple)):
+        return [check_params(params)] * count
+    if len(params) != count:
+        raise ValueError(f"there are {count} prompts and {len(params)} sampling_params: give one, or one for each")
+    return [check_params(each) for each in params]
+
+
 def with_token_ids(params: SamplingParams, tokenizer: TextEncoder) -> SamplingParams:
     """Return the same parameters, with ``bad_words`` as token ids."""
     if not params.bad_words or params.bad_words_token_ids:

@@ -14,7 +14,7 @@ from ...text.hf_tokenizer import HFTokenizer
 from ...text.inert import chat_tokens
 from ...text.model_text import load_text, text_settings
 from ...text.output_processor import OutputProcessor
-from ...text.outputs import PositionLogprobs, RequestOutput
+from ...text.outputs import RequestOutput
 from ...text.template_worker import TemplateApart
 from ..config import EngineConfig
 from ..executors.gpu.compilers import compiling
@@ -25,13 +25,13 @@ from ..scheduling.limits import max_length
 from ..scheduling.outputs import EngineOutput, SchedulerStats
 from ..scheduling.request import Request
 from ..scheduling.sampling_params import SamplingParams
-from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, with_prompt
+from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, advance_all, with_prompt
 from .inputs import (
     LoRARequest,
     Searches,
-    check_params,
     check_token_ids,
     default_params,
+    params_for,
     prompt_token_ids,
     text_options,
     truncated,
@@ -144,7 +144,7 @@ class LLM:
             ValueError: a prompt or parameter is at fault; nothing was started.
         """
         inputs = self._inputs(prompts, add_special_tokens=add_special_tokens, parse_special=parse_special)
-        params = self._params_for(len(inputs), sampling_params)
+        params = params_for(len(inputs), sampling_params, self._defaults)
         return self._run(inputs, params, use_tqdm, priority, adapters=self._adapters_for(len(inputs), lora_request))
 
     def chat(
@@ -185,7 +185,7 @@ class LLM:
                 **(chat_template_kwargs or {}),
             }
             inputs.append(chat_tokens(self.chat_template, self.tokenizer, conversation, **options))
-        params = self._params_for(len(inputs), sampling_params)
+        params = params_for(len(inputs), sampling_params, self._defaults)
         return self._run(inputs, params, use_tqdm, priority, adapters=self._adapters_for(len(inputs), lora_request))
 
     def beam_search(
@@ -215,13 +215,11 @@ class LLM:
         step = params.step_params().with_(stop=None, stop_token_ids=None)
         with _Progress(params.max_tokens, use_tqdm) as progress:
             while any(search.beams for search in searches):
-                each = zip(searches, inputs, adapters, strict=True)
-                going = [(search, ids, adapter) for search, (_, ids), adapter in each if search.beams]
-                longer = [(None, [*ids, *beam]) for search, ids, _ in going for beam in search.beams]
-                named = [adapter for search, _, adapter in going for _ in search.beams]
-                results = iter(self._run(longer, [step] * len(longer), False, 0, adapters=named))
-                for search, _, _ in going:
-                    search.advance([_only_position(next(results)) for _ in search.beams])
+                longer = [
+                    (None, [*ids, *beam]) for s, (_, ids) in zip(searches, inputs, strict=True) for beam in s.beams
+                ]
+                named = [adapter for s, adapter in zip(searches, adapters, strict=True) for _ in s.beams]
+                advance_all(searches, self._run(longer, [step] * len(longer), False, 0, adapters=named))
                 progress.advance()
         return [with_prompt(found, ids, self.tokenizer) for found, (_, ids) in zip(searches, inputs, strict=True)]
 
@@ -306,17 +304,6 @@ class LLM:
         single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
         every: Any = [prompts] if single else prompts
         return [prompt_token_ids(prompt, self.tokenizer, **text_flags) for prompt in every]
-
-    def _params_for(
-        self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> Sequence[SamplingParams]:
-        if params is None:
-            return [self._defaults] * count
-        if not isinstance(params, (list, tuple)):
-            return [check_params(params)] * count
-        if len(params) != count:
-            raise ValueError(f"there are {count} prompts and {len(params)} sampling_params: give one, or one for each")
-        return [check_params(each) for each in params]
 
     def _adapters_for(self, count: int, asked: LoRARequests) -> Sequence[str]:
         """Load the adapters of a call. Returns the content id of each prompt's, empty for none."""
@@ -473,14 +460,6 @@ class LLM:
         if self._core.decisions is not None:
             self._core.decisions.close()
         self._end_ranks()
-
-
-def _only_position(result: RequestOutput) -> PositionLogprobs:
-    """Return the log-probabilities of the one token that a beam was extended by."""
-    (output,) = result.outputs
-    if not output.logprobs:
-        raise RuntimeError(f"a beam failed: {output.error}")
-    return output.logprobs[0]
 
 
 def _end_ranks(core: EngineCore, ranks: Ranks | None) -> None:

@@ -214,7 +214,7 @@ class _Loop:
                     self._send_decided([])
                     seen = snapshot(self._core.scheduler, message.requests)
                     seen.elsewhere = len(self._grammars) + len(self._adapters.waiting)
-                    self._send(wire.Seen(seen))
+                    self._send(wire.Looked(seen))
                 case wire.ResetPrefixCache():
                     self._core.reset_prefix_cache()
                 case wire.LoadAdapter():

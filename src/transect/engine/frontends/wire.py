@@ -8,7 +8,7 @@ import msgspec
 
 from ..numerics import Numerics
 from ..scheduling.outputs import EngineOutput, SchedulerStats
-from ..scheduling.snapshot import Snapshot
+from ..scheduling.snapshot import SchedulerSnapshot
 
 
 class Submit(msgspec.Struct, tag="submit"):
@@ -48,7 +48,7 @@ class StatsQuery(msgspec.Struct, tag="stats?"):
 
 
 class Look(msgspec.Struct, tag="look"):
-    """Answered by one ``Seen`` before the next step begins, after all records of the decision log so far.
+    """Answered by one ``Looked`` before the next step begins, after all records of the decision log so far.
 
     ``requests``: the snapshot describes all unfinished requests too.
     """
@@ -144,10 +144,10 @@ class Stats(msgspec.Struct, tag="stats"):
     stats: SchedulerStats
 
 
-class Seen(msgspec.Struct, tag="seen"):
+class Looked(msgspec.Struct, tag="looked"):
     """Answer to ``Look``."""
 
-    snapshot: Snapshot
+    snapshot: SchedulerSnapshot
 
 
 class AdapterLoaded(msgspec.Struct, tag="loaded"):
@@ -161,7 +161,7 @@ class Alive(msgspec.Struct, tag="alive"):
     """Sent between steps, at least every ``HEARTBEAT_S``, so that silence means a hung step."""
 
 
-FromEngine = Ready | Failed | Refused | Taken | Outputs | Stats | Seen | AdapterLoaded | Alive
+FromEngine = Ready | Failed | Refused | Taken | Outputs | Stats | Looked | AdapterLoaded | Alive
 
 HEARTBEAT_S = 0.5
 CONFIG_LENGTH_BYTES = 8

@@ -32,7 +32,7 @@ class Table(msgspec.Struct, array_like=True):
     """Block numbers in order, as 32-bit integers."""
 
 
-class Snapshot(msgspec.Struct):
+class SchedulerSnapshot(msgspec.Struct):
     """State of a scheduler at ``at``, in seconds of its clock."""
 
     at: float
@@ -48,14 +48,14 @@ class Snapshot(msgspec.Struct):
     """Requests whose grammars are compiled or whose adapters are read, before they join the queue."""
 
 
-def snapshot(scheduler: Scheduler, requests: bool = False) -> Snapshot:
+def snapshot(scheduler: Scheduler, requests: bool = False) -> SchedulerSnapshot:
     """Take a snapshot. ``requests``: with a description of every unfinished request."""
     size = scheduler.config.block_size
     waiting = [
         (seq.seq_id, seq.request.first_scheduled is not None)
         for seq, _ in zip(scheduler.waiting, range(MOST_WAITING), strict=False)
     ]
-    return Snapshot(
+    return SchedulerSnapshot(
         scheduler.clock.now(),
         scheduler.stats(),
         [

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...engine.scheduling.decisions import Added
-from .live_log import News
+from .live_log import LogNews
 from .log import bare_id
 from .meter import PARTS, Meter, Span
 from .work import StepWork
@@ -37,7 +37,7 @@ class GrowingBill:
         """Positions up to the newest token."""
         self.reason = ""
 
-    def take(self, news: News) -> None:
+    def take(self, news: LogNews) -> None:
         """Read the next events of the log; steps that were taken before are ignored."""
         for each in news.added:
             if self._added is None and f"{each.request_id}-".startswith(f"{self.name}-"):
@@ -60,9 +60,9 @@ class GrowingBill:
             if row is not None and (end := step.end(row)) >= max(prompt, self._end + 1):
                 self._end, self._last = end, step.at or 0.0
                 self._first = self._first or self._last
-        for end in news.ends:
-            if end.leader == added.first_seq and end.choice == 0:
-                self.reason = end.reason
+        for ended in news.ends:
+            if ended.leader == added.first_seq and ended.choice == 0:
+                self.reason = ended.reason
 
     def _add_up(self) -> None:
         """Add the new pieces of the meter to the sums. The last piece stays there: the next one begins at its end."""

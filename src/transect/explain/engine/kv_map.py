@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engine.scheduling.snapshot import Snapshot
+from ...engine.scheduling.snapshot import SchedulerSnapshot
 
 FREE, CACHED, HIDDEN = -1, -2, -3
 """Owners of blocks that no request has: without contents; with contents that the prefix cache can find; not shown."""
@@ -29,7 +29,7 @@ class KVMap:
     """Blocks whose cached contents were dropped since the map before, at most ``MOST_EVICTED``."""
 
     @classmethod
-    def of(cls, seen: Snapshot, before: KVMap | None = None) -> KVMap:
+    def of(cls, seen: SchedulerSnapshot, before: KVMap | None = None) -> KVMap:
         """Draw the map of a snapshot; ``before``: an earlier map of the same pool."""
         owners = np.full(seen.stats.kv_blocks_total, FREE, np.int64)
         users = np.zeros(len(owners), np.int32)

@@ -22,7 +22,7 @@ class End:
 
 
 @dataclass(slots=True)
-class News:
+class LogNews:
     """Events of a log since the last look, each kind in its order."""
 
     added: list[Added] = field(default_factory=list)
@@ -71,7 +71,7 @@ class LiveLog:
         """Ended sequences of requests that were never described, until ``adopt``."""
 
     def adopt(self, requests: Iterable[Added]) -> None:
-        """Add unfinished requests that joined before the first event that was taken (``Snapshot.requests``)."""
+        """Add unfinished requests of a snapshot, which joined before the first event that was taken."""
         for each in requests:
             if each.first_seq in self.requests or each.first_seq in self._gone:
                 continue
@@ -85,9 +85,9 @@ class LiveLog:
         """Return the first sequence of the unfinished request that has ``seq``; None if there is none."""
         return self._leaders.get(seq)
 
-    def take(self, data: bytes) -> News:
+    def take(self, data: bytes) -> LogNews:
         """Read the next records."""
-        news = News()
+        news = LogNews()
         for event in read_events(data):
             match event:
                 case Added():
@@ -121,7 +121,7 @@ class LiveLog:
         for choice in range(added.n):
             self._leaders[added.first_seq + choice] = added.first_seq
 
-    def _end(self, seq: int, reason: str, tokens: int, at: float, news: News) -> None:
+    def _end(self, seq: int, reason: str, tokens: int, at: float, news: LogNews) -> None:
         leader = self._leaders.get(seq)
         if leader is None:
             self._gone.add(seq)

@@ -13,10 +13,13 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from ..digests import key_of
 from ..folder import read_json, write_json, writing
@@ -55,6 +58,7 @@ class VersionCatalog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock = FileLock(path / ".lock")
 
     def version(self, name: str) -> ModelVersion | None:
         """Return a version by its name; None if there is none.
@@ -110,32 +114,33 @@ class VersionCatalog:
         Raises:
             ValueError: the files cannot be written.
         """
-        key = key_of([weights.digest, lineage.get("made_from")])
-        for known in self.lineages(model):
-            if known["key"] == key:
-                return self._registered(model, known["version"])
-        number = max((_number(path.name) for path in self._folders(model)), default=0) + 1
-        name = f"{model}-v{number}"
-        partial = self.path / f".partial-{name}"
-        with writing(self.path / name):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            for file in sorted(folder.iterdir()):
-                if file.is_file() and not file.name.startswith("train_state"):
-                    _link(file, partial / file.name)
-            values = {
-                **lineage,
-                "model": model,
-                "version": name,
-                "base": weights.base,
-                "digest": weights.digest,
-                "bytes": weights.size,
-                "key": key,
-                "registered": time.time(),
-            }
-            write_json(values, partial / LINEAGE)
-            partial.rename(self.path / name)
-        return self._registered(model, name)
+        with self._locked():
+            key = key_of([weights.digest, lineage.get("made_from")])
+            for known in self.lineages(model):
+                if known["key"] == key:
+                    return self._registered(model, known["version"])
+            number = max((_number(path.name) for path in self._folders(model)), default=0) + 1
+            name = f"{model}-v{number}"
+            partial = self.path / f".partial-{name}"
+            with writing(self.path / name):
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                for file in sorted(folder.iterdir()):
+                    if file.is_file() and not file.name.startswith("train_state"):
+                        _link(file, partial / file.name)
+                values = {
+                    **lineage,
+                    "model": model,
+                    "version": name,
+                    "base": weights.base,
+                    "digest": weights.digest,
+                    "bytes": weights.size,
+                    "key": key,
+                    "registered": time.time(),
+                }
+                write_json(values, partial / LINEAGE)
+                partial.rename(self.path / name)
+            return self._registered(model, name)
 
     def _registered(self, model: str, name: str) -> ModelVersion:
         """Return a version whose files are there, and note its registration if a kill has prevented that."""
@@ -156,8 +161,9 @@ class VersionCatalog:
         again."""
         if version.state != REJECTED:
             model = version.lineage["model"]
-            if self._current_name(model) == version.name and version.replaced:
-                self._note(model, version.replaced, CURRENT, f"{version.name} was rolled back")
+            before = self.version(version.replaced) if version.replaced else None
+            if self._current_name(model) == version.name and before is not None:
+                self.promote(before, f"{version.name} was rolled back")
             self._note(model, version.name, REJECTED, reason)
 
     def _current_name(self, model: str) -> str:
@@ -166,13 +172,23 @@ class VersionCatalog:
     def _states(self, model: str) -> dict[str, Any]:
         return read_json(self.path / f"{model}.json") or {"current": "", "history": []}
 
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Let one process at a time change the directory."""
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            yield
+
     def _note(self, model: str, name: str, state: str, reason: str) -> None:
-        states = self._states(model)
-        entry = {"version": name, "state": state, "reason": reason, "time": time.time()}
-        if state == CURRENT:
-            entry["replaced"] = states["current"]
-            states["current"] = name
-        write_json({"current": states["current"], "history": [*states["history"], entry]}, self.path / f"{model}.json")
+        with self._locked():
+            states = self._states(model)
+            entry = {"version": name, "state": state, "reason": reason, "time": time.time()}
+            if state == CURRENT:
+                entry["replaced"] = self._current_name(model)
+                states["current"] = name
+            kept = {"current": states["current"], "history": [*states["history"], entry]}
+            write_json(kept, self.path / f"{model}.json")
 
     def _folders(self, model: str) -> list[Path]:
         found = [path for path in self.path.glob(f"{model}-v*") if re.fullmatch(rf"{re.escape(model)}-v\d+", path.name)]

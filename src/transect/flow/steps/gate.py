@@ -149,7 +149,7 @@ def _run(context: StepContext) -> StepOutcome:
     failed = [f"{name}: {verdict.reason}" for name, verdict in verdicts.items() if not verdict.passed]
     figures = {name: verdict.to_dict() for name, verdict in verdicts.items()}
     count = f"{len(checks)} check{'s' * (len(checks) != 1)}"
-    reason = f"{len(failed)} of {count} against {against} fail: {'. '.join(failed)}"
+    reason = f"{len(failed)} of {count} against {against} failed: {'. '.join(failed)}"
     if not failed:
         reason = f"passed {count} against {against}"
     return StepOutcome(reason, not failed, figures, outputs)

@@ -11,24 +11,21 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from ...engine.executors.pooling import PARAMS
 from ...flow.watch.captures import CaptureFiles
 from ...flow.watch.report import DRIFT_ALARMS, read_report
 from ..http.clients import current_client
 from ..http.errors import ApiError
 from ..operations import request_log
-from ..releases import current_version
 from ..sender import Sender, current_sender
 from .recorder import MOST_FEEDBACK, Known, Recorder, RecorderJob
 from .redaction import Redaction, rules_in
 from .slips import CaptureSlip, RequestContent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from prometheus_client.core import Metric
 
-    from ...text.outputs import RequestOutput
     from ..operations.metrics import Metrics
     from ..options import ServerOptions
 
@@ -105,16 +102,6 @@ class Captures:
         client = current_client()
         request_log.note(captured=True)
         return CaptureSlip(answer, asked, sender, client.name if client.has_key else "", model, release, time.time())
-
-    def inputs(self, answer: str, prompts: Sequence[Any], results: Sequence[RequestOutput], model: str) -> None:
-        """Capture the texts of an embeddings request, if these are asked for. Arguments as of ``begin``."""
-        version = current_version()
-        release = "" if version is None else version.release
-        slip = self.begin(answer, RequestContent("embeddings", PARAMS, None, prompts), model, release)
-        if slip is not None:
-            for place, result in enumerate(results):
-                slip.take(place, result)
-            self.end(slip, None, True)
 
     def end(self, slip: CaptureSlip, first_token_s: float | None, complete: bool) -> None:
         """Hand a slip on, when its request has ended. Answers that did not end are not kept."""

@@ -52,7 +52,7 @@ class Known:
 class RecorderJob:
     """Work for the recorder's thread besides slips. ``done`` is called there with the result or the error."""
 
-    def __init__(self, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
+    def __init__(self, work: Callable[[], Any], done: Callable[[Any, BaseException | None], object]) -> None:
         self.work, self.done = work, done
 
 
@@ -260,7 +260,7 @@ class Recorder:
             if record["id"] in self._known:
                 self._known[record["id"]].feedback += 1
             return
-        texts = (str(record.get(name) or "") for name in ("client", "user", "model", "release"))
-        self._known[record["id"]] = Known(*texts, choices=len(record.get("answers") or ()))
+        texts = {name: str(record.get(name) or "") for name in ("client", "user", "model", "release")}
+        self._known[record["id"]] = Known(**texts, choices=len(record.get("answers") or ()))
         if len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)

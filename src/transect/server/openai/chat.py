@@ -148,17 +148,17 @@ class Chat:
         beams = beam_params(self.body, self.params, width, room)
         priority = self.body.priority or 0
         reader = None if self.answers.plain else self.answers.reader
-        asked = RequestContent(
+        content = RequestContent(
             "chat", self._asked, self.body.messages, (), self.body.tools or (), reader, bool(self.body.stream)
         )
         if beams is not None:
-            return Beams(self.serving, [prompt], beams, width, priority, self.deadline).describe(asked)
+            return Beams(self.serving, [prompt], beams, width, priority, self.deadline).describe(content)
         if self.search is None:
             generation = Generation(self.serving, [prompt], self.params, priority, self.deadline, given=self.given)
-            return generation.describe(asked)
+            return generation.describe(content)
         kwargs, messages = self._template_kwargs(), self.body.messages
         more = (self.answers, priority, self.deadline, kwargs)
-        return Searching(self.serving, self.search, prompt, messages, self.params, *more).describe(asked)
+        return Searching(self.serving, self.search, prompt, messages, self.params, *more).describe(content)
 
     async def whole(self) -> ChatResponse:
         """Return the answer in one piece."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...text.protocols import TokenizerLike
 from .replies import (
@@ -51,7 +51,8 @@ def chat_logprobs(
 ) -> ChatLogprobs:
     """Write log-probabilities in the chat format: each token with its bytes and its ``top`` likeliest alternatives,
     likeliest first. ``with_ids``: with the ids of all of them."""
-    one, other = (TokenLogprobWithId, TopLogprobWithId) if with_ids else (TokenLogprob, TopLogprob)
+    one: Any = TokenLogprobWithId if with_ids else TokenLogprob
+    other: Any = TopLogprobWithId if with_ids else TopLogprob
     return ChatLogprobs(
         content=[
             one(

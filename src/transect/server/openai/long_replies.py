@@ -35,11 +35,11 @@ async def all_chat_logprobs(
     with_ids: bool = False,
 ) -> ChatLogprobs:
     """Build ``chat_logprobs`` of a whole answer, in pieces."""
-    whole = ChatLogprobs(content=[])
+    entries: list[Any] = []
     async for some in _pieces(list(zip(positions, token_ids, strict=True))):
         part = chat_logprobs([each[0] for each in some], [each[1] for each in some], top, tokenizer, with_ids)
-        whole.content += part.content
-    return whole
+        entries += part.content
+    return ChatLogprobs(content=entries)
 
 
 async def all_completion_logprobs(

@@ -1,7 +1,7 @@
-"""Watch engines for readers of ``/live``: one task for each engine that somebody watches, none otherwise.
+"""Watch engines for readers of ``/live``: one task for each engine that has readers, none otherwise.
 
-A watch reads what the decision log has anyway, and asks the engine a few times a second for a snapshot of its block
-tables. Readers get the same deltas; one that falls behind begins anew.
+A watch reads the decision log, which is kept anyway, and asks the engine for its block tables a few times a second. All
+readers get the same deltas; a slow reader that misses some gets the whole state again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..http.errors import ApiError
 
 if TYPE_CHECKING:
     from ...engine.scheduling.policies.routing import Ticket
-    from ...engine.scheduling.snapshot import Snapshot
+    from ...engine.scheduling.snapshot import SchedulerSnapshot
     from ...explain.engine.kv_map import KVMap
-    from ...explain.engine.live_log import LiveLog, News
+    from ...explain.engine.live_log import LiveLog, LogNews
     from ...explain.engine.log import LoggedStep
     from ...explain.engine.work import StepWork
 
@@ -45,14 +45,14 @@ MOST_READERS = 32
 
 
 @dataclass(slots=True)
-class Delta:
+class LiveDelta:
     """Changes since the delta before."""
 
     number: int
     now: float
     """Time on the engine's clock, in seconds."""
-    news: News
-    seen: Snapshot | None = None
+    news: LogNews
+    seen: SchedulerSnapshot | None = None
     """The newest snapshot, if it is new."""
     kv: KVMap | None = None
     """Its map."""
@@ -70,7 +70,7 @@ class EngineWatch:
 
     def __init__(self, engine: Any, index: int) -> None:
         self._whole, self._index = engine, index
-        self.deltas: deque[Delta] = deque(maxlen=KEPT)
+        self.deltas: deque[LiveDelta] = deque(maxlen=KEPT)
         self.changed = asyncio.Event()
         """Set, and replaced, with each delta."""
         self.readers = 0
@@ -79,14 +79,14 @@ class EngineWatch:
         self.log: LiveLog | None = None
         self.work: StepWork | None = None
         self.steps: deque[LoggedStep] = deque(maxlen=HISTORY)
-        self.seen: Snapshot | None = None
+        self.seen: SchedulerSnapshot | None = None
         self.kv: KVMap | None = None
         self.death: str | None = None
         """Reason for the engine's end; None while it lives."""
         self._engine: Any = None
         self._position = self._routed = 0
         self._number = 0
-        self._looking: asyncio.Task[Snapshot] | None = None
+        self._looking: asyncio.Task[SchedulerSnapshot] | None = None
         self._next_look = self._next_tick = 0.0
         self._task: asyncio.Task[None] | None = None
 
@@ -150,16 +150,16 @@ class EngineWatch:
             self._routed = count
         if news or seen or routed or now >= self._next_tick:
             self._next_tick = now + QUIET_S
-            self._publish(Delta(self._number + 1, now, news, seen, self.kv if seen else None, routed))
+            self._publish(LiveDelta(self._number + 1, now, news, seen, self.kv if seen else None, routed))
 
-    def _publish(self, delta: Delta) -> None:
+    def _publish(self, delta: LiveDelta) -> None:
         self._number = delta.number
         self.deltas.append(delta)
         self._wake()
 
     async def _begin(self, engine: Any) -> None:
         from ...engine.scheduling.decisions import read_records
-        from ...explain.engine.live_log import LiveLog, News
+        from ...explain.engine.live_log import LiveLog, LogNews
         from ...explain.engine.rates import rates_for
         from ...explain.engine.work import StepWork
 
@@ -178,9 +178,9 @@ class EngineWatch:
         self.death, self.kv = None, None
         self._take(seen)
         self.began = self._number + 1
-        self._publish(Delta(self.began, time.monotonic(), News()))
+        self._publish(LiveDelta(self.began, time.monotonic(), LogNews()))
 
-    def _take(self, seen: Snapshot) -> None:
+    def _take(self, seen: SchedulerSnapshot) -> None:
         from ...explain.engine.kv_map import KVMap
 
         self.seen, self.kv = seen, KVMap.of(seen, self.kv)
@@ -188,7 +188,7 @@ class EngineWatch:
         described += seen.stats.kv_blocks_cached
         self._next_look = time.monotonic() + max(LOOK_S, described / BLOCKS_PER_S)
 
-    def _look(self, now: float, busy: bool) -> Snapshot | None:
+    def _look(self, now: float, busy: bool) -> SchedulerSnapshot | None:
         """Ask the engine for a snapshot if it is time; returns one that has come."""
         if self._looking is not None and self._looking.done():
             seen, self._looking = self._looking.result(), None
@@ -235,7 +235,7 @@ class Watches:
         return self._watches.setdefault(index, EngineWatch(self._engine, index))
 
 
-async def deltas_of(watch: EngineWatch) -> AsyncGenerator[Delta | None, None]:
+async def deltas_of(watch: EngineWatch) -> AsyncGenerator[LiveDelta | None, None]:
     """Yield the deltas of a watch for one reader, from now on.
 
     None comes at the beginning, and again when the engine was replaced or the reader is too far behind: the reader has

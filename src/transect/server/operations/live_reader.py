@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..http.clients import Client
-from .live import Delta, EngineWatch
+from .live import EngineWatch, LiveDelta
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...engine.scheduling.policies.routing import Ticket
     from ...explain.engine.growing_bill import GrowingBill
     from ...explain.engine.kv_map import KVMap
-    from ...explain.engine.live_log import News
+    from ...explain.engine.live_log import LogNews
     from ...explain.engine.log import LoggedStep, StepRow
 
 BILL_S = 0.3
@@ -31,7 +31,7 @@ LIMITS = (
 )
 
 
-class Reader:
+class LiveReader:
     """One reader of an engine's watch.
 
     Args:
@@ -56,7 +56,7 @@ class Reader:
         self._last_step = 0
         self._last_rows: list[StepRow] = []
 
-    async def events(self, deltas: AsyncGenerator[Delta | None, None]) -> AsyncIterator[bytes]:
+    async def events(self, deltas: AsyncGenerator[LiveDelta | None, None]) -> AsyncIterator[bytes]:
         """Yield events for the reader; closes ``deltas`` at the end."""
         async with aclosing(deltas):
             async for delta in deltas:
@@ -102,7 +102,7 @@ class Reader:
             **self._sight(),
         }
 
-    def _tick(self, delta: Delta) -> dict[str, Any]:
+    def _tick(self, delta: LiveDelta) -> dict[str, Any]:
         """Return what is new."""
         news = delta.news
         found: dict[str, Any] = {"type": "tick", "now": delta.now, **self._present()}
@@ -185,7 +185,7 @@ class Reader:
             )
         return found
 
-    def _ends(self, news: News) -> list[tuple[Any, ...]]:
+    def _ends(self, news: LogNews) -> list[tuple[Any, ...]]:
         found = []
         for end in news.ends:
             if end.leader + end.choice in self._mine:

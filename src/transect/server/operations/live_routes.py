@@ -15,7 +15,7 @@ from ..http.sse import EventStream
 from ..serving import Serving
 from .bills import NOT_YOURS
 from .live import EngineWatch, Watches, deltas_of
-from .live_reader import Reader
+from .live_reader import LiveReader
 
 CHECK_S = 0.5
 """Seconds between looks whether the server is shutting down."""
@@ -40,7 +40,7 @@ async def live(request: Request, engine: int = 0, follow: str = "") -> Response:
     if follow and not serving.owners.may_see(follow):
         raise ApiError(404, NOT_YOURS, param="follow", code="request_not_found")
     watch = watches.of(engine)
-    reader = Reader(watch, engine, watches.count, current_client(), follow)
+    reader = LiveReader(watch, engine, watches.count, current_client(), follow)
     alone = watches.count == 1
     source = reader.events(deltas_of(watch))
     return EventStream(until_the_end(serving, source, watch if alone else None), done=BYE, turns=serving.turns)

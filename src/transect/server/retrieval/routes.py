@@ -17,6 +17,7 @@ from fastapi import APIRouter, Request, Response
 from ...engine.executors import pooling
 from ...engine.frontends import scoring
 from ...engine.scheduling.sampling_params import SamplingParams
+from ..capture.slips import RequestContent
 from ..generation import Prompt, whole_in_groups
 from ..http.body import JsonRoute
 from ..http.deadline import Deadline
@@ -25,8 +26,10 @@ from ..http.errors import ApiError, bad_value
 from ..openai.protocol import FIELDS
 from ..operations import request_log
 from ..prompts import check_length, completion_prompts, encode
+from ..releases import forget_version
 from ..sender import set_sender
 from ..serving import Serving
+from ..watching import RequestWatch
 from .protocol import (
     EmbeddingObject,
     EmbeddingRequest,
@@ -65,10 +68,21 @@ class _Work:
         self.tokens = 0
 
     async def run(
-        self, prompts: Sequence[Prompt], params: SamplingParams, pool: pooling.Pooling | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        pool: pooling.Pooling | None = None,
+        content: RequestContent | None = None,
     ) -> list[RequestOutput]:
-        """Run the prompts, and return their results in order."""
-        results = await whole_in_groups(self.serving, prompts, params, self.priority, self.deadline, pool)
+        """Run the prompts, and return their results in order. ``content``: of the request, for captures."""
+        watch = RequestWatch(self.serving, self.id, len(prompts))
+        forget_version()  # groups of prompts are parts
+        if content is not None:
+            watch.describe(content)
+        with watch:
+            results = await whole_in_groups(self.serving, prompts, params, self.priority, self.deadline, pool)
+            for place, result in enumerate(results):
+                watch.answered(place, result)
         self.tokens = sum(len(prompt.token_ids) for prompt in prompts)
         request_log.note(prompt_tokens=self.tokens, completion_tokens=0)
         return results
@@ -126,9 +140,8 @@ async def _embeddings(work: _Work, body: EmbeddingRequest) -> Response:
             field="input",
             most=MAX_INPUTS,
         )
-    results = await work.run(prompts, pooling.PARAMS, params.pooling)
-    if serving.captures is not None:
-        serving.captures.inputs(work.id, prompts, results, serving.model_name)
+    content = RequestContent("embeddings", pooling.PARAMS, None, prompts)
+    results = await work.run(prompts, pooling.PARAMS, params.pooling, content)
     pieces = []
     for index, result in enumerate(results):
         assert result.pooled is not None, "a request that fails has raised by now"

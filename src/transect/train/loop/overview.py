@@ -47,7 +47,7 @@ def overview(run_dir: Path) -> dict[str, Any]:
     others = [line for line in lines if line.get("kind") != "step"]
     checkpoints = list_steps(run_dir)
     state = _state(checkpoints[-1]) if checkpoints else {}
-    found = {
+    found: dict[str, Any] = {
         "kind": KIND,
         "name": run_dir.name,
         "steps": [*steps[:-1:every], *steps[-1:]],
