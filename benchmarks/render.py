@@ -22,6 +22,7 @@ from benchmarks.checks import numerics, speed_of_trees, structure
 from benchmarks.engine import (
     batching,
     cpu_vs_llamacpp,
+    eagle,
     grammars,
     jump_ahead,
     long_prompts,
@@ -512,6 +513,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speculation-gpu": lambda: speculation.grid_table(_load("h200/speculation_grid.json")),
     "speculation-cpu": lambda: speculation.grid_table(_load("cpu/speculation_grid.json")),
     "speculation-tasks": lambda: speculation.tasks_table(_load("cpu/speculation_tasks.json")),
+    "eagle": lambda: eagle.eagle_table(_load("cpu/eagle.json")),
     "rollout": lambda: rollout.rollout_table(_load("cpu/rollout.json")),
     "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
