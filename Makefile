@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 
-.PHONY: setup setup-dev demo test prove test-triton lint types resolve bench pretrain clean
+.PHONY: setup setup-dev demo browser test prove test-triton lint types resolve bench pretrain clean
 setup: $(RUN)
 setup-dev: $(DEV)
 
@@ -30,6 +30,12 @@ $(DEV): $(RUN)
 
 demo: setup
 	@$(BIN)/transect demo
+
+# A browser for the tests of the page, which are skipped without one. Root on Debian or Ubuntu gets it by apt-get.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+	  { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+	  echo "no Chromium here: the tests of the page will be skipped"
 
 # Two processes share the tests; `make test WORKERS=0` runs all in one.
 WORKERS ?= 2

@@ -46,6 +46,7 @@ from benchmarks.plan import validation as plan_validation
 from benchmarks.server import clients, hostile_schemas, http_vs_offline, request_walk
 from benchmarks.server import load as serve_load
 from benchmarks.server import load_cpu as serve_load_cpu
+from benchmarks.tables import cluster as cluster_tables
 from benchmarks.tables import engine as engine_tables
 from benchmarks.tables import explain as explain_tables
 from benchmarks.tables import formats as format_tables
@@ -59,7 +60,7 @@ from benchmarks.tables import scaling as scaling_tables
 from benchmarks.tables import streaming as streaming_tables
 from benchmarks.tables import train as train_tables
 from benchmarks.tables import tuning as tuning_table
-from benchmarks.train import cpu_lora, data_formats, precisions
+from benchmarks.train import cpu_lora, data_formats, precisions, rollout
 
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
 SITE = record.ROOT / "mkdocs.yml"
@@ -79,6 +80,13 @@ def _origin(result: dict[str, Any], runs: int) -> str:
         f"({result.get('kernels', 'C++ kernels')}), Python {machine['python']}, {versions}, "
         f"{record.made_at([machine])}, median of {runs} rounds.\n"
     )
+
+
+def _here(result: dict[str, Any]) -> str:
+    """Name command, machine and commit of a result."""
+    machine = result["environment"]
+    where = f"{machine['cores']} cores of an {machine['processor']}"
+    return f"\n`{result['command']}` on {where}, Python {machine['python']}, {record.made_at([machine])}.\n"
 
 
 def llamacpp() -> str:
@@ -252,6 +260,17 @@ def training_settings() -> str:
     return "\n".join(table(TrainConfig, by_task=BY_TASK))
 
 
+def flow_settings() -> str:
+    """Render every setting of a flow: of its steps, then of the measures of its gate."""
+    from transect.flow.gate.registry import measures
+    from transect.flow.steps.registry import steps
+    from transect.spec.settings import table
+
+    tables = [*((step.settings, f"{name}.") for name, step in steps().items())]
+    tables += [(measure.settings, f'gate.NAME, measure = "{name}".') for name, measure in measures().items()]
+    return "\n".join(line for kind, where in tables for line in table(kind, where))
+
+
 def serving_settings() -> str:
     """Render every setting of an engine and of a server, by group."""
     from transect.cli.serve import NO_OPTIONS
@@ -295,6 +314,53 @@ def serving_kills() -> str:
     """Render kills of a rank of a server under load, on processors and on GPUs."""
     paths = ("cpu/kill_serving_ranks.json", "h200/kill_serving_ranks.json")
     return "\n".join(_kills(_load(path)) for path in paths if (record.RESULTS / path).exists())
+
+
+def capture_cost() -> str:
+    """Render the cost of captures for a server without a model."""
+    result = _load("cpu/capture_cost.json")
+    ratio = result["tokens_per_s_ratio"]
+    before, after = (result[kind]["processor_us_per_token"]["median"] for kind in ("without", "capturing"))
+    return (
+        f"Every request captured, {result['streams']} streams from a server whose engine costs nothing: "
+        f"{ratio['median']:.3f} of the tokens per second without captures ({ratio['min']:.3f} to {ratio['max']:.3f} in "
+        f"{ratio['runs']} rounds, in turns), and {after:.1f} instead of {before:.1f} us of the server's processor time "
+        "per token.\n"
+        f"{_here(result)}"
+    )
+
+
+def drift() -> str:
+    """Render false alarms of the watch for drift, and the share of planted drifts that it finds."""
+    result = _load("cpu/drift.json")
+    windows, counts = result["false_alarms"]["windows"], result["false_alarms"]["alarmed_at"]
+    shares = list(next(iter(result["found"].values())))
+    said = ", ".join(f"{count} at a rate of {float(rate):g}" for rate, count in counts.items())
+    lines = [
+        f"Of {windows:,} windows without drift, alarms in {said}. Planted drifts, by the share of changed requests in "
+        f"a window of 256; each cell is the share of {result['trials']} windows that raised an alarm:",
+        "",
+        "| drift | " + " | ".join(f"{float(share):.0%}" for share in shares) + " |",
+        "|---|" + "---|" * len(shares),
+    ]
+    for name, found in result["found"].items():
+        lines.append(f"| {name} | " + " | ".join(f"{value:.0%}" for value in found.values()) + " |")
+    return "\n".join([*lines, _here(result)])
+
+
+def fleet(table: Callable[[Any], str], name: str) -> Callable[[], str]:
+    """Render a result of a fleet; nothing before it was recorded."""
+    path = record.RESULTS / "cpu" / f"{name}.json"
+    return lambda: f"{table(json.loads(path.read_text()))}\n" if path.exists() else ""
+
+
+def fleet_settings() -> str:
+    """Render the settings of a fleet file, without those of ``serve``."""
+    from transect.cluster.settings import LinkSettings, RaySettings, ReplicaSettings, ScalingSettings
+    from transect.spec.settings import table
+
+    kinds = {"replicas": ReplicaSettings, "links": LinkSettings, "scaling": ScalingSettings, "ray": RaySettings}
+    return "\n".join(line.replace("## ", "### ", 1) for name, kind in kinds.items() for line in table(kind, f"{name}."))
 
 
 def fail_over() -> str:
@@ -446,6 +512,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speculation-gpu": lambda: speculation.grid_table(_load("h200/speculation_grid.json")),
     "speculation-cpu": lambda: speculation.grid_table(_load("cpu/speculation_grid.json")),
     "speculation-tasks": lambda: speculation.tasks_table(_load("cpu/speculation_tasks.json")),
+    "rollout": lambda: rollout.rollout_table(_load("cpu/rollout.json")),
     "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
@@ -477,11 +544,19 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "kills": kills,
     "serving-kills": serving_kills,
     "fail-over": fail_over,
+    "fleet-settings": fleet_settings,
+    "fleet-drills": fleet(cluster_tables.drills, "fleet_drills"),
+    "fleet-predicted": fleet(cluster_tables.predicted, "fleet_predicted"),
+    "ray-layer": fleet(cluster_tables.ray_layer, "ray_layer"),
+    "two-hosts": fleet(cluster_tables.two_hosts, "two_hosts"),
     "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
     "structure": lambda: structure.table(_load("cpu/structure.json")),
     "speed-of-trees": lambda: speed_of_trees.table(_load("cpu/speed_of_trees.json")),
     "training-settings": training_settings,
+    "flow-settings": flow_settings,
     "serving-settings": serving_settings,
+    "capture-cost": capture_cost,
+    "drift": drift,
     "environment-variables": environment_variables,
     "pretrain-published": pretrain_published,
     "pretrain-curve": pretrain(pretrain_tables.library_curve, "library"),

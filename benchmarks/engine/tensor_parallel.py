@@ -3,9 +3,7 @@
     python benchmarks/engine/tensor_parallel.py [SECTION ...] [--model llama-3.1-8b] [--tp 2] [--batches 1,32] [--out
     DIRECTORY]
 
-Sections: links, predict, decode, throughput, trace, pushed. Random weights of true shapes; the work of
-``engine/gpu.py``. ``pushed``: a second engine, whose products of few rows give their results to the other GPUs
-themselves; it must draw the tokens of the first.
+Sections: links, predict, decode, throughput, trace. Random weights of true shapes; the work of ``engine/gpu.py``.
 Predictions (``transect.costs.serving``) are made of recorded coefficients and of the measured links, and written down
 before the engine starts; 4 and 8 GPUs are predicted from two. Each section is kept as soon as it is
 measured, in ``DIRECTORY/tp_MODEL.json``. No new section begins after ``--seconds``.
@@ -37,12 +35,11 @@ from transect.costs.serving import HOPPER, ServingSteps, batch_seconds
 from transect.costs.steps import StepLoad
 from transect.engine.executors.gpu.options import GPUOptions
 from transect.engine.frontends.llm import LLM
-from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.parallel.launch import Ranks
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.shapes import PRESETS
 
-SECTIONS = ("links", "predict", "decode", "throughput", "trace", "pushed")
+SECTIONS = ("links", "predict", "decode", "throughput", "trace")
 BATCHES = {"llama-3.1-8b": (1, 32, 64, 128, 256), "llama-3.3-70b": (1, 32, 128)}
 BASE = "llama-3.1-8b"
 PREDICTED = (2, 4, 8)
@@ -105,24 +102,6 @@ def throughput(llm: LLM, model: str, tp: int, runs: int, said: dict[str, Any]) -
     return {**result, "of_floor": floor / times["median"], "predicted_tokens_per_s": expected}
 
 
-def pushed(
-    llm: LLM, model: str, tp: int, options: argparse.Namespace, settings: dict[str, Any], said: dict[str, Any]
-) -> dict[str, Any]:
-    """Measure a decode step of one sequence with ``GPUOptions(pushed_products=True)``; ``llm`` is closed first."""
-
-    def drawn(engine: LLM) -> list[list[int]]:
-        params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-        return [list(each.outputs[0].token_ids) for each in engine.generate(prompts(5, 3), params, use_tqdm=False)]
-
-    wanted = drawn(llm)
-    llm.close()
-    other = engine(model, gpu=GPUOptions(pushed_products=True), max_num_seqs=8, **settings)
-    found = decode(other, model, tp, 1, options.steps, options.runs, said)
-    same = drawn(other) == wanted
-    print(f"  pushed: the tokens are {'the same' if same else 'OTHERS'}", flush=True)
-    return found | {"same_tokens": same}
-
-
 def _beside(measured: float, expected: float | None) -> str:
     return "" if expected is None else f", predicted {expected / measured - 1:+.1%} off"
 
@@ -174,9 +153,6 @@ def measure(options: argparse.Namespace) -> None:
             )
     if "throughput" in options.sections:
         attempt("throughput", lambda: throughput(llm, model, tp, options.runs, said))
-    if "pushed" in options.sections:
-        attempt("pushed", lambda: pushed(llm, model, tp, options, settings, said))
-        return
     if "trace" in options.sections:
         for batch in (min(batches), max(batches)):
             attempt(f"trace {batch}", lambda batch=batch: traced_steps(llm, prompts(batch, 1), False))

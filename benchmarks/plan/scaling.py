@@ -22,7 +22,7 @@ from transect.bench.lengths import Lengths
 from transect.bench.traces.asked import Asked, warped
 from transect.bench.traces.mix import Mix
 from transect.costs.presets import preset
-from transect.engine.scheduling.policies.scaling import Concurrency, Fixed, Forecast, Queue, Scaler
+from transect.engine.scheduling.policies.scaling import Backlog, Concurrency, Fixed, Forecast, Queue, Scaler
 from transect.plan.capacity import MixLoad, highest_rate, summary_of
 from transect.plan.choices import CardChoice
 from transect.plan.fleet import Fleet
@@ -88,6 +88,7 @@ def main() -> None:
     policies = {
         f"fixed, {enough}": Scaler(Fixed(enough), enough, enough),
         f"concurrency, {0.7 * each:.0f} per engine": Scaler(Concurrency(0.7 * each), 1, 16, PATIENCE_S),
+        "backlog, 5 s of tokens": Scaler(Backlog(5.0), 1, 16, PATIENCE_S),
         "queue": Scaler(Queue(long=0.5, idle=0.15), 1, 16, PATIENCE_S),
         f"forecast, {best.rate:.2f} requests/s per engine": Scaler(
             Forecast(capacity=best.rate, ahead=START_S + LOOK_S), 1, 16, PATIENCE_S

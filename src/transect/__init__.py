@@ -2,8 +2,8 @@
 floor.
 
 The levels, lowest first, are the folders: spec, hardware, formats, ops, models, checkpoints, text, parallel, engine,
-train, bench, explain, plan, learn, server, cluster, cli. Importing ``transect`` loads none of them; the names below
-arrive when first used.
+search, train, bench, explain, plan, learn, server, cluster, cli. Importing ``transect`` loads none of them; the names
+below arrive when first used.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .engine.frontends.inputs import LoRARequest
     from .engine.frontends.llm import LLM
     from .engine.scheduling.sampling_params import SamplingParams
+    from .search.local import Search
     from .text.grammar.params import StructuredOutputsParams
     from .text.outputs import CompletionOutput, RequestOutput
 
@@ -31,6 +32,7 @@ __all__ = [
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",
+    "Search",
     "StructuredOutputsParams",
     "__version__",
 ]
@@ -44,6 +46,7 @@ _HOMES = {
     "PoolingParams": "transect.engine.executors.pooling",
     "RequestOutput": "transect.text.outputs",
     "SamplingParams": "transect.engine.scheduling.sampling_params",
+    "Search": "transect.search.local",
     "StructuredOutputsParams": "transect.text.grammar.params",
 }
 

@@ -153,5 +153,6 @@ def test_demo_without_a_terminal_prints_plain_lines(model):
     assert len(re.findall(r"^chat \d: first token after", done.stdout, re.M)) == 8
     assert len(re.findall(r"^chat \d: \d+ tokens, \d+ tok/s", done.stdout, re.M)) == 8
     assert "together" in done.stdout and "KV cache at most" in done.stdout
-    assert done.stdout.rstrip().endswith("the server has stopped cleanly")
+    assert "the server has stopped cleanly" in done.stdout
+    assert done.stdout.rstrip().endswith(f"serve {model}, then open http://127.0.0.1:8000/")
     assert "\x1b" not in done.stdout and done.stderr == f"transect: loading {model}\n"

@@ -2,25 +2,15 @@
 
 import pytest
 import torch
+from drafted_answers import FORM, SETTINGS, answers
+from eagle_heads import save_random_head
 from tiny_llm import VOCAB, save_tiny_llm, save_tiny_llm_text
 
-from transect import LLM, SamplingParams, StructuredOutputsParams
+from transect import LLM, SamplingParams
 from transect.checkpoints.resolve import resolve
 from transect.engine.drafting import check_pair
 from transect.engine.scheduling.policies.model_speculation import ModelSpeculation
 from transect.train.export.write import export_model, opened
-
-SETTINGS = {"dtype": "float32", "threads": 1, "num_kv_blocks": 60, "max_num_seqs": 24, "seed": 3}
-FORM = StructuredOutputsParams(regex="([a-b]{3}-[0-9]{2};){6}")
-OPTIONS = [
-    {"temperature": 0.0},
-    {"n": 2, "temperature": 1.0},
-    {"temperature": 1.5, "logprobs": 2},
-    {"temperature": 0.8, "repetition_penalty": 1.1, "frequency_penalty": 0.1},
-    {"temperature": 1.0, "top_k": 30, "top_p": 0.9, "logit_bias": {65: 3.0}},
-    {"temperature": 0.0, "min_tokens": 30, "stop_token_ids": [97]},
-    {"temperature": 1.0, "structured_outputs": FORM, "ignore_eos": False},
-]
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +29,6 @@ def pair(tmp_path_factory):
         model.save_pretrained(directory)
         save_tiny_llm_text(directory)
     return str(large), str(equal), str(other)
-
-
-def answers(llm: LLM):
-    params = [SamplingParams(**{"max_tokens": 40, "seed": 1, "ignore_eos": True} | each) for each in OPTIONS]
-    prompts = ["abcabcabcab", "Hello Hello Hello", "x1 x2 x3", "aaaa", "ababab", "zz", "q"]
-    outputs = [*llm.generate(prompts, params), *llm.generate(prompts[0], params[0])]
-    return [(c.token_ids, c.finish_reason, c.stop_reason, c.logprobs) for o in outputs for c in o.outputs]
 
 
 def drafting(model: str, **settings):
@@ -77,6 +60,23 @@ def test_a_model_with_the_same_distribution_is_always_right_at_high_temperature(
     llm.generate(["abc", "defghij"], params)
     stats = llm.stats()
     assert stats.drafted_tokens == sum(stats.accepted_at.values()) == 2 * 32
+
+
+@pytest.mark.parametrize("lag", [False, True], ids=["lag 0", "lag 1"])
+def test_tokens_that_a_grammar_forces_are_drafts_without_a_draw(pair, lag):
+    """Of seven characters the grammar forces two, and the small model draws the others only."""
+    large, equal, _ = pair
+    llm = LLM(large, speculative_config=drafting(equal, adaptive=False), async_scheduling=lag, **SETTINGS)
+    executor, drawn = llm._core.scheduler.speculation.model.executor, []
+    submit = executor.submit
+    executor.submit = lambda batch: drawn.extend(row for row in batch.rows if row.draws) or submit(batch)
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=5, structured_outputs=FORM)
+    (answer,) = llm.generate("abc", params)[0].outputs
+    stats = llm.stats()
+    assert stats.drafted_tokens == sum(stats.accepted_at.values())  # the same distribution and the same noise
+    assert len(drawn) < 0.9 * stats.drafted_tokens and answer.text.count(";") == 6
+    plain = LLM(large, async_scheduling=lag, jump_ahead=False, **SETTINGS).generate("abc", params)[0].outputs[0]
+    assert plain.token_ids == answer.token_ids
 
 
 def test_the_kv_of_shared_prompts_is_computed_once(pair):
@@ -154,12 +154,14 @@ def test_a_step_that_raises_leaves_the_small_model_in_step(pair):
 
 
 @pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_ranks_plan_the_same_drafts_and_answer_the_same(pair, layout):
+def test_ranks_plan_the_same_drafts_and_answer_the_same(pair, layout, tmp_path):
     """The ranks compare their plans in every step (``check_plans``)."""
     large, _, other = pair
     specs = [{"method": "suffix", "prompt_lookup_min": 1, "num_speculative_tokens": 3, "adaptive": False}]
     if layout == "tensor_parallel_size":
-        specs += [drafting(other, adaptive=False), drafting(other)]
+        save_random_head(large, tmp_path, (1, 2))
+        head = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3, "adaptive": False}
+        specs += [drafting(other, adaptive=False), drafting(other), head]
     params = SamplingParams(max_tokens=24, seed=1, ignore_eos=True, temperature=0.5, n=2)
     found = []
     for spec in (None, *specs):

@@ -13,10 +13,12 @@ from expected_answers import EOS, can_fit, expected_tokens
 from grammar_fakes import Steps
 from hypothesis import note
 from hypothesis import strategies as st
-from kv_checker import VOCAB, Broken, CheckedCache, CheckingExecutor, DraftingExecutor, check
+from kv_checker import VOCAB, Broken, CheckedCache, CheckingExecutor, DraftingExecutor, HeadDevice, check
 
 from transect.engine.scheduling.clock import VirtualClock
 from transect.engine.scheduling.core import EngineCore
+from transect.engine.scheduling.drafters.drawn import DrawnDrafts
+from transect.engine.scheduling.drafters.eagle import HeadDrafter
 from transect.engine.scheduling.drafters.model import ModelDrafter
 from transect.engine.scheduling.drafters.registry import METHODS, SpeculativeConfig
 from transect.engine.scheduling.outputs import EngineOutput
@@ -133,7 +135,7 @@ def _arrivals(storm: bool, crowd: bool) -> st.SearchStrategy[Arrival]:
 def _speculation() -> st.SearchStrategy[SpeculativeConfig]:
     """Drafters that find many matches among so few tokens, some of them right."""
     looked_up = st.fixed_dictionaries({"method": st.sampled_from(sorted(METHODS))})
-    model = st.just({"method": "draft_model", "model": "small"})
+    model = st.sampled_from(({"method": "draft_model", "model": "small"}, {"method": "eagle3", "model": "head"}))
     return st.builds(
         lambda method, **settings: SpeculativeConfig(**method, **settings),
         method=st.one_of(looked_up, model),
@@ -267,8 +269,19 @@ class Run:
         self._leader: tuple | None = None
         self._stalled = 0
 
-    def _drafter(self, config: SchedulerConfig) -> ModelDrafter:
-        """A small model on a checking device, with a pool that may be too small for all sequences."""
+    def _drafter(self, config: SchedulerConfig) -> DrawnDrafts:
+        """A small model on a checking device, with a pool that may be too small for all sequences; or a head, in the
+        blocks of the engine."""
+        if config.speculation.reads_model:
+            limits = {"max_tokens": config.max_num_batched_tokens, "max_rows": config.max_num_seqs}
+            return HeadDrafter(
+                HeadDevice(config.block_size),
+                block_size=config.block_size,
+                grow=self.scheduler.blocks.grow,
+                max_model_len=config.max_model_len,
+                clock=self.clock,
+                **limits,
+            )
         config = dataclasses.replace(
             config,
             num_blocks=max(2, config.num_blocks // 2),

@@ -430,6 +430,46 @@ class DraftingExecutor(CheckingExecutor):
         return (token + 1) % VOCAB
 
 
+class HeadDevice:
+    """The device of a head: it draws anything that is allowed, and checks that rows follow from what it has computed.
+    Blocks that sequences share may hold entries of either, so their contents are not checked."""
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+        self._computed: dict[int, tuple[list[int], list]] = {}
+        """By the first block of a sequence: its list of blocks, and (entry, token) in them."""
+
+    def submit(self, batch: ScheduledBatch) -> _HeadHandle:
+        for row in batch.rows:
+            check(row.end // self._size < len(row.block_ids), "there is no block for the next entry's feature")
+            tokens = row.token_ids
+            check(len(tokens) == row.num_tokens and row.num_tokens > 0, "a row without tokens")
+            blocks, known = self._computed.get(row.block_ids[0], (row.block_ids, []))
+            if blocks is not row.block_ids:  # of a sequence that had this block before
+                known = []
+            check(row.start <= len(known), "entries were left out")
+            before = [*row.prompt_token_ids, *row.output_token_ids][: row.start]
+            check(all(a in (PLACEHOLDER, b) for a, b in zip(known, before, strict=False)), "entries of wrong tokens")
+            self._computed[row.block_ids[0]] = row.block_ids, [*before, *tokens]
+        return _HeadHandle(batch)
+
+
+class _HeadHandle:
+    def __init__(self, batch: ScheduledBatch) -> None:
+        self._batch = batch
+        self._tokens: dict[int, int] = {}
+
+    def draw(self) -> None:
+        for row in self._batch.rows:
+            for draw in row.draws:
+                constraint = draw.constraint
+                allowed = range(VOCAB) if constraint is None else sorted(constraint.allowed())
+                self._tokens[draw.seq_id] = allowed[hash((draw.seed, draw.choice, row.end)) % len(allowed)]
+
+    def result(self) -> StepResult:
+        return StepResult(dict(self._tokens))
+
+
 class _Handle:
     def __init__(self, executor: CheckingExecutor, batch: ScheduledBatch) -> None:
         self._executor = executor

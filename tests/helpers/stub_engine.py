@@ -5,8 +5,8 @@ function of seed, choice, position and the token before, so an answer continues 
 promised.
 
 Run as ``python -m stub_engine ENDPOINT`` in place of ``transect.engine.frontends.process``. ``STUB_STEP_S`` of the
-environment is the time of a step in seconds; with ``STUB_EXACT=0`` no bits are promised,
-and with ``STUB_HANGS`` it is never ready.
+environment is the time of a step in seconds, ``STUB_VOCAB`` the vocabulary; with ``STUB_EXACT=0`` no bits are promised,
+and with ``STUB_HANGS`` it is never ready. ``STUB_BLOCKS`` and ``STUB_SEQS`` are its KV blocks and places.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transect.engine.scheduling.core import EngineCore
 from transect.engine.scheduling.scheduler import Scheduler
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
 
-VOCAB, POISON = 256, 7
+VOCAB, POISON = int(os.environ.get("STUB_VOCAB", "256")), 7
 """A prompt that ends with ``POISON`` twice kills the engine at the first step that computes its last token."""
 
 
@@ -69,7 +69,12 @@ class StubExecutor:
 def start_engine(config, compilers, began, children):  # type: ignore[no-untyped-def]
     if "STUB_HANGS" in os.environ:
         time.sleep(3600)
-    scheduler = SchedulerConfig(num_blocks=4096, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096)
+    scheduler = SchedulerConfig(
+        num_blocks=int(os.environ.get("STUB_BLOCKS", "4096")),
+        max_num_seqs=int(os.environ.get("STUB_SEQS", "64")),
+        max_num_batched_tokens=512,
+        max_model_len=4096,
+    )
     core = EngineCore(Scheduler(scheduler, WallClock()), StubExecutor())
     core.decisions = log_for(core)
     numerics = Numerics({"weights": "stub"}, os.environ.get("STUB_EXACT", "1") == "1")

@@ -40,7 +40,7 @@ def metadata(wheel):
 def test_it_holds_all_sources_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    kinds = {".py", ".typed", ".h", ".cpp", ".cu", ".cuh", ".json", ".js", ".css", ".toml"}
+    kinds = {".py", ".typed", ".h", ".cpp", ".cu", ".cuh", ".json", ".js", ".css", ".toml", ".html", ".svg", ".woff2"}
     package = ROOT / "src"
     sources = {str(path.relative_to(package)) for path in package.rglob("*") if path.suffix in kinds}
     assert {name for name in names if ".dist-info/" not in name} == sources

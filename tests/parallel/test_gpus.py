@@ -120,19 +120,6 @@ def test_draws_on_the_device_are_those_of_the_host(gpus, shapes):
     assert found[0] == found[1]
 
 
-def test_pushed_products_change_nothing(gpus, shapes):
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    found = []
-    for on in (False, True):
-        llm = LLM(
-            str(shapes / "8B"), load_format="dummy", dtype="bfloat16", max_num_seqs=16, max_model_len=512,
-            num_kv_blocks=512, seed=3, ranks=gpus, tensor_parallel_size=2, gpu=GPUOptions(pushed_products=on),
-        )  # fmt: skip
-        found.append([list(each.outputs[0].token_ids) for each in llm.generate(PROMPTS, params, use_tqdm=False)])
-        llm.close()
-    assert found[0] == found[1]
-
-
 KILLED = """
     import os, signal, sys, threading, time
     from transect import LLM, SamplingParams

@@ -11,7 +11,6 @@ import torch
 from transect.models.context import PagedContext
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
-from transect.models.weights.dense import Dense
 from transect.ops.norm import add_rms_norm
 from transect.ops.opset import resolve_ops
 from transect.parallel import shared_memory, shared_sums
@@ -43,22 +42,18 @@ def test_the_first_size_that_nccl_is_quicker_with_ends_it():
 class FakePeers:
     """Two ranks that have the same, or four; counts what is asked of it."""
 
-    push = None
-
     def __init__(self, ranks=2):
-        self.ranks, self.calls, self.pushed = ranks, [], []
+        self.ranks, self.calls = ranks, []
 
     def refusal(self, x, norm=False):
         return None
 
     def sum(self, x, out=None, **how):
         self.calls.append(("sum", x.nbytes))
-        self.pushed.append(how.get("pushed", False))
         return x.mul_(self.ranks)
 
     def add_norm(self, x, residual, weight, eps, **how):
         self.calls.append(("add_norm", x.nbytes))
-        self.pushed.append(how.get("pushed", False))
         return add_rms_norm.reference(self.ranks * x, residual, weight, eps)
 
 
@@ -172,30 +167,3 @@ def test_sums_in_norms_change_nothing(most):
         kinds = [kind for kind, _ in peers.calls]
         assert kinds.count("add_norm") == (4 if norms and most else 0) and len(kinds) == 4
     torch.testing.assert_close(found[0], found[1])
-
-
-@pytest.mark.parametrize("most", [2, 5], ids=["too many rows", "pushed"])
-def test_a_sum_knows_whether_its_product_has_given_its_part(monkeypatch, most):
-    """Every sum behind a product that pushed says so, and none else; what comes out is the same."""
-    tokens, positions = torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 1, 2, 0, 1])
-
-    def pushed_product(weight, push):
-        return lambda x: weight(x) if len(x) <= most else None
-
-    monkeypatch.setattr(Dense, "pushed_product", pushed_product)
-    found = []
-    for pushes in (False, True):
-        peers = FakePeers()
-        sums = OnHost(peers, 1 << 20, pushes=pushes)
-        stack, context = stack_of(sums)
-        hidden = stack.hidden(tokens, positions, context)
-        assert peers.pushed == [pushes and most == 5] * 4
-        found.append((hidden, stack(stack._embed(tokens), positions, context)))
-        assert [kind for kind, _ in peers.calls[4:]] == ["add_norm"] * 3 + ["sum"]  # the last product's is alone
-        assert peers.pushed[4:] == [pushes and most == 5] * 4
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_sums_that_nccl_makes_get_nothing_pushed(monkeypatch):
-    monkeypatch.setattr(Dense, "pushed_product", lambda *_: pytest.fail("NCCL would not take it"))
-    stack_of(OnHost(FakePeers(), 256, pushes=True))

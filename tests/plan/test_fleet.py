@@ -6,7 +6,7 @@ from transect.bench.lengths import Lengths
 from transect.bench.traces.asked import Asked, Piece
 from transect.bench.traces.mix import Mix
 from transect.costs.steps import StepLoad
-from transect.engine.scheduling.policies.scaling import Concurrency, Fixed, Forecast, Queue, Scaler, Seen
+from transect.engine.scheduling.policies.scaling import Backlog, Concurrency, Fixed, Forecast, Queue, Scaler, Seen
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
 from transect.plan.capacity import MixLoad, Shape, highest_rate, simulate, summary_of
 from transect.plan.fleet import EngineModel, Fleet, Kill
@@ -91,6 +91,15 @@ def test_engines_come_and_go():
     assert run.engine_seconds < max(sizes) * run.seconds
     worse = Fleet(model()).run(asked)
     assert summary_of(run)["ttft"]["p99"] < summary_of(worse)["ttft"]["p99"]
+
+
+def test_queued_tokens_over_the_measured_rate_bring_engines():
+    asked = MIX.generate(400.0, 600)
+    alone = Fleet(model()).run(asked)
+    scaler = Scaler(Backlog(target_s=0.3), most=6, patience=5.0)
+    run = Fleet(model(), scaler=scaler, interval=0.2, start_s=0.2).run(asked)
+    assert 2 < max(size for _, size in run.sizes) <= 6
+    assert summary_of(run)["ttft"]["p99"] < 0.5 * summary_of(alone)["ttft"]["p99"]
 
 
 def test_scaling_policies():

@@ -13,6 +13,7 @@ from transect.costs.steps import StepLoad
 from transect.engine.scheduling.drafters.registry import SpeculativeConfig
 from transect.plan.capacity import MixLoad, Shape, estimate, steady_step
 from transect.plan.choices import choices
+from transect.plan.drafting import drafting_model
 from transect.plan.page import page_of
 from transect.plan.report import as_json, lines
 from transect.plan.serving import Demand, plan_serving
@@ -23,6 +24,7 @@ MIX = Mix(prompt=Lengths.parse("uniform:200-600"), output=Lengths.parse("uniform
 LOAD = MixLoad(MIX, 60, seconds=1.0)
 TARGET = LatencyTarget.parse("ttft.p99=1s,itl.p99=30ms")
 LLAMA = PRESETS["llama-3.1-8b"]
+HEAD = drafting_model(SpeculativeConfig(method="eagle3", model="organisation/head"), LLAMA)
 PRICES = {"h200": 3.0, "l4": 0.7, "a100-80gb": 1.5}
 
 
@@ -138,16 +140,29 @@ def test_drafts_make_answers_sooner():
     assert means[2] < 0.7 * means[0] and means[1] < 1.05 * means[0]
 
 
+def test_drafts_of_a_model_take_its_time():
+    """A model of a size drafts; the smaller one is the faster, and a head the fastest of all."""
+    means = {}
+    for name, draft in (("", None), ("1b", PRESETS["llama-3.2-1b"]), ("3b", PRESETS["llama-3.2-3b"]), ("head", HEAD)):
+        speculation = SpeculativeConfig(method="draft_model", model="x", num_speculative_tokens=4)
+        drafting = None if draft is None else (speculation, 0.8)
+        demand = Demand(load=LOAD, rate=2.0, speculation=drafting, draft=draft)
+        plan = plan_serving(ways(), demand, TARGET, simulated=1)
+        means[name] = plan.answers[0].level.summary["e2e"]["mean"]
+    assert means["head"] < means["1b"] < means["3b"] and means["1b"] < 0.9 * means[""]
+
+
 def test_a_plan_with_drafts_from_the_command_line():
     drafts = ("--speculative-config", '{"method": "ngram"}')
     given = ("plan", "serving", "llama-3.2-1b", "--gpu", "l4", "--rate", "1", "--requests", "50", "--simulate", "1")
-    done = run_here(*given, *drafts, "--acceptance", "0.7")
+    short = ("--prompt-tokens", "uniform:20-90", "--output-tokens", "uniform:10-20")
+    done = run_here(*given, *short, *drafts, "--acceptance", "0.7")
     assert done.returncode == 0, done.stderr
     for wrong, why in (
         (drafts, "belong together"),
         (("--acceptance", "0.5"), "belong together"),
         ((*drafts, "--acceptance", "1.5"), "from 0 to 1"),
-        (("--speculative-config", '{"method": "draft_model", "model": "x"}', "--acceptance", "0.5"), "knows no step"),
+        (("--speculative-config", '{"method": "draft_model", "model": "x"}', "--acceptance", "0.5"), "'x'"),
     ):
         done = run_here(*given, *wrong)
         assert done.returncode and why in done.stderr

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -88,6 +89,16 @@ class FakeEngine:
     clients: list = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     go: asyncio.Event = field(default_factory=asyncio.Event)
+    script: Callable[[str, int, int], str] | None = None
+    """(prompt, choice, seed) -> reply, which is then complete."""
+    dropped: list[tuple[str, int]] = field(default_factory=list)
+    processors: dict[str, OutputProcessor] = field(default_factory=dict)
+    ended: list = field(default_factory=list)
+
+    async def abort(self, request_id, choice=None) -> None:
+        self.dropped.append((request_id, choice))
+        if request_id in self.processors:
+            self.ended += self.processors[request_id].finish(request_id, choice=choice)
 
     async def stream(
         self,
@@ -101,6 +112,7 @@ class FakeEngine:
         client="",
         weight=1.0,
         adapter=None,
+        output_token_ids=None,
     ) -> AsyncIterator:
         text = bytes(each for each in prompt_token_ids if each < 256).decode(errors="replace")
         if "FULL" in text:
@@ -114,29 +126,38 @@ class FakeEngine:
         pooled = None if pooling is None else vector_of(prompt_token_ids, pooling).tobytes()
         self.running[request_id] = params
         processor = OutputProcessor(self.tokenizer)
-        processor.add(request_id, prompt, prompt_token_ids, n=params.n, stop=params.stop)
+        include = params.include_stop_str_in_output
+        processor.add(request_id, prompt, prompt_token_ids, n=params.n, stop=params.stop, include_stop=include)
+        self.processors[request_id] = processor
         try:
-            async for update in self._updates(processor, request_id, params, prompt_token_ids, text, pooled):
+            for update in processor.begin(request_id, output_token_ids) if output_token_ids else ():
+                yield update
+            start = len((output_token_ids or [()])[-1])
+            async for update in self._updates(processor, request_id, params, prompt_token_ids, text, pooled, start):
                 yield update
         finally:
             if request_id in processor:
                 self.aborted.append(request_id)
-            del self.running[request_id]
+            del self.running[request_id], self.processors[request_id]
 
-    async def _updates(self, processor, request_id, params, prompt_token_ids, text, pooled):
-        tokens = list(self.reply.encode())
+    async def _updates(self, processor, request_id, params, prompt_token_ids, text, pooled, start=0):
         prompt_logprobs = None
+        script = self.script or (lambda text, choice, seed: self.reply)
+        replies = [list(script(text, index, params.seed).encode()) for index in range(params.n)]
         if params.prompt_logprobs is not None:
             prompt_logprobs = [None, *(position(each) for each in prompt_token_ids[1:])]
-        limit = min(len(tokens), params.max_tokens or len(tokens))
-        for step in range(limit):
+        limits = [min(len(tokens), params.max_tokens or len(tokens)) for tokens in replies]
+        for step in range(start, max(limits)):
             await asyncio.sleep(0)
             if step == 3 and "HANG" in text:
                 await self.go.wait()
             if step == 3 and "DIE" in text:
                 raise EngineDeadError("it is gone")
-            for index in range(params.n):
-                last = step == limit - 1
+            for index, tokens in enumerate(replies):
+                if step >= limits[index]:
+                    continue
+                last = step == limits[index] - 1
+                complete = self.script is not None and last and limits[index] == len(tokens)
                 failed = step == 3 and "NAN" in text
                 update = processor.process(
                     EngineOutput(
@@ -144,8 +165,9 @@ class FakeEngine:
                         index=index,
                         new_token_ids=[] if failed else [tokens[step]],
                         logprobs=None if params.logprobs is None or failed else [position(tokens[step], index)],
-                        prompt_logprobs=prompt_logprobs if step == 0 and index == 0 else None,
-                        finish_reason="error" if failed else "length" if last else None,
+                        prompt_logprobs=prompt_logprobs if step == start and index == 0 else None,
+                        finish_reason="error" if failed else "stop" if complete else "length" if last else None,
+                        complete=complete,
                         error="the logits are not finite" if failed else None,
                         pooled=pooled if step == 0 and index == 0 else None,
                         num_cached_tokens=1,
@@ -154,6 +176,8 @@ class FakeEngine:
                 )
                 if update is not None:
                     yield update
+            while self.ended and self.ended[0].request_id == request_id:
+                yield self.ended.pop(0)
             if request_id not in processor:
                 return
 
@@ -210,11 +234,11 @@ def client(app) -> Iterator[httpx.AsyncClient]:
     return httpx.AsyncClient(transport=transport, base_url="http://server")
 
 
-@pytest.fixture
-def live(app) -> Iterator[str]:
-    """The fake engine behind a real socket, for clients that bring their own HTTP: the server's address."""
+@contextmanager
+def running(app) -> Iterator[str]:
+    """An app behind a real socket: the server's address."""
     sock = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, http="h11", loop="asyncio"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     while not server.started and thread.is_alive():
@@ -224,3 +248,10 @@ def live(app) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+@pytest.fixture
+def live(app) -> Iterator[str]:
+    """The fake engine behind a real socket, for clients that bring their own HTTP: the server's address."""
+    with running(app) as address:
+        yield address

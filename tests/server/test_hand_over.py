@@ -109,7 +109,7 @@ def test_a_restart_refuses_no_connection_and_cuts_no_stream(smollm2):
     new = None
     try:
         url = old.stdout.readline().split(" ready on ")[1].split()[0]
-        body = {"prompt": "Once", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
+        body = {"prompt": "Once", "max_tokens": 700, "temperature": 0, "ignore_eos": True}
         clients = Clients(url)
         clients.start()
         with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=300) as response:

@@ -171,6 +171,30 @@ def test_three_choices_with_one_seed_each(server):
     assert streamed == texts
 
 
+def test_any_choice_continues_from_any_of_its_tokens(server):
+    extra = {"return_token_ids": True, "presence_penalty": 0.5}
+    ask = {
+        "model": "m",
+        "messages": HELLO,
+        "seed": 3,
+        "temperature": 1.0,
+        "max_tokens": 24,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = server.client.chat.completions.create(**ask, n=2, extra_body=extra)
+    for choice, count in ((0, 1), (1, 11)):
+        expected = whole.choices[choice]
+        given = {"continue_token_ids": expected.token_ids[:count], "continue_choice": choice}
+        (found,) = server.client.chat.completions.create(**ask, extra_body=extra | given).choices
+        assert found.token_ids == expected.token_ids and found.message.content == expected.message.content
+        assert found.logprobs.content == expected.logprobs.content[count:]
+        other = expected.logprobs.content[count].top_logprobs[1].token_id
+        given["continue_token_ids"] = [*expected.token_ids[:count], other]
+        (branch,) = server.client.chat.completions.create(**ask, extra_body=extra | given).choices
+        assert branch.token_ids[: count + 1] == given["continue_token_ids"]
+
+
 def test_logprobs(server):
     answer = server.client.chat.completions.create(
         model="m", messages=HELLO, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3
@@ -219,6 +243,21 @@ def test_the_bill_of_an_answer_adds_up(server):
     assert bill["decode"]["ms"] == pytest.approx(float(timing["decode"]), rel=0.2, abs=5)
     missing = httpx.get(f"{server.url}/v1/requests/cmpl-none/bill", timeout=PATIENCE_S)
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "request_not_found"
+
+
+def test_the_openai_client_reads_a_search_as_an_answer_and_the_bill_has_all_branches(server):
+    """It skips the progress; usage, tree and bill count the same tokens."""
+    search = {"method": "adaptive", "n": 6, "wave": 3, "extract": "text", "budget": 60}
+    stream = server.client.chat.completions.create(
+        model="m", messages=HELLO, max_tokens=12, seed=1, stream=True, stream_options={"include_usage": True},
+        extra_body={"search": search},
+    )  # fmt: skip
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    trees = [chunk.search for chunk in chunks if "branches" in (getattr(chunk, "search", None) or {})]
+    assert text and len(trees) == 1 and chunks[-1].usage.completion_tokens == trees[0]["tokens"] > 12
+    bill = httpx.get(f"{server.url}/v1/requests/{chunks[0].id}/bill", timeout=PATIENCE_S).json()
+    assert len(bill["parts"]) == len(trees[0]["branches"]) and bill["output_tokens"] >= trees[0]["tokens"]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -23,6 +23,7 @@ ROUTES = [
     ("/v1/score", "POST"),
     ("/v1/rerank", "POST"),
     ("/v1/decisions", "GET"),
+    ("/live", "GET"),
     ("/v1/requests/{request_id}/bill", "GET"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
@@ -37,6 +38,13 @@ ROUTES = [
     ("/reset_prefix_cache", "POST"),
     ("/v1/load_lora_adapter", "POST"),
     ("/v1/unload_lora_adapter", "POST"),
+    ("/v1/feedback", "POST"),
+    ("/v1/captures", "GET"),
+    ("/v1/captures", "DELETE"),
+    ("/v1/releases", "GET"),
+    ("/v1/releases/{name}", "GET"),
+    ("/v1/releases/{name}", "PUT"),
+    ("/v1/releases/{name}", "DELETE"),
 ]
 MANY = 30 if proving() else 10
 WITH_BODY = [

@@ -14,6 +14,7 @@ Formats of files:
 * ``quantized.py``: other programs' quantized matrices; ``quantized_codes.py``: the same packed; ``quantized_bnb.py``:
   those that bitsandbytes packed in 4 bits; ``quantized_out.py`` writes such, on the 4-bit values of
   ``quantized_grid.py``; ``calibration.py``: inputs of matrices while a model reads a text; ``gptq.py`` rounds by them
+* ``eagle.py``: EAGLE-3 heads, in and out
 * ``kv_scales.py``: scales of keys and values for a cache in fp8
 * ``dummy.py``: random weights
 

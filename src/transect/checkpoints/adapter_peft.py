@@ -35,6 +35,8 @@ _FACTOR = re.compile(
     r"|lora_(?P<magnitude>magnitude_vector)(?:\.\w+)?(?:\.weight)?)"
 )
 _WHOLE = re.compile(r"(?P<module>.+?)(?:\.base_layer|\.modules_to_save(?:\.\w+)?|\.original_module)?\.(weight|bias)")
+SCORE = "score"
+"""Module of transformers that classifies by the last hidden state."""
 VERSION = "0.15.0"
 """PEFT version whose names of settings are written; later versions read them."""
 BLOCKS = "blocks"
@@ -57,8 +59,9 @@ def module_names(config: ModelConfig) -> dict[str, str]:
 # ---- in
 
 
-def read_adapter(directory: Path, config: ModelConfig) -> StoredAdapter:
-    """Return an adapter for a model of this configuration, which is ``adapted_config``'s.
+def read_adapter(directory: Path, config: ModelConfig, *, skips_score: bool = False) -> StoredAdapter:
+    """Return an adapter for a model of this configuration, which is ``adapted_config``'s. ``skips_score``: ignore the
+    head of an adapter for classification.
 
     Raises:
         ValueError: a file is missing or damaged, or holds what does not fit the model; the message names it.
@@ -77,7 +80,9 @@ def read_adapter(directory: Path, config: ModelConfig) -> StoredAdapter:
         if factor is not None:
             kind = factor["linear"] or (factor["embedding"] and f"embedding {factor['embedding']}") or "magnitude"
             modules.setdefault(factor["module"], {})[kind] = tensor
-        elif (match := _WHOLE.fullmatch(name)) is not None:
+        elif (match := _WHOLE.fullmatch(name)) is not None and skips_score and match["module"] == SCORE:
+            continue
+        elif match is not None:
             whole[f"{match['module']}.{match[2]}"] = tensor
         else:
             raise ValueError(f"{path}: the tensor {name!r} is of a kind of adapter that is not supported")

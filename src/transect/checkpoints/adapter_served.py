@@ -43,7 +43,7 @@ def read_served(files: AdapterFiles, base: ModelSource, targets: Collection[str]
     merge = "serve it alone with --adapter, or merge it into a model (transect export --merge)"
     config: ModelConfig = base.config
     try:
-        stored = read_adapter(files.path, config)
+        stored = read_adapter(files.path, config, skips_score=True)
     except ValueError as error:
         raise ValueError(f"the adapter {files.path} does not fit {base.name}: {error}") from None
     settings = stored.settings

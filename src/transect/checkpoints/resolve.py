@@ -337,6 +337,17 @@ def _hub_gguf(name: str, wanted: str, allow_download: bool, revision: str | None
     return firsts[0]
 
 
+def find_on_hub(name: str, allow_download: bool, patterns: Sequence[str]) -> Path:
+    """Return the directory of a hub id's files that match ``patterns``.
+
+    Raises:
+        ValueError: ``name`` has another form than a hub id, or the hub does not have it.
+    """
+    if not _HUB_ID.fullmatch(name):
+        raise ValueError(f"{name[:80]!r} is neither a directory nor a hub id (organisation/name)")
+    return _from_hub(name, allow_download, patterns=patterns)
+
+
 def _from_hub(
     name: str,
     allow_download: bool,

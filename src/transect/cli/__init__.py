@@ -3,9 +3,12 @@
 * ``pull.py``: fetch a model. ``models.py``: which there are. ``generate.py``: continue one prompt. ``chat.py``: talk to
   a model.
 * ``serve.py``: the OpenAI-compatible server. ``demo.py``: that server answering eight people at once.
-  ``reload.py``: new engines in a running server. ``drill.py``: a replica that is killed in the middle of answers.
+  ``cluster.py``: a fleet of replicas. ``reload.py``: new engines in a running server.
+  ``drill.py``: a replica that is killed in the middle of answers.
 * ``train.py``: train or fine-tune a model; ``sweep.py``: over a grid of settings.
-* ``data.py``: prepare what it is trained on. ``plot.py``: its curves. ``predicted.py``: what was expected of its steps.
+* ``flow.py``: the whole life of a model; ``flow_watch.py``: what its server has captured.
+* ``data.py``: prepare what it is trained on. ``plot.py``: its curves. ``board.py``: runs and reports in the browser.
+  ``predicted.py``: what was expected of its steps.
   ``memory.py``: what serving will need, or training (``memory_training.py``), in tables (``memory_tables.py``).
   ``plan.py``: the best way to spread a run; ``plan_serving.py``: a service;
   ``plan_calibrate.py``: a measured server to plan with; ``plan_workload.py``: traces.

@@ -9,6 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from .engine_options import BUILTIN, WHERE_IT_RUNS, ModelArgument, engine_config, engine_settings, takes
+from .searching import (
+    Branches,
+    BudgetOption,
+    SearchName,
+    SearchOptions,
+    ShownSearch,
+    VerifierPlaces,
+    read_search,
+    sequences,
+)
 from .settings import ConfigFile
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves"
@@ -29,6 +39,11 @@ def command(
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed, for repeatable answers.")] = None,
+    search: SearchName = None,
+    n: Branches = None,
+    budget: BudgetOption = None,
+    search_options: SearchOptions = None,
+    verifier: VerifierPlaces = None,
     config: ConfigFile = None,
     **settings: Any,
 ) -> None:
@@ -41,9 +56,10 @@ def command(
     asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
     given = {name: value for name, value in asked.items() if value is not None}
     SamplingParams(max_tokens=max_tokens, seed=seed, **given)  # says what is wrong before a model is loaded
+    searched, judges = read_search(search, n, budget, search_options, verifier)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives input() line editing and history)
-    with EngineSession(engine_config(model, **settings, max_num_seqs=1)) as session:
+    with EngineSession(engine_config(model, **settings, max_num_seqs=sequences(searched))) as session:
         engine = session.engine
         template = engine.chat_template
         if template is None:
@@ -52,6 +68,10 @@ def command(
         defaults: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95, **engine.sampling_defaults.values}
         params = SamplingParams(max_tokens=max_tokens, seed=seed, **(defaults | given))
         print(f"{model}, {engine.info.kernels}. {HELP}.")
+
+        def render(said: Any) -> list[int]:
+            return chat_tokens(apart, engine.tokenizer, said)[1]
+
         opening = [{"role": "system", "content": system}] if system else []
         messages = list(opening)
         while (line := _read()) is not None:
@@ -67,10 +87,18 @@ def command(
             if not line:
                 continue
             messages.append({"role": "user", "content": line})
-            _, token_ids = chat_tokens(apart, engine.tokenizer, messages)
+            token_ids = render(messages)
             if len(token_ids) >= engine.max_model_len:
                 messages.pop()
                 print(f"[the context of {engine.max_model_len} tokens is full: /reset, or ask something shorter]")
+                continue
+            if searched is not None:
+                shown = ShownSearch()
+                more: dict[str, Any] = {"messages": list(messages), "question": line, "judges": judges}
+                work = session.search(searched, token_ids, params, **more, render=render, show=shown.progress)
+                found = session.run(work)
+                messages.append({"role": "assistant", "content": found.text})
+                print(f"{found.text}\n[{shown.end(found)}]")
                 continue
             text, speed = session.run(session.stream(token_ids, params, _show))
             messages.append({"role": "assistant", "content": text})

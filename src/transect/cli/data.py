@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from .engine_options import WHERE_IT_RUNS, engine_config, engine_settings, takes
+from .searching import Branches, BudgetOption, SearchName, SearchOptions, VerifierPlaces, read_search
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -16,6 +21,9 @@ if TYPE_CHECKING:
 
 MARKS = ("[[", "]]")
 """Marks around trained text in output without colours."""
+
+AT_ONCE = 64
+"""Answers that are drawn at the same time."""
 
 Columns = Annotated[
     list[str] | None, typer.Option(metavar="KEY=HEADER", help="As data.columns of a run: question=Frage. Repeatable.")
@@ -150,6 +158,63 @@ def show(
     loader.position = Position(0, batch)
     for text in _documents(next(loader), tokenizer, *(("", "") if console.color_system else MARKS)):
         console.print(text, soft_wrap=True)
+
+
+@application.command()
+@takes(*engine_settings(*WHERE_IT_RUNS, "adapter", "max_model_len"))
+def sample(
+    inputs: Annotated[list[str], typer.Argument(help="Files of rows with a prompt, and perhaps an answer.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File of JSON lines to write.")],
+    search: SearchName = "majority",
+    model: Annotated[str, typer.Option(help="The model that answers.")] = "smollm2-135m",
+    for_: Annotated[
+        str, typer.Option("--for", metavar="dpo|grpo|sft", help="Objective that the rows are for.")
+    ] = "dpo",
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Temperature of the answers.")] = 0.8,
+    seed: Annotated[int | None, typer.Option(help="Seed, for repeatable answers.")] = None,
+    columns: Columns = None,
+    n: Branches = None,
+    budget: BudgetOption = None,
+    search_options: SearchOptions = None,
+    verifier: VerifierPlaces = None,
+    **settings: Any,
+) -> None:
+    """Draw training data by searching answers to prompts: pairs for DPO, prompts with answers for GRPO, or chats."""
+    from ..engine.frontends.llm import LLM
+    from ..engine.scheduling.sampling_params import SamplingParams
+    from ..search.local import search_locally
+    from ..search.rows import KINDS, row_of
+    from ..text.inert import chat_tokens
+    from ..train.data.layouts import prompt_of
+    from ..train.objectives.rewards import read_prompts
+
+    kind = next((each for each in KINDS if each == for_), None)
+    if kind is None:
+        raise ValueError(f"--for takes {', '.join(KINDS)}, not {for_!r}")
+    asked, judges = read_search(search, n, budget, search_options, verifier)
+    assert asked is not None
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    config = engine_config(model, **settings, max_num_seqs=max(AT_ONCE, asked.options.n))
+    llm = LLM(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+    template = llm.chat_template
+    if template is None:
+        raise ValueError(f"{model} brings no chat template: give a model that does")
+    prompts = read_prompts(
+        inputs, lambda said, _: chat_tokens(template, llm.tokenizer, said)[1], setting="INPUTS", columns=_named(columns)
+    )
+    group, rows, tokens = max(AT_ONCE // asked.options.n, 1), 0, 0
+    with output.open("w", encoding="utf-8") as file:
+        for start in range(0, len(prompts), group):
+            records = [record for record, _ in prompts[start : start + group]]
+            said = [prompt_of(record)[0] for record in records]
+            for record, result in zip(records, search_locally(llm, said, asked, params, judges=judges), strict=True):
+                tokens += result.drawn
+                row = row_of(result, record, kind)
+                if row is not None:
+                    rows += 1
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    print(f"{output}: {rows:,} rows for {kind} from {len(prompts):,} prompts, {tokens:,} tokens drawn")
 
 
 def _named(columns: list[str] | None) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -65,6 +66,7 @@ def run(
     from rich.console import Console
 
     from ..checkpoints.resolve import resolve
+    from ..server.options import ServerOptions
     from .demo_picture import WIDTH, svg_of
 
     console = Console()
@@ -80,6 +82,9 @@ def run(
     if svg is not None:
         svg.write_text(svg_of([*view.pictures, "", table], "transect demo"), encoding="utf-8")
     console.print("the server has stopped cleanly", highlight=False)
+    program = "transect" if shutil.which("transect") else sys.argv[0]
+    page = f"http://{ServerOptions.host}:{ServerOptions.port}/"
+    console.print(f"to chat in a browser: {program} serve {model}, then open {page}", highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from typing import Any
 PREFIX = "TRANSECT"
 
 VARIABLES = {
+    "TRANSECT_ADMIN_API_KEY": "The operator's key of a server: the one that `transect serve` demands, and the one that "
+    "`transect flow` sends.",
     "TRANSECT_API_KEY": "The key of a server: the one that `transect serve` demands (several with blanks between), and "
     "the one that `transect top` and `transect explain` send.",
     "TRANSECT_CACHE": "The folder for fetched models, compiled kernels, tuned choices and measured ceilings. Default: "

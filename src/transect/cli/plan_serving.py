@@ -89,6 +89,7 @@ def command(
     from ..costs.presets import preset
     from ..engine.scheduling.drafters.registry import SpeculativeConfig
     from ..plan.choices import choices
+    from ..plan.drafting import drafting_model
     from ..plan.page import page_of
     from ..plan.profile import MeasuredChoice, Profile
     from ..plan.report import as_json, lines
@@ -111,7 +112,9 @@ def command(
     if (speculative_config is None) != (acceptance is None):
         raise ValueError("--speculative-config and --acceptance belong together: give both, or neither")
     if speculative_config is not None and acceptance is not None:
-        demand = replace(demand, speculation=(SpeculativeConfig.of(loads(speculative_config)), acceptance))
+        speculation = SpeculativeConfig.of(loads(speculative_config))
+        draft = drafting_model(speculation, source.config)
+        demand = replace(demand, speculation=(speculation, acceptance), draft=draft)
     needed = max(each.prompt_tokens + each.output_tokens for each in asked)
     context = context or min(most, max(CONTEXT, needed))
     if needed > context:

@@ -91,8 +91,10 @@ def command(
 
     def ready(engine: AsyncEngine) -> None:
         info, replicas = engine.info, engine_settings.data_parallel_size
+        url = url_of(sock, "http" if options.ssl_certfile is None else "https")
         said = (
-            f"transect: ready on {url_of(sock, 'http' if options.ssl_certfile is None else 'https')}",
+            f"transect: ready on {url}",
+            f"page {url}/" if options.page and uds is None else "",
             f"model {options.model_names[0]}",
             f"context {info.max_model_len} tokens",
             f"KV cache {info.kv_tokens} tokens" + (f" x {replicas}" if replicas > 1 else ""),

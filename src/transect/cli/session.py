@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from ..engine.config import EngineConfig
     from ..engine.frontends.async_engine import AsyncEngine
     from ..engine.scheduling.sampling_params import SamplingParams
+    from ..search.judges import Judge
+    from ..search.result import SearchResult
+    from ..search.settings import SearchSettings
+    from ..search.tree import Messages
 
 T = TypeVar("T")
 
@@ -68,6 +73,37 @@ class EngineSession:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine until it ends."""
         return self._runner.run(work)
+
+    async def search(
+        self,
+        search: SearchSettings,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        messages: Messages | None = None,
+        question: str = "",
+        judges: Mapping[str, Judge] | None = None,
+        render: Callable[[Messages], list[int]] | None = None,
+        show: Callable[[dict[str, Any]], None] = lambda progress: None,
+    ) -> SearchResult:
+        """Search an answer (``search/``); ``show`` is called with its progress.
+
+        Raises:
+            ValueError: a setting is at fault, the engine refuses a request, or there is no answer.
+        """
+        from ..search.machine import SearchRun
+        from ..search.streams import OverEngine, follow
+        from ..search.tree import Tree
+
+        engine, name = self.engine, uuid.uuid4().hex
+        run = SearchRun(
+            search, Tree(messages, question), token_ids, params, seed=secrets.randbits(63),
+            max_model_len=engine.max_model_len, decode=engine.tokenizer.decode, judges=judges,
+        )  # fmt: skip
+        async for progress in follow(run, OverEngine(engine, name, render)):
+            show(progress)
+        assert run.result is not None
+        return run.result
 
     async def stream(
         self, token_ids: Sequence[int], params: SamplingParams, show: Callable[[str], None] | None = None

@@ -11,7 +11,7 @@ From settings to a running engine:
 * ``kv_size``: the number of KV blocks. ``offload``: layers that stream from host memory or a file.
   ``numerics``: a fingerprint of what its bits depend on.
 * ``adapters``: adapters in host memory, for requests that name them.
-* ``drafting``: the model that drafts, beside the engine's own.
+* ``drafting``: the model that drafts, beside the engine's own. ``heads``: a head that drafts, on a CPU.
 * ``decision_setup``: the decision log's header.
 * ``ranks``: one engine on several ranks. ``leading``: the cores of the leading rank and of the following ones.
   ``sharing``: cores of data-parallel groups, each with its own requests.

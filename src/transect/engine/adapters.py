@@ -9,13 +9,16 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..checkpoints.adapter_served import ServedAdapter, read_served
 from ..checkpoints.peft_config import AdapterFiles, adapter_folder, target_names
 from ..checkpoints.resolve import ModelSource
 from ..models.row_adapters import AdapterRoom
+from ..models.weights.low_rank import Factors
 from ..models.weights.row_adapted import RowAdapters
+from ..spec.layouts.shards import Shard
 from .config import EngineConfig
 from .frontends.inputs import LoRARequest
 
@@ -25,6 +28,16 @@ def adapter_room(config: EngineConfig) -> AdapterRoom:
     return AdapterRoom(config.max_loras, config.max_lora_rank, target_names(config.lora_target_modules))
 
 
+def _part(factors: Factors, shard: Shard) -> Factors:
+    """Select a rank's part of factors: rows of B where it has rows of a matrix, columns of A where it has columns."""
+    found = {}
+    for name, low in factors.items():
+        part = shard.part(f"{name}.weight", (low.b.shape[0], low.a.shape[1]))
+        if part is not None:
+            found[name] = replace(low, a=low.a[:, part.columns].contiguous(), b=low.b[part.rows].contiguous())
+    return found
+
+
 class AdapterStore:
     """Adapters that are ready to be copied into slots, the least recently used first.
 
@@ -32,12 +45,15 @@ class AdapterStore:
         base: the model.
         adapters: prepares factors for the device.
         config: of the engine; ``max_cpu_loras`` adapters are kept.
+        shard: this rank's part of the model; None if it has all.
 
     May be used from several threads.
     """
 
-    def __init__(self, base: ModelSource, adapters: RowAdapters, config: EngineConfig) -> None:
-        self._base, self._adapters = base, adapters
+    def __init__(
+        self, base: ModelSource, adapters: RowAdapters, config: EngineConfig, shard: Shard | None = None
+    ) -> None:
+        self._base, self._adapters, self._shard = base, adapters, shard
         self._targets, self._most_rank = target_names(config.lora_target_modules), config.max_lora_rank
         self.capacity = config.cpu_loras
         """Adapters that are kept."""
@@ -47,6 +63,10 @@ class AdapterStore:
         self._lock = threading.Lock()
         self.in_use: Callable[[], Collection[str]] = tuple
         """Ids of adapters that unfinished requests have: these stay."""
+        self.files: dict[str, AdapterFiles] = {}
+        """Files of the adapters in memory, by content id."""
+        self.dropped: Callable[[str], object] = id
+        """Receives the id of each adapter that leaves."""
 
     def __contains__(self, adapter: str) -> bool:
         return adapter in self._held
@@ -72,11 +92,13 @@ class AdapterStore:
             ValueError: see ``read_served``.
         """
         if files.id not in self._held:
+            self.files[files.id] = files
             self.add(read_served(files, self._base, self._targets, self._most_rank))
 
     def add(self, adapter: ServedAdapter) -> None:
         """Keep an adapter that is in memory, of ranks and matrices that have room."""
-        prepared = self._adapters.prepare(adapter.factors)
+        factors = adapter.factors if self._shard is None else _part(adapter.factors, self._shard)
+        prepared = self._adapters.prepare(factors)
         with self._lock:
             self._held[adapter.id] = prepared
 
@@ -89,13 +111,25 @@ class AdapterStore:
                 for adapter in [each for each in self._held if each not in used]:
                     if len(self._held) <= self.capacity:
                         break
-                    del self._held[adapter]
+                    self._drop(adapter)
 
     def forget(self, adapter: str) -> None:
         """Let go of an adapter, unless a request has it."""
         with self._lock:
-            if adapter not in self.in_use():
-                self._held.pop(adapter, None)
+            if adapter in self._held and adapter not in self.in_use():
+                self._drop(adapter)
+
+    def hold(self, files: AdapterFiles, kept: bool) -> None:
+        """Read an adapter if it is not there, or let go of it: as rank 0 does."""
+        if kept:
+            self.load(files)
+        else:
+            self._drop(files.id)
+
+    def _drop(self, adapter: str) -> None:
+        del self._held[adapter]
+        self.files.pop(adapter, None)
+        self.dropped(adapter)
 
     def load_all(self, asked: Sequence[LoRARequest | None]) -> list[str]:
         """Load the adapters of one call. Returns their content ids, empty for None.

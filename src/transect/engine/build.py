@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -56,6 +56,9 @@ from .scheduling.clock import WallClock
 from .scheduling.core import EngineCore
 from .scheduling.scheduler import Scheduler
 from .scheduling.scheduler_config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from ..checkpoints.eagle import HeadSource
 
 log = logging.getLogger(__name__)
 
@@ -120,29 +123,33 @@ def build_engine(
     Raises:
         ValueError: the model, a setting or the memory is at fault; the message says what to change.
     """
-    if config.enable_lora and mesh is not None:
-        raise ValueError(
-            "enable_lora runs on one device so far: leave out data_parallel_size, or serve (transect serve)"
-        )
     source = resolve(config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter)
     ends = source.config.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
     device, reason = device_for(config)
     if device.type == "cuda":
         device = device if mesh is None else mesh.world.device
         torch.cuda.set_device(device)
+    if config.enable_lora and mesh is not None and (device.type == "cuda" or mesh.layout.size > mesh.tensor.size):
+        raise ValueError(
+            "enable_lora runs on one GPU, or on tensor parallel ranks of a CPU: leave out the sizes of other layouts, "
+            "or serve replicas (transect serve --data-parallel-size)"
+        )
     max_num_seqs, max_num_batched_tokens = config.limits(device.type)
     report: tuple[str, ...] = ()
     executor: Executor
     drafts_with = draft_source(config, source)
-    drafting: tuple[EngineConfig, Executor, KVSize] | None = None
+    drafting: tuple[EngineConfig | None, Executor, KVSize] | None = None
     fill_tokens = graph_tokens = graph_prompts = None
     if device.type == "cuda":
         from .executors.gpu.build import build_gpu
         from .executors.gpu.step_sizes import FEWEST_ROWS
 
-        if drafts_with is not None:
+        head = None if isinstance(drafts_with, ModelSource) else drafts_with
+        if isinstance(drafts_with, ModelSource):
             drafting = _draft_on_gpu(config, source, drafts_with, device)
-        parts = build_gpu(config, source, device, compilers, began, mesh)
+        parts = build_gpu(config, source, device, compilers, began, mesh, head)
+        if parts.head is not None:
+            drafting = None, parts.head, parts.size
         executor, size, why, report = parts.runner, parts.size, parts.description, parts.report
         storage, exact, computes = parts.storage, config.deterministic, parts.description
         fill_tokens, graph_tokens = parts.fill_tokens, parts.runner.graph_tokens or None
@@ -151,10 +158,15 @@ def build_engine(
         executor, size, why, storage, computes, exact = _build_cpu(config, source, mesh, drafts_with)
         if config.deterministic and not exact:
             raise ValueError(f"{why} give a token other bits in other batches: leave out deterministic")
-        if drafts_with is not None:
+        on_host = 1 if mesh is None else mesh.world.on_host
+        if isinstance(drafts_with, ModelSource):
             draft = draft_config(config, drafts_with, size)
-            on_host = 1 if mesh is None else mesh.world.on_host
             drafting = (draft, *_build_cpu(draft, drafts_with, None, on_host=on_host)[:2])
+        elif drafts_with is not None:
+            from .heads import head_on_cpu
+
+            threads = _threads(config, on_host)
+            drafting = None, head_on_cpu(config, drafts_with, source, executor, size, threads, mesh), size
         if config.device == "auto" and torch.cuda.is_available():
             why = f"{why}; not on the GPU: {reason}"
     limit = config.step_limit
@@ -189,14 +201,15 @@ def build_engine(
     lag = int(ahead) if config.pipeline_parallel_size == 1 else config.pipeline_parallel_size - 1
     padding = getattr(executor, "padding", None)
     log_of = decision_log(config, scheduler, lag, source.config, storage, device, padding)
-    store = _adapter_store(config, source, executor, scheduler)
+    store = _adapter_store(config, source, executor, scheduler, mesh)
     if config.speculation is not None:
         executor = Drafted(executor)
     if drafting is not None:
-        draft, model_executor, draft_size = drafting
+        form, model_executor, draft_size = drafting
         limits = max_num_seqs, max_num_batched_tokens
-        attach(scheduler, model_executor, draft, draft_size, scheduler.clock, mesh, limits)
-        why += f"; drafts by {draft.model}"
+        attach(scheduler, model_executor, form, draft_size, scheduler.clock, mesh, limits)
+        assert config.speculation is not None
+        why += f"; drafts by {config.speculation.model}"
     core = EngineCore(scheduler, executor, lag=lag, decisions=log_of)
     kv_tokens = size.num_blocks * config.block_size
     if source.adapter is not None and device.type == "cuda":
@@ -218,13 +231,13 @@ def build_engine(
 
 
 def _adapter_store(
-    config: EngineConfig, source: ModelSource, executor: Any, scheduler: Scheduler
+    config: EngineConfig, source: ModelSource, executor: Any, scheduler: Scheduler, mesh: Mesh | None
 ) -> AdapterStore | None:
     """Create the store of adapters in host memory, from which the executor fills the slots of its model."""
     if not config.enable_lora:
         return None
     adapters: RowAdapters = executor.model.adapters
-    store = AdapterStore(source, adapters, config)
+    store = AdapterStore(source, adapters, config, None if mesh is None else shard_of(source.config, mesh))
     store.in_use = lambda: {state.spec.adapter for state in scheduler.requests.values() if state.spec.adapter}
     executor.adapters = AdapterSlots(adapters, store.get)
     return store
@@ -274,12 +287,16 @@ def _draft_on_gpu(
 
 
 def _build_cpu(
-    config: EngineConfig, source: ModelSource, mesh: Mesh | None, beside: ModelSource | None = None, on_host: int = 1
+    config: EngineConfig,
+    source: ModelSource,
+    mesh: Mesh | None,
+    beside: ModelSource | HeadSource | None = None,
+    on_host: int = 1,
 ) -> tuple[Runner, KVSize, str, Storage, str, bool]:
     """Build the model and its cache in the memory of the host.
 
     Args:
-        beside: a model that drafts, whose cache has as many tokens.
+        beside: a model or a head that drafts, whose cache has as many tokens.
         on_host: ranks that have this model whole.
 
     Returns:
@@ -287,7 +304,7 @@ def _build_cpu(
         ``Numerics.exact``.
     """
     on_host = on_host if mesh is None else mesh.world.on_host
-    threads = config.cpu_threads() if config.threads or on_host == 1 else max(1, config.cpu_threads() // on_host)
+    threads = _threads(config, on_host)
     torch.set_num_threads(threads)
     free = free_memory()
     if mesh is not None:
@@ -332,13 +349,15 @@ def _build_cpu(
     cache_type = cache_dtype(config.dtype, config.kv_cache_dtype)
     cached_bits = cache_bits(config.kv_cache_dtype, 8 * cache_type.itemsize, model.config.head_dim)
     free = free_memory()
+    per_token = kv_bytes_per_token(model.config, Storage(kv=cached_bits))
+    if isinstance(beside, ModelSource):
+        per_token += kv_bytes_per_token(beside.config, Storage(kv=cached_bits))
+    elif beside is not None:
+        per_token += beside.bytes_per_token(4 if native else kv_dtype(config.dtype).itemsize)
     size = kv_size(
         config,
         model_positions=source.config.max_position,
-        bytes_per_token=sum(
-            kv_bytes_per_token(each, Storage(kv=cached_bits))
-            for each in (model.config, *([] if beside is None else [beside.config]))
-        ),
+        bytes_per_token=per_token,
         free_bytes=free // on_host,
         default_bytes=default_cache_bytes(free) // on_host,
     )
@@ -355,6 +374,11 @@ def _build_cpu(
         add_row_adapters(model, adapter_room(config), half=config.dtype != "float32")
         why = f"{why}, up to {config.max_loras} adapters in a step"
     return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage, computes, exact
+
+
+def _threads(config: EngineConfig, on_host: int) -> int:
+    """Return the threads of the C++ kernels of each of ``on_host`` ranks."""
+    return config.cpu_threads() if config.threads or on_host == 1 else max(1, config.cpu_threads() // on_host)
 
 
 def _cpu_stream(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> StreamPlan | None:

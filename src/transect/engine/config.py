@@ -114,9 +114,10 @@ class EngineConfig:
             that is all there ends sooner; in a server short requests would wait for long ones.
         scheduler_cls: Your own scheduler, ``FILE.py:Class`` or ``package.module.Class``: a subclass of
             ``engine.scheduling.scheduler.Scheduler``.
-        speculative_config: Speculative decoding: ``{"method": "ngram"}``, ``"suffix"``, or ``"draft_model"`` with a
-            smaller ``"model"``; the answers are the same. Names are vLLM's: ``num_speculative_tokens`` (at most),
-            ``prompt_lookup_min``, ``prompt_lookup_max``. The number of drafts of each step is chosen by expected gain.
+        speculative_config: Speculative decoding: ``{"method": "ngram"}``, ``"suffix"``, or, with a ``"model"``,
+            ``"draft_model"`` and ``"eagle3"``; the answers are the same. Names are vLLM's:
+            ``num_speculative_tokens`` (at most), ``prompt_lookup_min``, ``prompt_lookup_max``. The number of drafts of
+            each step is chosen by expected gain.
         jump_ahead: Compute runs of tokens that a grammar forces in one step; off: draw each.
         grammar_cache_bytes: Memory in bytes of compiled grammars that are kept for later requests; the least recently
             used go first.
@@ -309,11 +310,11 @@ class EngineConfig:
             raise ValueError(
                 "adapter is for all requests and enable_lora for those that name one: leave one of them out"
             )
-        if self.tensor_parallel_size * self.pipeline_parallel_size > 1 or self.enable_expert_parallel:
+        if self.pipeline_parallel_size > 1 or self.enable_expert_parallel:
             raise ValueError(
-                "enable_lora runs on one device so far: leave out tensor_parallel_size, pipeline_parallel_size and "
-                "enable_expert_parallel (replicas by data_parallel_size are possible), or merge the adapter "
-                "(transect export --merge)"
+                "enable_lora runs on one device, or on tensor parallel ranks of a CPU: leave out "
+                "pipeline_parallel_size and enable_expert_parallel (replicas by data_parallel_size are possible), or "
+                "merge the adapter (transect export --merge)"
             )
         if self.cpu_offload_gb or self.offload_folder:
             raise ValueError(

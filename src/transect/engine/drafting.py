@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.resolve import ModelSource, resolve
 from ..costs.model import kv_bytes_per_token, weight_bytes
@@ -18,22 +19,29 @@ from .scheduling.drafters.model import ModelDrafter
 from .scheduling.policies.model_speculation import ModelSpeculation
 from .scheduling.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    from ..checkpoints.eagle import HeadSource
+
 LOOKED_AT = 1000
 """Tokens of two vocabularies that are compared."""
 SPARED = 0.95
 """Share of a GPU's memory for KV caches that is planned before the weights are loaded: the rest is for what differs."""
 
 
-def draft_source(config: EngineConfig, source: ModelSource) -> ModelSource | None:
-    """Find the model that drafts; None if none does.
+def draft_source(config: EngineConfig, source: ModelSource) -> ModelSource | HeadSource | None:
+    """Find the model or the head that drafts; None if none does.
 
     Raises:
-        ValueError: it has another vocabulary than the engine's model, or is not smaller.
+        ValueError: it has another vocabulary than the engine's model, is not smaller, or is a head of another model.
     """
     speculation = config.speculation
     if speculation is None or not speculation.drafts_by_model:
         return None
     assert speculation.model is not None
+    if speculation.reads_model:
+        from ..checkpoints.eagle import resolve_head
+
+        return resolve_head(speculation.model, source)
     found = resolve(speculation.model, load_format=config.load_format)
     check_pair(found, source)
     return found
@@ -130,18 +138,18 @@ def planned_size(
 def attach(
     scheduler: Scheduler,
     executor: Executor,
-    draft: EngineConfig,
+    draft: EngineConfig | None,
     size: KVSize,
     clock: Clock,
     mesh: Mesh | None,
     limits: tuple[int, int],
 ) -> None:
-    """Let a scheduler draft with a model.
+    """Let a scheduler draft with a model, or with a head.
 
     Args:
-        executor: runs the model that drafts.
-        draft: its settings.
-        size: its KV cache.
+        executor: runs what drafts.
+        draft: the settings of the model that drafts; None for a head, whose blocks are those of the scheduler.
+        size: the KV cache.
         mesh: all ranks; the first one's drafts are taken by all of them.
         limits: (sequences, tokens) of its largest batch.
     """
@@ -151,14 +159,23 @@ def attach(
     if mesh is not None:
         world = mesh.world
         agree = lambda drafts: world.exchange(drafts)[0]  # noqa: E731
+    shared: dict[str, Any] = {
+        "max_rows": limits[0],
+        "max_tokens": limits[1],
+        "max_model_len": size.max_model_len,
+        "clock": clock,
+        "agree": agree,
+    }
+    if draft is None:
+        from .scheduling.drafters.eagle import HeadDrafter
+
+        blocks = scheduler.blocks
+        speculation.model = HeadDrafter(executor, block_size=blocks.block_size, grow=blocks.grow, **shared)
+        return
     speculation.model = ModelDrafter(
         executor,
         num_blocks=size.num_blocks,
         block_size=draft.block_size,
-        max_rows=limits[0],
-        max_tokens=limits[1],
-        max_model_len=size.max_model_len,
-        clock=clock,
         enable_prefix_caching=draft.enable_prefix_caching,
-        agree=agree,
+        **shared,
     )

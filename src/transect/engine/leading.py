@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -13,6 +13,13 @@ from .scheduling.core import EngineCore, Lesson, StepInFlight
 from .scheduling.outputs import EngineOutput
 from .scheduling.policies.admission import Admission
 from .scheduling.request import Request
+
+if TYPE_CHECKING:
+    from ..checkpoints.peft_config import AdapterFiles
+    from .adapters import AdapterStore
+
+HOLD = "hold"
+"""Method of ``AdapterStore`` by which other ranks hold the adapters that rank 0 holds."""
 
 
 class Message(NamedTuple):
@@ -34,10 +41,14 @@ class Orders:
 class LeadingCore(EngineCore):
     """The engine of rank 0: executes calls, and makes the other ranks do the same."""
 
-    def __init__(self, core: EngineCore, ranks: Ranks) -> None:
+    def __init__(self, core: EngineCore, ranks: Ranks, adapters: AdapterStore | None = None) -> None:
         super().__init__(core.scheduler, core.executor, lag=core.lag, decisions=core.decisions)
         self.idle = core.idle
-        self._ranks = ranks
+        self._ranks, self._adapters = ranks, adapters
+        self._shared: dict[str, AdapterFiles] = {}
+        """Adapters that the other ranks hold."""
+        if adapters is not None:
+            adapters.dropped = self._drop
         self._messages: list[Message] = []
         self._lost = ""
         """Exception after which the other ranks may have diverged."""
@@ -45,8 +56,16 @@ class LeadingCore(EngineCore):
     def add(self, request: Request) -> None:
         self._check_together()
         super().add(request)
+        if self._adapters is not None and request.adapter and request.adapter not in self._shared:
+            files = self._shared[request.adapter] = self._adapters.files[request.adapter]
+            self._messages.append(Message(HOLD, (files, True)))
         # A grammar stays in its process: the others compile it from the parameters.
         self._messages.append(Message("add", (msgspec.structs.replace(request, constraint=None),)))
+
+    def _drop(self, adapter: str) -> None:
+        files = self._shared.pop(adapter, None)
+        if files is not None:
+            self._messages.append(Message(HOLD, (files, False)))
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         super().abort(request_id, choice)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .. import __version__
 from ..checkpoints.resolve import ModelSource
+from ..version import __version__
 from .config import EngineConfig
 
 if TYPE_CHECKING:

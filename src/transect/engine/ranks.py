@@ -37,7 +37,7 @@ from .build import BuiltEngine, build_engine
 from .config import EngineConfig
 from .device import device_for
 from .executors.gpu.compilers import Compilers
-from .leading import FollowingCore, LeadingCore
+from .leading import HOLD, FollowingCore, LeadingCore
 from .scheduling.batch import Executor, Handle, LateWork, ScheduledBatch
 from .scheduling.core import EngineCore
 from .sharing import GroupCore, SharingCore
@@ -169,7 +169,7 @@ def start_engine(
 def _leading(built: BuiltEngine, ranks: Ranks, config: EngineConfig) -> EngineCore:
     """Return the core of rank 0."""
     if not config.shares_data:
-        return LeadingCore(built.core, ranks)
+        return LeadingCore(built.core, ranks, built.adapters)
     assert built.mesh is not None
     seed = built.core.scheduler.config.seed
     assert seed is not None
@@ -239,7 +239,7 @@ def _follow(world: World, config: EngineConfig) -> None:
                 continue
             if name == "add" and (wanted := arguments[0].params.structured_outputs) is not None:
                 arguments = (msgspec.structs.replace(arguments[0], constraint=grammars.compile(wanted)),)
-            getattr(core, name)(*arguments)
+            getattr(built.adapters if name == HOLD else core, name)(*arguments)
         core.step()
 
 
@@ -308,8 +308,7 @@ def _own_sums(mesh: Mesh, config: EngineConfig) -> str:
         found = world.sums[group.ranks]
     if not isinstance(found, str):
         dependent = config.gpu.dependent_launch and has_dependent_launch(world.device)
-        pushes = config.gpu.pushed_products and dependent
-        group.sums = found.used(dependent_launch=dependent, exact=config.deterministic, pushes=pushes)
+        group.sums = found.used(dependent_launch=dependent, exact=config.deterministic)
         return str(group.sums)
     if config.deterministic and group.size > 2:
         raise ValueError(

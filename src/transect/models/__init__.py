@@ -15,6 +15,8 @@ The model (flat, token-major: ``x_TD`` is tokens by model dim):
 * ``context.py``: where keys and values are: ``VarlenContext`` (packed documents, differentiable), ``PagedContext``
 * ``streaming/``: layers that live in host memory or in a file, and come to the device in their turn
 * ``layer_kv_scales.py``: scales of keys and values in a layer whose cache is fp8
+* ``features.py``: hidden states in front of some layers, kept beside the KV cache; ``eagle.py``: a head that drafts
+  from them
 * ``row_adapters.py``: adapters of which each row of a step may have another one
 * ``native.py``: a ``Decoder`` on the C++ CPU kernels; ``fused_stack.py``: its layers on a GPU in fewer kernels
 

@@ -24,6 +24,7 @@ class Attention(Half):
     """Causal self-attention of one layer; grouped key heads, optional biases, QK-norm and window by configuration.
 
     Its projections are ``qkv`` (of q, k and v) and ``o``. ``sinks`` ``[H]`` are the scores of attention sinks, or None.
+    ``inputs``: width of its inputs, if that is not the model's.
     """
 
     sinks: nn.Parameter | None
@@ -37,8 +38,10 @@ class Attention(Half):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         kinds: Kinds | None = None,
+        inputs: int | None = None,
     ) -> None:
         super().__init__()
+        inputs = inputs or config.dim
         self.layer = layer
         self.head_dim = config.head_dim
         self.scale = config.attention_scale
@@ -56,9 +59,9 @@ class Attention(Half):
             offset = config.norm_offset
             return RMSNorm(size, config.norm_eps, op=ops.rms_norm, offset=offset, device=device, dtype=dtype)
 
-        self.q = matrix("q", config.dim, config.q_dim, config.qkv_bias)
-        self.k = matrix("k", config.dim, config.kv_dim, config.qkv_bias)
-        self.v = matrix("v", config.dim, config.kv_dim, config.qkv_bias)
+        self.q = matrix("q", inputs, config.q_dim, config.qkv_bias)
+        self.k = matrix("k", inputs, config.kv_dim, config.qkv_bias)
+        self.v = matrix("v", inputs, config.kv_dim, config.qkv_bias)
         self.qkv = Projection(q=self.q, k=self.k, v=self.v)
         self.o = matrix("o", config.q_dim, config.dim, config.o_bias)
         self.q_norm = head_norm(config.q_dim)

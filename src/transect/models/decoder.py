@@ -10,7 +10,7 @@ Shapes: T tokens, D model dim, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from .weights.dense import Dense
 from .weights.projection import Projection
 from .weights.row_adapted import RowAdapters
 from .weights.weight import Kinds, Weight, draw_normal
+
+if TYPE_CHECKING:
+    from .features import LayerTaps
 
 Stack = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """``(x_TD, positions_T, context) -> x_TD``: all layers, before the final norm; only for ``context.wanted`` tokens."""
@@ -128,6 +131,8 @@ class Decoder(nn.Module):
         self.offloaded: LayerStream | None = None
         self.adapters: RowAdapters | None = None
         """Slots for adapters, where each row of a step may have another one."""
+        self.taps: LayerTaps | None = None
+        """Takes the hidden states in front of some layers, for a head that drafts."""
         self.stack: Stack = self.run_layers
 
     def forward(
@@ -139,9 +144,13 @@ class Decoder(nn.Module):
         undefined."""
         whole = getattr(self.stack, "hidden", None)
         if whole is not None:
-            return whole(tokens_T, positions_T, context, places_T)
-        x_TD = self.begin(tokens_T if places_T is None else placed(tokens_T, places_T), positions_T)
-        return self.finish(self.stack(x_TD, positions_T, context))
+            hidden_TD = whole(tokens_T, positions_T, context, places_T)
+        else:
+            x_TD = self.begin(tokens_T if places_T is None else placed(tokens_T, places_T), positions_T)
+            hidden_TD = self.finish(self.stack(x_TD, positions_T, context))
+        if self.taps is not None:
+            self.taps.keep(context)
+        return hidden_TD
 
     def begin(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """Run the part before the layers: tokens and positions ``[T]`` int64 -> ``[T, D]``."""
@@ -171,7 +180,10 @@ class Decoder(nn.Module):
 
     def run_layers(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         """Run the layers one after another: the default ``stack``."""
-        for layer, rotation in zip(self.in_turn(list(self.layers)), self.rotations(positions_T), strict=True):
+        taps, turns = self.taps, self.in_turn(list(self.layers))
+        for index, (layer, rotation) in enumerate(zip(turns, self.rotations(positions_T), strict=True)):
+            if taps is not None:
+                taps.take(index, x_TD)
             x_TD = layer(x_TD, rotation, context)
         wanted = context.wanted
         return x_TD if wanted is None else x_TD.index_select(0, wanted.tokens_R)

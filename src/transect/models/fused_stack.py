@@ -86,6 +86,7 @@ class FusedStack:
         assert model.rope is not None
         self._run_layers, self._in_turn = model.run_layers, model.in_turn
         self._rows = None if model.adapters is None else model.adapters.rows
+        self._taps = lambda: model.taps
         assert isinstance(model.norm, RMSNorm)
         self._embed, self._norm = model.embed, model.norm
         self._config = config
@@ -145,8 +146,11 @@ class FusedStack:
         number = None if wanted is None else len(wanted.tokens_R)
         if self._on_stream is not None and self._on_stream.qkv.takes(x_TD, self._layers[0].sizes, number):
             return (*self._run_streams(x_TD, (cos, sin), context), None)
+        taps = self._taps()
         for layer in self._in_turn(self._layers):
             x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.attention_norm, unsummed)
+            if taps is not None:
+                taps.take(layer.index, x_TD)
             last = None if layer is not self._layers[-1] else wanted
             attended_THd = self._attend(layer, layer.qkv(normed_TD), (cos, sin), context, last)
             if last is not None:
@@ -169,9 +173,12 @@ class FusedStack:
         stream = ResidualStream(x_TD, first(x_TD), None, first.eps)
         chains = self._chains if len(x_TD) == 1 and not self._offloaded() else [None] * len(self._layers)
         qkv: Tensor | None = None
+        taps = self._taps()
         for layer, after, chain in zip(self._in_turn(self._layers), [*self._layers[1:], None], chains, strict=True):
             products, norm = layer.on_stream, layer.mlp_norm
             assert products is not None
+            if taps is not None:
+                taps.take(layer.index, x_TD, reused=True)
             if qkv is None:
                 qkv = products.qkv.linear(stream)
             last = None if after is not None else context.wanted

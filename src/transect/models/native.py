@@ -51,6 +51,7 @@ class NativeStack:
             half = kv_dtype != torch.float32
             self.adapters = [packed_adapter(library, factors, config.n_layers, half=half)]
         self._run_layers = model.run_layers
+        self._taps = lambda: model.taps
         self._rope: Rope | None = model.rope
         self._rotation: tuple[Tensor, Tensor] | None = None
         self._kv_dtype, self._block_size = kv_dtype, block_size
@@ -88,11 +89,16 @@ class NativeStack:
             slots_T = torch.zeros(len(x_TD), dtype=torch.int32)
         if self._stack is None:  # scales of keys and values may come after the weights
             self._stack = self._made()
+        taps = self._taps()
+        states = None if taps is None else x_TD.new_empty(len(taps.layers), *x_TD.shape)
         self._stack.run(
             *(x_TD, positions_T, context.k_cache, context.v_cache),
             *(batch.block_tables, batch.query_starts, batch.seq_lens, rotation),
             *(slots_T, self.adapters),
+            *(() if taps is None else (taps.layers, states)),
         )
+        if taps is not None and states is not None:
+            taps.states = list(states.unbind(0))
         return x_TD
 
     def new_cache(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from .decoder import Decoder
 from .native import NativeStack
 from .weights.low_rank import Factors, packed_adapter
 from .weights.row_adapted import RowAdapted, RowAdapters, StepRows
+from .weights.weight import Weight
 
 
 class AdapterRoom(NamedTuple):
@@ -49,8 +50,13 @@ class TensorAdapters:
         for name, weight in list(model.weights()):
             if name.startswith("layers.") and name.rpartition(".")[2] in targets:
                 options: dict[str, Any] = {"slots": slots, "rank": room, "device": like.device, "dtype": like.dtype}
-                made = RowAdapted.over(weight, self.rows, model.ops, **options)
-                model.replace(name, made)
+                # A product that is summed over ranks sums the adapters' with it: they stand inside.
+                inner: Weight | None = getattr(weight, "inner", None)
+                made = RowAdapted.over(weight if inner is None else inner, self.rows, model.ops, **options)
+                if inner is None:
+                    model.replace(name, made)
+                else:
+                    weight.inner = made
                 self._places[name] = made
         model.adapters = self
 

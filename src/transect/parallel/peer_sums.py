@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..costs.memory.shared import MOST_BYTES
-from ..ops.comm.all_reduce import MOST_NORM_BYTES, Peers
-from ..ops.linear.few_rows.pushed import MOST_ROWS
+from ..ops.comm.all_reduce import Peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,6 @@ class PeerSums:
         most_bytes: largest sum for which our kernels are faster.
         times: measured times.
         dependent_launch: sums begin while the kernel before still runs.
-        pushes: products of few rows give their results to the other ranks themselves.
         exact: every sum has the same bits whatever else is in the batch. Then norms are apart, and with more than two
             ranks (of two, NCCL adds in the same way) all sums go through our kernels, large ones in pieces.
     """
@@ -46,21 +44,13 @@ class PeerSums:
         *,
         dependent_launch: bool = False,
         exact: bool = False,
-        pushes: bool = False,
     ) -> None:
         self.peers, self.times, self.dependent_launch, self.exact = peers, tuple(times), dependent_launch, exact
-        self.pushes = pushes
         self.most_bytes = MOST_BYTES if exact and peers.ranks > 2 else most_bytes
 
-    def takes_pushed(self, row: int) -> bool:
-        """Return True if products of few rows, of ``row`` bytes each, write their results to the other ranks
-        themselves."""
-        return self.pushes and row <= MOST_NORM_BYTES and MOST_ROWS * row <= self.most_bytes
-
-    def used(self, *, dependent_launch: bool, exact: bool, pushes: bool = False) -> PeerSums:
+    def used(self, *, dependent_launch: bool, exact: bool) -> PeerSums:
         """Return the same memory, for an engine of this kind."""
-        how = {"dependent_launch": dependent_launch, "exact": exact, "pushes": pushes}
-        return PeerSums(self.peers, self.most_bytes, self.times, **how)
+        return PeerSums(self.peers, self.most_bytes, self.times, dependent_launch=dependent_launch, exact=exact)
 
     def takes(self, x: Tensor, norm: bool = False) -> bool:
         """Return True if our kernels sum ``x``."""
@@ -76,23 +66,15 @@ class PeerSums:
         least = 16 * self.peers.ranks
         return MOST_BYTES // least * least // x.itemsize
 
-    def sum(self, x: Tensor, pushed: bool = False) -> Tensor:
-        """Return the sum over the ranks, in place of ``x``.
-
-        ``pushed``: the product before has given it to the others.
-        """
-        if pushed:
-            return self.peers.sum(x, x, dependent_launch=self.dependent_launch, pushed=True)
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks, in place of ``x``."""
         for piece in x.view(-1).split(self._piece(x)) if x.nbytes > MOST_BYTES else (x,):
             self.peers.sum(piece, piece, dependent_launch=self.dependent_launch)
         return x
 
-    def add_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, pushed: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return (norm, residual + sum); see ``Peers.add_norm``."""
-        how = {"dependent_launch": self.dependent_launch, **({"pushed": True} if pushed else {})}
-        return self.peers.add_norm(x, residual, weight, eps, **how)  # type: ignore[arg-type]
+        return self.peers.add_norm(x, residual, weight, eps, dependent_launch=self.dependent_launch)
 
     def stop(self) -> None:
         """End kernels that wait for an ended rank; nothing can be summed afterwards."""

@@ -37,7 +37,7 @@ from .differentiable import scattered, summed
 from .group import Group
 
 if TYPE_CHECKING:
-    from .peer_sums import PeerSums
+    pass
 
 
 class ShardKind(Weight):
@@ -126,36 +126,11 @@ class SummedShard(ShardKind):
         sums = self.group.sums
         if sums is None or sums.exact or self.bias is not None:
             return None
-        ended = _Ended(self.inner, self.group, sums)
-        return Unsummed(ended.product, ended.sum, ended.add_norm)
 
+        def add_norm(y: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+            return sums.add_norm(y, residual, weight, eps) if sums.takes(y, norm=True) else None
 
-class _Ended:
-    """A product and the following sum. If the product's kernel writes its result to the other ranks, the next sum uses
-    that result without sending it again."""
-
-    def __init__(self, inner: Weight, group: Group, sums: PeerSums) -> None:
-        self._product, self._group, self._sums = inner.product(), group, sums
-        row = 2 * inner.out_features  # in bfloat16
-        self._pushed = inner.pushed_product(sums.peers.push) if sums.takes_pushed(row) else None
-        self._given: Tensor | None = None
-
-    def product(self, x: Tensor) -> Tensor:
-        """Compute this rank's part."""
-        self._given = None if self._pushed is None else self._pushed(x)
-        return self._product(x) if self._given is None else self._given
-
-    def sum(self, y: Tensor) -> Tensor:
-        """Return the sum alone."""
-        given, self._given = self._given, None
-        return self._sums.sum(y, pushed=True) if y is given else self._group.all_reduce(y)
-
-    def add_norm(self, y: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """Sum, add and normalise; see ``Unsummed``."""
-        given, self._given = self._given, None
-        if y is given:
-            return self._sums.add_norm(y, residual, weight, eps, pushed=True)
-        return self._sums.add_norm(y, residual, weight, eps) if self._sums.takes(y, norm=True) else None
+        return Unsummed(self.inner.product(), self.group.all_reduce, add_norm)
 
 
 class GatheredShard(ShardKind):

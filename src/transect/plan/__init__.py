@@ -9,6 +9,7 @@ A service, simulated: the shipping scheduler, prefix cache, router and scaling p
 * ``requests.py``: requests of a trace as engines take them. ``fleet.py``: some engines behind a router
 * ``target.py``: percentiles to keep. ``choices.py``: cards, layouts and formats, and how such an engine behaves
 * ``capacity.py``: the highest rate of an engine. ``serving.py``: engines for a load, reasons, costs
+* ``drafting.py``: a model that drafts
 * ``profile.py``: a server as it was measured. ``calibrate.py``: fits a profile on one sweep
 * ``report.py``: a plan in words and as JSON. ``page.py``: as a page with curves
 """

@@ -9,13 +9,14 @@ from functools import cached_property
 from ..costs.floors import Rates
 from ..costs.machine import Machine
 from ..costs.memory.serving import ServingPlan, stages
-from ..costs.model import weight_bytes
+from ..costs.model import kv_bytes_per_token, weight_bytes
 from ..costs.presets import Preset
 from ..costs.serving import HOPPER, ServingSteps, steps_on
 from ..costs.steps import StepLoad, launch_bound_tokens
 from ..costs.storage import Storage, storage_for
 from ..engine.executors.gpu.step_sizes import FEWEST_ROWS, StepPadding, row_buckets
 from ..engine.scheduling.batch import ScheduledBatch
+from ..engine.scheduling.leap import DecodeSeconds
 from ..engine.scheduling.scheduler_config import SchedulerConfig
 from ..spec.layouts.ranks import RankLayout
 from ..spec.model import ModelConfig
@@ -118,6 +119,20 @@ class CardChoice:
             scheduler=limits, seconds=timed, by_load=timed.by_load, latency=timed.latency if depth > 1 else None,
             lag=max(1, depth - 1), host=HOST_S, intake=INTAKE_S, outlet=OUTLET_S,
         )  # fmt: skip
+
+    def engine_beside(self, draft: ModelConfig) -> EngineModel:
+        """Return the engine with the memory that a model that drafts leaves: its weights on every card, and keys and
+        values of as many tokens."""
+        own = kv_bytes_per_token(self.model, self.storage) / self.cards
+        other = kv_bytes_per_token(draft, storage_for(2, None))
+        tokens = (self.kv_tokens * own - weight_bytes(draft)) / (own + other)
+        engine = self.engine
+        limits = replace(engine.scheduler, num_blocks=max(1, int(tokens // engine.scheduler.block_size)))
+        return replace(engine, scheduler=limits)
+
+    def seconds_of(self, draft: ModelConfig) -> DecodeSeconds:
+        """Return the step times of a model that drafts, whole on one card, in bfloat16."""
+        return replace(self, model=draft, layout=RankLayout(), weights="bf16").engine.by_load
 
 
 class TimedSteps:

@@ -40,6 +40,7 @@ class EngineModel:
         host: of the host before each step.
         intake: from a request's arrival until the engine has it. outlet: from a token until the client has it.
         acceptance: chance that a draft is right if those before it are, where the scheduler drafts.
+        drafter: seconds of a step of the model that drafts, if one does.
     """
 
     scheduler: SchedulerConfig
@@ -51,27 +52,35 @@ class EngineModel:
     intake: float = 0.0
     outlet: float = 0.0
     acceptance: float | None = None
+    drafter: DecodeSeconds | None = None
 
-    def drafting(self, speculation: SpeculativeConfig, acceptance: float) -> EngineModel:
+    def drafting(
+        self, speculation: SpeculativeConfig, acceptance: float, drafter: DecodeSeconds | None = None
+    ) -> EngineModel:
         """Return this engine with speculative decoding.
+
+        Args:
+            drafter: seconds of a step of the model that drafts, if one does.
 
         Raises:
             ValueError: a model drafts, whose times are not known, or ``acceptance`` is not a share.
         """
-        if speculation.drafts_by_model:
+        if speculation.drafts_by_model and drafter is None:
             raise ValueError(
-                "the planner knows no step times of a model that drafts: take the speculative method ngram or suffix"
+                "a profile has no step times of a model that drafts: plan for --gpu, or take the speculative method "
+                "ngram or suffix"
             )
         if not 0.0 <= acceptance <= 1.0:
             raise ValueError(f"acceptance must be from 0 to 1, got {acceptance}")
-        return replace(self, scheduler=replace(self.scheduler, speculation=speculation), acceptance=acceptance)
+        limits = replace(self.scheduler, speculation=speculation)
+        return replace(self, scheduler=limits, acceptance=acceptance, drafter=drafter)
 
     def start(self, now: float, prefixes: bool) -> SimulatedEngine:
         """Make an engine that begins at ``now``."""
         limits = self.scheduler if prefixes else replace(self.scheduler, enable_prefix_caching=False)
         engine = SimulatedEngine(
             limits, self.seconds, lag=self.lag, host=self.host, decodes=self.by_load, latency=self.latency, now=now,
-            acceptance=self.acceptance,
+            acceptance=self.acceptance, drafter=self.drafter,
         )  # fmt: skip
         self.teach(engine)
         return engine
@@ -214,6 +223,7 @@ class Fleet:
         limits = model.scheduler
         self._router = router([limits.num_blocks * limits.block_size] * places, limits.block_size)
         self._engines = engines
+        self._routes = engines > 1 or scaler is not None or bool(kills)
         self._members: list[_Member] = []
         """Engines by the router's number; a new engine replaces one that has ended."""
         self._gone: list[_Member] = []
@@ -292,12 +302,23 @@ class Fleet:
         blocks = max(1, sum(each.config.num_blocks for each in ready))
         used = 1 - sum(each.cache.num_free for each in ready) / blocks
         waiting, running = sum(len(each.waiting) for each in ready), sum(len(each.running) for each in ready)
-        wanted = self.scaler.engines(Seen(now, len(ready), starting, waiting, running, used, rate))
+        queued = sum(self._router.load(place) for place in self._ready(now))
+        seen = Seen(now, len(ready), starting, waiting, running, used, rate, queued, self._tokens_per_s(now))
+        wanted = self.scaler.engines(seen)
         here = len(ready) + starting
         for _ in range(wanted - here):
             self._start(now, now + self.start_s)
         for place in self._ready(now)[wanted:] if wanted < here else ():
             self._members[place].draining = True
+
+    def _tokens_per_s(self, now: float) -> float:
+        """Return the highest mean rate of an engine's tokens while it was busy; 0 before any was."""
+        rates = [0.0]
+        for member in (self._members[place] for place in self._ready(now)):
+            stats, busy = member.engine.scheduler.stats(), member.engine.device.busy
+            if busy > 0:
+                rates.append((stats.prompt_tokens - stats.prefix_hit_tokens + stats.generation_tokens) / busy)
+        return max(rates)
 
     def _fail(self, kill: Kill) -> None:
         """Lose an engine: its unfinished requests are sent again with the tokens that are known."""
@@ -327,7 +348,7 @@ class Fleet:
         name = f"{number}" if not known else f"{number}+{len(known)}"
         request = self._tokens.request(name, asked, len(known))
         ticket, place = None, ready[0]
-        if len(self._members) > 1:
+        if self._routes:
             outputs = min(asked.output_tokens - len(known), TYPICAL_OUTPUT)
             ticket = self._router.send(request.prompt_token_ids, outputs, ready)
             place = ticket.engine
@@ -347,7 +368,7 @@ class Fleet:
                     self._router.done(sent.ticket)
                 self._done.append((sent, line))
         member.engine.done.clear()
-        if len(self._members) > 1:
+        if self._routes:
             for sent in member.sent.values():
                 new = len(sent.line.moments) - sent.told
                 if new and sent.ticket is not None:

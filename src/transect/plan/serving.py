@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..engine.scheduling.drafters.registry import SpeculativeConfig
+from ..spec.model import ModelConfig
 from .capacity import WARM, RatePoint, RequestLoad, Shape, TraceLoad, estimate, highest_rate, simulate, steady_step
 from .choices import CardChoice
 from .fleet import EngineModel
@@ -44,6 +45,7 @@ class Demand:
         hits: share of prompt tokens that prefix caches are expected to hold, for the arithmetic.
         speculation: speculative decoding, and the chance that a draft is right if those before it are. The arithmetic
             that ranks choices does not count it; simulations do.
+        draft: the model that drafts, if one does.
     """
 
     load: RequestLoad
@@ -53,10 +55,15 @@ class Demand:
     fleet: bool = False
     hits: float = 0.0
     speculation: tuple[SpeculativeConfig, float] | None = None
+    draft: ModelConfig | None = None
 
     def engine(self, choice: Way) -> EngineModel:
         """Return the engine of a choice, as the load finds it."""
-        return choice.engine if self.speculation is None else choice.engine.drafting(*self.speculation)
+        if self.speculation is None:
+            return choice.engine
+        if self.draft is None or isinstance(choice, MeasuredChoice):
+            return choice.engine.drafting(*self.speculation)
+        return choice.engine_beside(self.draft).drafting(*self.speculation, choice.seconds_of(self.draft))
 
     def rate_for(self, e2e: float) -> float:
         """Return the requests per second of the whole service, if an answer takes ``e2e`` seconds."""

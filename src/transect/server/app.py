@@ -14,16 +14,18 @@ from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel
 
 from .. import __version__
+from ..search.methods.registry import search_prefixes
 from .anthropic.messages import Messages, count_tokens
 from .anthropic.messages import error_event as message_error
 from .anthropic.protocol import CountRequest, MessagesRequest
+from .capture.routes import capture_routes
 from .generation import Prompt
 from .http import errors
 from .http.body import JsonRoute, aside
 from .http.deadline import Deadline
 from .http.disconnect import ClientGone, unless_disconnected
 from .http.errors import ApiError, ErrorBody
-from .http.gate import Gate
+from .http.gate import SHOWN, Gate
 from .http.sse import EventStream, Raw
 from .openai.chat import Chat, chat_opens_a_turn
 from .openai.completions import Completion
@@ -44,11 +46,16 @@ from .openai.responses_protocol import ResponsesRequest
 from .operations.adapter_routes import adapter_routes
 from .operations.bills import bills
 from .operations.health import health_of, scrape
+from .operations.live import Watches
+from .operations.live_routes import live_routes
+from .operations.release_routes import release_routes
 from .operations.routes import operations
 from .options import ServerOptions
+from .page.routes import page
 from .prompts import chat_prompt, encode, most_counted, truncated
 from .rendering import Renderer
 from .retrieval.routes import retrieval
+from .sender import set_sender
 from .serving import Engine, Serving
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -93,13 +100,19 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     serving = Serving(engine, options, renderer)
     app.state.serving = serving
     app.state.responses = ResponseStore()
+    app.state.watches = Watches(engine)
     errors.install(app)
     app.include_router(api)
     app.include_router(plain)
     app.include_router(operations)
     app.include_router(retrieval, responses=REFUSALS)
     app.include_router(bills)
-    app.include_router(adapter_routes, responses=REFUSALS)
+    for router in (live_routes, adapter_routes, capture_routes, release_routes):
+        app.include_router(router, responses=REFUSALS)
+    for each in getattr(engine, "routes", ()):  # of a fleet
+        app.include_router(each, responses=REFUSALS)
+    if options.page:
+        app.include_router(page)
     app.add_middleware(Gate, serving=serving)
     if options.allowed_origins:
         # Outside the gate: a browser asks first whether it may send the key, and does so without the key.
@@ -109,7 +122,7 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
             allow_methods=options.allowed_methods,
             allow_headers=options.allowed_headers,
             allow_credentials=options.allow_credentials,
-            expose_headers=("X-Request-Id", "Retry-After", "Server-Timing"),
+            expose_headers=("X-Request-Id", "Retry-After", "Server-Timing", *(name.decode() for _, name in SHOWN)),
         )
     return app
 
@@ -127,9 +140,13 @@ def _describe_keys(app: FastAPI) -> None:
     app.openapi = described  # type: ignore[method-assign]
 
 
-def _serving(request: Request, model: str | None = None) -> Serving:
+def _serving(request: Request, body: Any = None) -> Serving:
+    """Return the server's state, after the model and the sender of a request with a body were noted."""
     serving: Serving = request.app.state.serving
-    serving.check_model(model)
+    if body is not None:
+        earlier = getattr(body, "previous_response_id", None)
+        set_sender(request.headers, body, request.app.state.responses.beginning(earlier))
+        serving.check_model(body.model)
     return serving
 
 
@@ -160,19 +177,19 @@ async def _answer(
 @api.post("/v1/completions", response_model=CompletionResponse, tags=["OpenAI"])
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or several."""
-    return await _answer(request, functools.partial(Completion, _serving(request, body.model), body))
+    return await _answer(request, functools.partial(Completion, _serving(request, body), body))
 
 
 @api.post("/v1/chat/completions", response_model=ChatResponse, tags=["OpenAI"])
 async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
     """Return the next message of a conversation."""
-    return await _answer(request, functools.partial(Chat, _serving(request, body.model), body))
+    return await _answer(request, functools.partial(Chat, _serving(request, body), body))
 
 
 @api.post("/v1/responses", tags=["OpenAI"])
 async def responses(request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation, and keep the answer for the next request (``previous_response_id``)."""
-    make = functools.partial(Responses, _serving(request, body.model), request.app.state.responses, body)
+    make = functools.partial(Responses, _serving(request, body), request.app.state.responses, body)
     return await _answer(request, make, done=b"", failed=response_error)
 
 
@@ -192,7 +209,7 @@ async def forget_response(request: Request, response_id: str) -> dict[str, Any]:
 @api.post("/v1/messages", tags=["Anthropic"])
 async def messages(request: Request, body: MessagesRequest) -> Response:
     """Return the next message of a conversation, in the form of Anthropic's API."""
-    make = functools.partial(Messages, _serving(request, body.model), body)
+    make = functools.partial(Messages, _serving(request, body), body)
     return await _answer(request, make, done=b"", failed=message_error)
 
 
@@ -200,21 +217,27 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
 async def count_message_tokens(request: Request, body: CountRequest) -> dict[str, int]:
     """Count the tokens of a prompt."""
     async with _deadline(request):
-        return {"input_tokens": await count_tokens(_serving(request, body.model), body)}
+        return {"input_tokens": await count_tokens(_serving(request, body), body)}
 
 
 @api.get("/v1/models", response_model=ModelList, tags=["OpenAI"])
 async def models(request: Request) -> ModelList:
     """List the names that requests may give as ``model``."""
     serving = _serving(request)
-    names = [*serving.options.model_names, *(each.name for each in serving.adapters.entries())]
+    names = serving.version_names()
+    if serving.options.search_models:
+        names += [f"{prefix}-{name}" for name in names for prefix in search_prefixes()]
+    names += serving.releases.names()
     return ModelList(data=[_model(serving, name) for name in names])
 
 
 @api.get("/v1/models/{name:path}", response_model=Model, tags=["OpenAI"])
 async def model(request: Request, name: str) -> Model:
-    """Describe one served model."""
-    return _model(_serving(request, name), name)
+    """Describe one served model or released name."""
+    serving = _serving(request)
+    if name not in serving.releases.names():
+        serving.check_model(name)
+    return _model(serving, name)
 
 
 def _model(serving: Serving, name: str) -> Model:
@@ -228,7 +251,7 @@ def _model(serving: Serving, name: str) -> Model:
 @api.post("/tokenize", response_model=TokenizeResponse, tags=["tokenizer"])
 async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
     """Return the token ids of a text, or of messages as the model would see them."""
-    serving = _serving(request, body.model)
+    serving = _serving(request, body)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     async with _deadline(request):
@@ -256,7 +279,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
 @api.post("/detokenize", response_model=DetokenizeResponse, tags=["tokenizer"])
 async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeResponse:
     """Return the text of token ids."""
-    serving = _serving(request, body.model)
+    serving = _serving(request, body)
     limit = serving.engine.vocab_size
     if body.tokens and max(body.tokens) >= limit:
         message = f"tokens holds id {max(body.tokens)}; this model has ids 0 to {limit - 1}"

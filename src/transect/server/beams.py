@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from ..engine.frontends.beam_search import BeamSearch, BeamSearchParams
 from ..engine.scheduling.sampling_params import SamplingParams
@@ -16,10 +16,13 @@ from .http.errors import ApiError, bad_value
 from .openai.protocol import FIELDS, SamplingBody
 from .openai.replies import PromptDetails, Usage
 from .operations import request_log
+from .releases import forget_version
 from .serving import Serving
+from .watching import RequestWatch
 
 if TYPE_CHECKING:
     from ..text.outputs import PositionLogprobs
+    from .capture.slips import RequestContent
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -99,12 +102,19 @@ class Beams:
         self.prompts = prompts
         self._serving, self._params, self._answers = serving, params, answers
         self._priority, self._deadline = priority, deadline
+        self._watch = RequestWatch(serving, self.id, len(prompts))
+        forget_version()  # the requests of the steps are parts
         self._usage = Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             completion_tokens=0,
             total_tokens=0,
             prompt_tokens_details=PromptDetails(cached_tokens=0),
         )
+
+    def describe(self, content: RequestContent) -> Self:
+        """Describe the request, for captures and for the metrics of released versions; returns this object."""
+        self._watch.describe(content)
+        return self
 
     def usage(self) -> Usage:
         """Count the tokens of the prompts, and of the answers that are returned."""
@@ -116,6 +126,13 @@ class Beams:
         Raises:
             ApiError: see ``Generation``.
         """
+        with self._watch:
+            results = await self._whole()
+            for place, result in enumerate(results):
+                self._watch.answered(place, result)
+        return results
+
+    async def _whole(self) -> list[RequestOutput]:
         engine = self._serving.engine
         ends, tokenizer = engine.eos_token_ids, engine.tokenizer
         searches = [

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..engine.scheduling.sampling_params import SamplingParams
+from ..search.settings import SearchSettings
 from ..text.tools.spec import ToolUse
 from .answers import AnswerPiece, AnswerReader, Answers
+from .capture.slips import RequestContent
 from .generation import Generation
 from .http.body import aside
 from .http.deadline import Deadline
@@ -17,6 +19,7 @@ from .http.errors import bad_value
 from .openai.logprobs import chat_logprobs
 from .openai.protocol import FIELDS, ChatMessage
 from .prompts import chat_prompt
+from .searching import Searching, SearchProgress
 from .serving import Serving
 
 if TYPE_CHECKING:
@@ -114,6 +117,7 @@ class Conversation:
         params: for one choice.
         use: tools that may be called, or None.
         deadline: when the last token must have come.
+        search: settings of a search for the answer, or None.
     """
 
     def __init__(
@@ -123,17 +127,28 @@ class Conversation:
         params: SamplingParams,
         use: ToolUse | None,
         deadline: Deadline,
+        search: SearchSettings | None = None,
     ) -> None:
         self.serving, self.messages, self.params, self.use = serving, messages, params, use
-        self.deadline = deadline
+        self.deadline, self.search = deadline, search
+        self.progress: dict[str, Any] | None = None
+        """State of the search, where the last news was nothing else."""
         self.blocks = Blocks()
         self.ending = Ending("stop", None)
+        self._api, self._streamed = "chat", False
+        self._tools: Sequence[Any] = ()
         self.thought_tokens = 0
         """Tokens of the answer that were thoughts; known when the answer has ended."""
         self.continued = False
         """True while updates are approximate (``Update.approximate``)."""
 
-    async def start(self, template_kwargs: dict[str, Any] | None = None, *, goes_on: bool = False) -> Generation:
+    def describe(self, api: str, tools: Sequence[Any] | None, streamed: bool) -> None:
+        """Describe the request for captures and metrics (``RequestContent``)."""
+        self._api, self._tools, self._streamed = api, tools or (), streamed
+
+    async def start(
+        self, template_kwargs: dict[str, Any] | None = None, *, goes_on: bool = False
+    ) -> Generation | Searching:
         """Submit the request; a refusal is raised here. ``goes_on``: the answer continues the last message.
 
         Raises:
@@ -146,6 +161,7 @@ class Conversation:
         """Make the prompt; arguments and errors as of ``start``."""
         async with self.deadline:
             room = self.params.max_tokens or 1
+            self._template_kwargs = template_kwargs
             self.prompt = await chat_prompt(
                 self.serving,
                 self.messages,
@@ -156,7 +172,7 @@ class Conversation:
                 use=self.use,
             )
 
-    async def submit(self, said: str = "") -> Generation:
+    async def submit(self, said: str = "") -> Generation | Searching:
         """Submit the prompt that ``prepare`` has made; ``said``: the beginning of the answer, if the prompt contains
         it."""
         self._answers = Answers(self.serving, self.use, self.prompt.text or "", said)
@@ -164,7 +180,15 @@ class Conversation:
             params = await aside(self._answers.params, self.params)
         except ValueError as error:
             raise bad_value(str(error), FIELDS) from None
-        self.generation = Generation(self.serving, [self.prompt], params, 0, self.deadline)
+        self.generation: Generation | Searching
+        if self.search is None:
+            self.generation = Generation(self.serving, [self.prompt], params, 0, self.deadline)
+        else:
+            more = (self._answers, 0, self.deadline, self._template_kwargs)
+            self.generation = Searching(self.serving, self.search, self.prompt, self.messages, params, *more)
+        reader = None if self._answers.plain else self._answers.reader
+        content = RequestContent(self._api, self.params, self.messages, (), self._tools, reader, self._streamed)
+        self.generation.describe(content)
         await self.generation.start()
         return self.generation
 
@@ -173,6 +197,11 @@ class Conversation:
         reader: AnswerReader = self._answers.reader()
         async with self.generation:
             async for event in self.generation:
+                if isinstance(event, SearchProgress):
+                    self.progress = event.state
+                    yield []
+                    continue
+                self.progress = None
                 update = event.update
                 self.continued = update.approximate
                 piece = reader.feed(update.text, update.finish_reason, update.stop_reason)
@@ -190,6 +219,11 @@ class Conversation:
             return []
         tokenizer = self.serving.engine.tokenizer
         return chat_logprobs(update.logprobs, update.token_ids, self.params.logprobs, tokenizer).model_dump()["content"]
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """The tree of a search that has ended; None without a search."""
+        return self.generation.report if isinstance(self.generation, Searching) else None
 
     async def whole(self) -> list[Block]:
         """Wait for the end of the answer, and return all blocks."""

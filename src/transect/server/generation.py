@@ -28,12 +28,14 @@ from .openai.replies import PromptDetails, Usage
 from .operations import request_log
 from .operations.metrics import RequestTimer
 from .serving import Serving
+from .watching import RequestWatch
 
 if TYPE_CHECKING:
     from ..checkpoints.peft_config import AdapterFiles
     from ..engine.scheduling.outputs import RequestTimes
-    from ..text.output_processor import Update
+    from ..text.output_processor import Given, Update
     from ..text.outputs import RequestOutput
+    from .capture.slips import RequestContent
     from .operations.tracing import RequestSpan
 
 
@@ -69,6 +71,9 @@ class Generation:
         priority: lower runs earlier.
         deadline: time by which the last token must have arrived; None for the server's limit from now.
         pooling: return vectors of the prompts (``RequestOutput.pooled``).
+        adapter: name of the adapter; None for the one that the HTTP request has chosen.
+        part_of: id, if this is a part of a larger work.
+        given: tokens that the answers begin with, see ``Request.output_token_ids``; they count as part of the prompt.
     """
 
     def __init__(
@@ -79,13 +84,17 @@ class Generation:
         priority: int = 0,
         deadline: Deadline | None = None,
         pooling: Pooling | None = None,
+        *,
+        adapter: str | None = None,
+        part_of: str | None = None,
+        given: Given | None = None,
     ) -> None:
-        self.id = uuid.uuid4().hex
+        self.id = part_of or uuid.uuid4().hex
         self.created = int(time.time())
         self.prompts, self.params = prompts, params
         self.completion_tokens = 0
         self._cached_tokens = [0] * len(prompts)
-        self._serving, self._priority, self._pooling = serving, priority, pooling
+        self._serving, self._priority, self._pooling, self._given = serving, priority, pooling, given
         self._began = time.monotonic()
         self._first_token_s: float | None = None
         self._approximate = False
@@ -95,14 +104,23 @@ class Generation:
         self._counted = False
         self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
-        self._client, self._adapter = current_client(), current_adapter()
+        self._client, self._adapter = current_client(), current_adapter() if adapter is None else adapter
+        self._dropped: set[int] = set()
+        """Choices that ``drop`` has ended."""
         serving.owners.note(self.id)
         self._deadline = deadline or Deadline(serving.options.request_timeout_s)
+        self._watch = RequestWatch(serving, self.id, len(prompts), part=part_of is not None)
+
+    def describe(self, content: RequestContent) -> Self:
+        """Describe the request, for captures and for the metrics of released versions; returns this object."""
+        self._watch.describe(content)
+        return self
 
     def usage(self) -> Usage:
         """Return the token counts so far."""
         cached = PromptDetails(cached_tokens=sum(self._cached_tokens))
         prompt, completion = sum(len(prompt.token_ids) for prompt in self.prompts), self.completion_tokens
+        prompt += sum(len(tokens or ()) for tokens in self._given or ())
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -117,6 +135,7 @@ class Generation:
         Raises:
             ApiError: the engine refused (400, 429, 503), is gone (503) or took too long (504). Nothing is left running.
         """
+        self._watch.begin()
         try:
             self._source = self._traced(0, self.prompts[0]) if len(self.prompts) == 1 else self._merged()
             self._held = await self._next()
@@ -161,6 +180,11 @@ class Generation:
                     results[event.prompt] = event.update.final
         return [results[index] for index in range(len(self.prompts))]
 
+    async def drop(self, choice: int) -> None:
+        """End a choice of a request with one prompt; its last update has the finish reason "abort"."""
+        self._dropped.add(choice)
+        await self._serving.engine.abort(f"{self.id}-0", choice)
+
     async def aclose(self) -> None:
         """Abort everything that still runs in the engine. May be called repeatedly."""
         if self._source is not None:
@@ -170,6 +194,7 @@ class Generation:
             self._counted = True
             self._serving.accounts.spend(self._client, usage.prompt_tokens, usage.completion_tokens)
             self._serving.adapters.count(self._adapter, usage.prompt_tokens, usage.completion_tokens)
+            self._watch.end(self._first_token_s, self.completion_tokens / (len(self.prompts) * self.params.n))
         request_log.note(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
@@ -181,10 +206,14 @@ class Generation:
 
     async def _next(self) -> Event | None:
         assert self._source is not None
-        if self._deadline.limit_s is None:
-            return await anext(self._source, None)
-        async with self._deadline:
-            return await anext(self._source, None)
+        try:
+            if self._deadline.limit_s is None:
+                return await anext(self._source, None)
+            async with self._deadline:
+                return await anext(self._source, None)
+        except ApiError as error:
+            self._watch.failed(error)
+            raise
 
     def _traced(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
         """Return ``_updates`` wrapped in a span, if the server makes spans."""
@@ -200,6 +229,8 @@ class Generation:
             self._serving.adapters.use(self._adapter) as adapter,
             aclosing(self._updates_with(adapter, index, prompt)) as events,
         ):
+            if adapter is not None:
+                self._watch.adapted(adapter.id)
             async for event in events:
                 yield event
 
@@ -221,6 +252,7 @@ class Generation:
             client=self._client.name,
             weight=self._client.weight,
             adapter=adapter,
+            output_token_ids=self._given,
         )
         try:
             async with aclosing(stream) as updates:  # type: ignore[type-var]
@@ -271,6 +303,8 @@ class Generation:
             mailbox.put(None)
 
     def _event(self, index: int, update: Update, timer: RequestTimer) -> Event:
+        if update.given:
+            return Event(index, index * self.params.n + update.index, update)
         timer.tokens(update.index, len(update.token_ids), time.monotonic())
         timer.engine_times(update.times)
         if update.times is not None and update.times.finished is not None:
@@ -285,8 +319,10 @@ class Generation:
             timer.choice_finished(update.finish_reason)
         if update.finish_reason == "error":
             raise ApiError(500, update.error or "the engine failed while running this request", code="engine_error")
-        if update.finish_reason == "abort":
+        if update.finish_reason == "abort" and update.index not in self._dropped:
             raise ApiError(503, update.error or "the request was ended by the server", code="aborted")
+        if update.final is not None:
+            self._watch.answered(index, update.final)
         return Event(index, index * self.params.n + update.index, update)
 
 

@@ -7,12 +7,15 @@ import json
 import ssl
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ..spec.settings import About, check_values
 
 if TYPE_CHECKING:
     from .http.clients import ApiKey
+
+VERIFIERS, HEADS = "--verifier", "--reward-head"
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,12 @@ class ServerOptions:
             needs ``--enable-lora``.
         allowed_lora_dir: Directory below which adapters may be loaded while the server runs. The adapters in it are
             served by their directories' names, and loaded when first asked for. Default: none.
+        verifiers: Python judge of searches, ``NAME=FILE.py:FUNCTION``; repeatable. It runs in a process with limits,
+            and requests name it as ``search.score``.
+        reward_heads: Reward model of searches, ``NAME=FILE``; repeatable. The file has a linear head over the hidden
+            states of the model, or of the adapter called NAME.
+        search_budget: Tokens of one search at most, over all its branches. Default: no limit.
+        search_models: List model names with the prefixes of search methods, such as ``bon-MODEL``, in ``/v1/models``.
         host: Local address to listen on; 0.0.0.0 for all.
         port: Port to listen on; 0 for any free one.
         uds: Listen on this Unix socket, not on host and port.
@@ -49,6 +58,7 @@ class ServerOptions:
         allowed_methods: Allowed method of cross-origin requests; repeatable.
         allowed_headers: Allowed header of cross-origin requests; repeatable.
         allow_credentials: Allow credentials, such as cookies, in cross-origin requests.
+        page: Serve the page at ``/``: chat, and live views of the engine.
         root_path: Path prefix under which a proxy serves this server, such as ``/llm``.
         ssl_certfile: Speak TLS with this certificate (PEM).
         ssl_keyfile: Key of the certificate (PEM), if in a separate file.
@@ -58,16 +68,31 @@ class ServerOptions:
         request_log: Write a line for each request to standard error. No texts are logged.
         log_level: Lowest level of these lines: warning for 4xx, error for 5xx.
         otlp_traces_endpoint: Send OpenTelemetry spans of requests to this address: ``http://HOST:4318`` or ``grpc://HOST:4317``.
+        capture_dir: Directory for captures of requests and answers of consenting clients. Default: nothing is
+            captured.
+        capture_rate: Share of the consenting requests that are captured, 0 to 1.
+        capture_consent: opt-out: capture unless a request declines; opt-in: only requests that agree.
+        capture_inputs: Capture the texts of embeddings requests too.
+        capture_rules: File of further redaction rules, ``NAME=REGEX`` on each line; ``NAME=`` turns a built-in rule
+            off.
+        capture_bytes: Most bytes of captures; the oldest leave first.
+        capture_days: Days for which captures are kept.
+        releases: JSON file of released names with their versions and weights; changes by ``/v1/releases`` are
+            written to it.
 
     Raises:
         ValueError: a value is out of its range, or a file cannot be used.
     """
 
-    GROUPS: ClassVar[Mapping[str, str]] = {"model_names": "Server"}
+    GROUPS: ClassVar[Mapping[str, str]] = {"model_names": "Server", "capture_dir": "Captures and releases"}
 
     model_names: Annotated[tuple[str, ...], About(option="served-model-name")]
     lora_modules: tuple[str, ...] = ()
     allowed_lora_dir: str | None = None
+    verifiers: Annotated[tuple[str, ...], About(option="verifier")] = ()
+    reward_heads: Annotated[tuple[str, ...], About(option="reward-head")] = ()
+    search_budget: Annotated[int | None, About(least=1)] = None
+    search_models: bool = False
     host: str = "127.0.0.1"
     port: Annotated[int, About(least=0, most=65535)] = 8000
     uds: str | None = None
@@ -88,6 +113,7 @@ class ServerOptions:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    page: bool = True
     root_path: str = ""
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -96,8 +122,18 @@ class ServerOptions:
     request_log: Literal["off", "text", "json"] = "off"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     otlp_traces_endpoint: str | None = None
+    capture_dir: str | None = None
+    capture_rate: Annotated[float, About(least=0, most=1)] = 1.0
+    capture_consent: Literal["opt-out", "opt-in"] = "opt-out"
+    capture_inputs: bool = False
+    capture_rules: str | None = None
+    capture_bytes: Annotated[int, About(least=2**20)] = 2**30
+    capture_days: Annotated[float, About(above=0)] = 30.0
+    releases: str | None = None
 
     def __post_init__(self) -> None:
+        from ..search.judges import BUILTIN
+        from ..search.programs import named_places
         from ..text.reasoning import thoughts_of
         from ..text.tools.registry import shape_of
 
@@ -107,6 +143,10 @@ class ServerOptions:
         clash = sorted(named_modules(self.lora_modules).keys() & set(self.model_names))
         if clash:
             raise ValueError(f"{clash[0]} is the name of the model and of an adapter: give one of them another name")
+        judges = [*named_places(self.verifiers, VERIFIERS), *named_places(self.reward_heads, HEADS)]
+        for name in judges:
+            if name in BUILTIN or judges.count(name) > 1:
+                raise ValueError(f"{name} is the name of another judge of searches: choose another for it")
         keys = [*(each.key for each in self.keys), *self.admin_api_keys]
         if any(not key or not key.isascii() for key in keys):
             raise ValueError("api keys must be non-empty and plain ASCII")
@@ -119,6 +159,17 @@ class ServerOptions:
         _check_tls(self.ssl_certfile, self.ssl_keyfile)
         shape_of(None, self.tool_call_parser)
         thoughts_of(self.reasoning_parser)
+        if self.capture_dir is not None:
+            from ..flow.watch.captures import private_folder
+            from .capture.redaction import rules_in
+
+            private_folder(self.capture_dir)
+            if self.capture_rules is not None:
+                rules_in(self.capture_rules)
+        if self.releases is not None and Path(self.releases).exists():
+            from .releases import releases_in
+
+            releases_in(Path(self.releases))
         if self.otlp_traces_endpoint is not None:
             from .operations.tracing import exporter_for
 

@@ -217,6 +217,27 @@ async def serve(
             await engine.shutdown()
 
 
+async def serve_until(
+    stop: asyncio.Event, engine: Any, options: ServerOptions, sock: socket.socket, ready: Callable[[Any], None]
+) -> int:
+    """Serve like ``serve`` inside a process with signal handlers of its own: ``stop`` has the effect of SIGTERM. The
+    caller owns the engine. Returns the exit code."""
+    signals = _Signals()
+
+    async def ask() -> None:
+        await stop.wait()
+        signals.first.set_result(signal.SIGTERM)
+
+    asking = asyncio.create_task(ask())
+    never = asyncio.create_task(_succession(signals, None))
+    try:
+        return await _serve(engine, options, sock, signals, ready, never)
+    finally:
+        asking.cancel()
+        never.cancel()
+        await asyncio.gather(asking, never, return_exceptions=True)
+
+
 async def _reload(engine: Any, signals: _Signals, reload: Callable[[Any], Awaitable[None]]) -> None:
     """Replace the engine's processes at each SIGHUP; a signal that arrives during a reload starts another one."""
     while True:
@@ -267,6 +288,7 @@ async def _serve(
     app = create_app(engine, options, renderer)
     serving: Serving = app.state.serving
     await serving.adapters.start()
+    await serving.search.start()
     limits = Limits(most_connections(options.max_connections), options.receive_timeout_s)
     config = uvicorn.Config(
         app,
@@ -327,10 +349,12 @@ async def _serve(
     finally:
         death.cancel()
         renderer.close()
+        serving.search.close()
         server.should_exit = True
         await asyncio.gather(running, death, return_exceptions=True)
-        if serving.tracing is not None:
-            await asyncio.to_thread(serving.tracing.close)
+        for writer in (serving.tracing, serving.captures):
+            if writer is not None:
+                await asyncio.to_thread(writer.close)
 
 
 async def _death(engine: Engine) -> str | None:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engine.executors.pooling import Pooling
 from ..engine.scheduling.sampling_params import SamplingParams
+from ..search.methods.registry import prefixed
 from ..text.reasoning import thoughts_of
 from ..text.tools.registry import shape_of
 from .adapters import Adapters, choose_adapter, current_adapter
+from .capture.captures import Captures
 from .encoding import Encoder
 from .http.accounts import Accounts
 from .http.errors import ApiError, nearest
@@ -20,12 +22,15 @@ from .http.turns import ArrivalGate
 from .operations.metrics import Metrics
 from .operations.tracing import Tracing, exporter_for
 from .options import ServerOptions
+from .releases import Releases
 from .rendering import Renderer, RenderHere
+from .searches import SearchSupport, choose_method
+from .sender import current_sender
 
 if TYPE_CHECKING:
     from ..checkpoints.peft_config import AdapterFiles
     from ..engine.scheduling.outputs import SchedulerStats
-    from ..text.output_processor import Update
+    from ..text.output_processor import Given, Update
     from ..text.protocols import ChatTemplateLike, TokenizerLike
     from ..text.sampling_defaults import SamplingDefaults
 
@@ -65,10 +70,14 @@ class Engine(Protocol):
         client: str = "",
         weight: float = 1.0,
         adapter: AdapterFiles | None = None,
+        output_token_ids: Given | None = None,
     ) -> AsyncIterator[Update]:
         """Yield deltas of all choices until each had its terminal update; closing the iterator early aborts the
         request."""
         ...
+
+    async def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it; its stream gets a terminal update for each choice that this ends."""
 
     @property
     def pid(self) -> int | None: ...
@@ -84,11 +93,17 @@ class Serving:
         self.engine = engine
         self.options = options
         self.metrics = Metrics(options.model_names[0])
+        for each in getattr(engine, "collectors", ()):  # of a fleet
+            self.metrics.registry.register(each)
         self.encoder = Encoder()
         self.turns = ArrivalGate()
         self.owners = Owners()
         self.accounts = Accounts(self.metrics.registry)
         self.adapters = Adapters(engine, options, self.metrics.registry)
+        self.search = SearchSupport(engine, options)
+        self.releases = Releases(self.metrics.registry, self.version_names, options.releases)
+        self.releases.start()
+        self.captures = None if options.capture_dir is None else self._captures()
         self.renderer = renderer or RenderHere()
         endpoint = options.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(exporter_for(endpoint), options.model_names[0])
@@ -111,13 +126,21 @@ class Serving:
         self.special_ids = {name: token for token in special if (name := tokenizer.token_text(token))}
         """Ids of special tokens, by spelling."""
 
+    def _captures(self) -> Captures:
+        return Captures(self.options, self.metrics, self.engine.tokenizer.decode)
+
+    def version_names(self) -> list[str]:
+        """List the names that a release may have as versions: the model's and those of adapters."""
+        return [*self.options.model_names, *(each.name for each in self.adapters.entries())]
+
     @property
     def model_name(self) -> str:
         """Name in answers: of the request's adapter, or of the model."""
         return current_adapter() or self.options.model_names[0]
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served; None means the served model. An adapter is chosen for this request.
+        """Refuse a model that is not served; None means the served model. For a released name a version is chosen for
+        this request, and for an adapter's the adapter.
 
         Raises:
             ApiError: 404 with the names that are served.
@@ -125,10 +148,18 @@ class Serving:
         names = self.options.model_names
         if name is None or name in names:
             return
+        name = self.releases.choose(name, current_sender().key) or name
+        if name in names:
+            return
         if self.adapters.find(name) is not None:
             choose_adapter(name)
+        elif (searched := prefixed(name)) is not None and (
+            searched[1] in names or self.adapters.find(searched[1]) is not None
+        ):
+            choose_method(searched[0])
+            choose_adapter("" if searched[1] in names else searched[1])
         else:
-            names = (*names, *(each.name for each in self.adapters.entries()))
+            names = (*names, *(each.name for each in self.adapters.entries()), *self.releases.names())
             hint = nearest(name[:100], names) or f"; this server has {', '.join(map(repr, names))}"
             message = f"the model {name[:100]!r} does not exist{hint}"
             raise ApiError(404, message, param="model", code="model_not_found")

@@ -4,6 +4,7 @@
 * ``weights.py``: canonical names and shapes of all weights; ``shapes.py``: built-in shapes
 * ``families/``: families of models, one file an entry; ``hf.py`` reads and writes their ``config.json``, ``gguf.py``
   their GGUF metadata; ``gguf_places.py``: tensors of GGUF files
+* ``eagle.py``: ``HeadConfig``, heads that draft
 * ``settings.py``: settings of engine, server and training: options, checks and pages from dataclasses
 * ``fields.py``: values of files, checked as they are read, with errors that name the field; ``records.py`` finds the
   records of folders with one file an entry

@@ -156,8 +156,10 @@ def _kinds(hint: Any) -> Iterator[Any]:
 
 
 def meanings(kind: Any) -> dict[str, str]:
-    """Return entries below ``Attributes:`` in the docstring of a class, by name."""
+    """Return entries below ``Attributes:`` in the docstring of a class and of those that it extends, by name."""
     found: dict[str, str] = {}
+    for base in kind.__bases__:
+        found |= meanings(base) if dataclasses.is_dataclass(base) else {}
     names: list[str] = []
     inside = False
     for line in (kind.__doc__ or "").splitlines():

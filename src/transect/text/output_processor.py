@@ -95,6 +95,8 @@ class Update:
     times: Any = None
     """The engine's ``RequestTimes``, where it sent them."""
     final: RequestOutput | None = None
+    given: bool = False
+    """True for the tokens that the request gave the choice to begin with."""
     approximate: bool = False
     """True if another engine, with other bits, continues the choices: the rest may differ from the first engine's
     answer."""
@@ -115,6 +117,10 @@ class Update:
         self.times = later.times if later.times is not None else self.times
         self.final = later.final
         self.approximate = self.approximate or later.approximate
+
+
+Given = tuple[tuple[int, ...] | None, ...]
+"""Tokens that each choice of a request begins with; None for a choice that has ended elsewhere."""
 
 
 def together(updates: list[Update | Exception]) -> list[Update | Exception]:
@@ -224,6 +230,25 @@ class OutputProcessor:
             prompt, list(prompt_token_ids), choices, min_tokens, include_stop, RequestMetrics(arrival)
         )
 
+    def begin(self, request_id: str, given: Given) -> list[Update]:
+        """Give the choices of a new request the tokens that they begin with. Returns the updates, with their text; a
+        stop string in them ends its choice."""
+        request, updates = self._requests[request_id], []
+        for choice, tokens in zip(request.choices, given, strict=True):
+            update = Update(request_id, choice.output.index, given=True)
+            if tokens is None:
+                choice.output.finish_reason = "abort"
+                continue
+            for token in tokens:
+                update.token_ids.append(token)
+                choice.output.token_ids.append(token)
+                stopped = self._take_text(request, choice, update, choice.detokenizer.push((token,)))
+                if stopped is not None:
+                    self._end(request, choice, update, "stop", stopped, None)
+                    break
+            updates.append(update)
+        return updates
+
     def _automaton(self, stop: tuple[str, ...]) -> StopAutomaton:
         automaton = self._automata.get(stop)
         if automaton is None:
@@ -276,9 +301,11 @@ class OutputProcessor:
             self._end(request, choice, update, output.finish_reason, output.stop_reason, output.error)
         return update
 
-    def finish(self, request_id: str, reason: str = "abort", error: str | None = None) -> list[Update]:
-        """End every running choice of a request from outside the engine, e.g. because its client or the engine has
-        ended.
+    def finish(
+        self, request_id: str, reason: str = "abort", error: str | None = None, choice: int | None = None
+    ) -> list[Update]:
+        """End every running choice of a request, or one of them, from outside the engine, e.g. because its client or
+        the engine has ended.
 
         Returns:
             One terminal update for each choice that was running, with its held-back text; [] for an unknown request.
@@ -288,12 +315,12 @@ class OutputProcessor:
         if request is None:
             return []
         updates = []
-        for choice in request.choices:
-            if not choice.output.finished:
-                index = choice.output.index
+        for each in request.choices:
+            index = each.output.index
+            if not each.output.finished and choice in (None, index):
                 update = Update(request_id, index, num_cached_tokens=request.num_cached_tokens)
                 update.aborts.append((request_id, index))
-                self._end(request, choice, update, reason, None, error)
+                self._end(request, each, update, reason, None, error)
                 updates.append(update)
         return updates
 

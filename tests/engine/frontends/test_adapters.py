@@ -116,12 +116,26 @@ def test_an_engine_without_adapters_says_how_to_get_them(adapters) -> None:
         plain.generate([PROMPT], PARAMS, lora_request=asked(folder, "all"))
     for settings, words in (
         ({"adapter": str(folder / "all")}, "leave one of them out"),
-        ({"tensor_parallel_size": 2}, "runs on one device so far"),
+        ({"pipeline_parallel_size": 2}, "runs on one device, or on tensor parallel ranks"),
         ({"lora_target_modules": ("embed",)}, "has no 'embed'"),
         ({"max_cpu_loras": 2}, "must be at least max_loras"),
     ):
         with pytest.raises(ValueError, match=words):
             LLM(str(folder / "model"), **SETTINGS, **settings)
+
+
+@pytest.mark.parametrize(
+    "native", [pytest.param(False, marks=pytest.mark.prove, id="torch"), pytest.param(None, id="C++")]
+)
+def test_tensor_parallel_ranks_have_their_parts_of_each_adapter(adapters, native) -> None:
+    """More of them than the ranks hold at once; the plans of both are compared in every step."""
+    folder, expected = adapters
+    more = {"tensor_parallel_size": 2, "max_loras": 1, "max_cpu_loras": 2, "check_plans": True, "native": native}
+    ranks = LLM(str(folder / "model"), **SETTINGS, **more)
+    for names in (("all", "small", "", "all"), ("stabilized", "all"), ("small", "stabilized")):
+        found = ranks.generate([PROMPT] * len(names), PARAMS, lora_request=[asked(folder, name) for name in names])
+        assert tokens(found) == [expected[name] for name in names]
+    ranks.close()
 
 
 async def test_an_engine_process_reads_adapters_while_others_stream(adapters, tmp_path) -> None:

@@ -21,6 +21,7 @@ from tiny_llm import CONTEXT, save_tiny_llm
 from transect import LLM, AsyncEngine, SamplingParams
 from transect.engine.frontends import wire
 from transect.engine.frontends.async_engine import EngineDeadError
+from transect.engine.frontends.questions import Questions
 from transect.engine.scheduling.outputs import EngineOutput, RequestTimes, first_tokens_first
 from transect.engine.scheduling.policies.admission import QueueFull
 
@@ -405,8 +406,7 @@ async def test_messages_on_their_way_to_an_engine_that_dies_end_with_it():
     engine = AsyncEngine.__new__(AsyncEngine)
     loop = asyncio.get_running_loop()
     engine._socket = SimpleNamespace(send=lambda message: loop.create_future())
-    engine._death, engine._streams, engine._stats_waiters, engine._sending = None, {}, [], set()
-    engine._adapter_waiters = {}
+    engine._death, engine._streams, engine._questions, engine._sending = None, {}, Questions(), set()
     waiting, left = (asyncio.create_task(engine._send(wire.StatsQuery())) for _ in range(2))
     await asyncio.sleep(0)
     left.cancel()

@@ -103,6 +103,38 @@ async def test_kills_and_stops_at_random_tokens_change_no_byte(start):
         assert (await engines.health()).detail == "all 3 replicas make progress"
 
 
+async def test_a_client_continues_an_answer_from_any_of_its_tokens(start):
+    """Same seed, same choice, same rest; another token leads elsewhere."""
+    async with await start(1) as engines:
+        for kind in ("greedy", "choices", "penalties", "stop strings"):
+            params = SamplingParams(**{"seed": 5} | KINDS[kind])
+            whole, _ = await run(engines, kind, seed=5, **KINDS[kind])
+            for choice, (text, tokens, reason, _, logprobs) in enumerate(whole):
+                for count in (1, len(tokens) // 2, len(tokens) - 1):
+                    given = (*[None] * choice, tuple(tokens[:count]))
+                    again = params.with_(n=choice + 1)
+                    stream = engines.stream(PROMPT, again, f"{kind} {choice} {count}", output_token_ids=given)
+                    updates = [update async for update in stream]
+                    assert updates[0].given and updates[0].token_ids == tokens[:count]
+                    assert not any(update.given for update in updates[1:])
+                    final = updates[-1].final.outputs[choice]
+                    assert (final.text, final.token_ids, final.finish_reason) == (text, tokens, reason)
+                    assert final.logprobs == (None if logprobs is None else logprobs[count:])
+                    assert "".join(update.text for update in updates) == text
+        other = (*tokens[:3], (tokens[3] + 1) % 90 + 33)
+        stream = engines.stream(PROMPT, params, "other", output_token_ids=(other,))
+        assert [u async for u in stream][-1].final.outputs[0].token_ids[:5] != tokens[:5]
+
+
+async def test_a_given_beginning_with_a_stop_string_ends_there(start):
+    async with await start(1) as engines:
+        params = SamplingParams(seed=1, stop=["ab"], max_tokens=9)
+        stream = engines.stream(PROMPT, params, "stop", output_token_ids=(tuple(engines.tokenizer.encode("xxabcd")),))
+        updates = [update async for update in stream]
+        assert [(u.text, u.finish_reason, u.stop_reason) for u in updates] == [("xx", "stop", "ab")]
+        assert (await engines.stats()).running == 0
+
+
 async def test_the_decisions_of_both_engines_are_on_the_bill(start):
     async with await start(2) as engines:
 

@@ -11,7 +11,6 @@ import torch
 
 from transect.costs.memory.shared import ONE_SHOT_BYTES, in_two_shots, lines_for
 from transect.ops.comm.all_reduce import Peers, cuda_all_reduce, played_by_one, reference, refusal
-from transect.ops.linear.few_rows.cuda import CudaRows, CudaTiling
 from transect.ops.registry import Unavailable
 
 
@@ -203,32 +202,3 @@ def test_delays_change_nothing(ranks: int) -> None:
                 assert torch.equal(out, reference(part))
     stream.synchronize()
     assert len(memory) == ranks
-
-
-@pytest.mark.parametrize(
-    ("ranks", "rows", "tiling"),
-    [
-        pytest.param(ranks, rows, tiling, marks=gpu)
-        for ranks, rows, tiling in (
-            (2, 1, CudaTiling(2, 6, 2, 8, 1)),
-            (2, 3, CudaTiling(1, 4, 1, 4, 2)),
-            (4, 8, CudaTiling(2, 4, 3, 8, 1)),
-        )
-    ],
-)
-def test_products_give_their_results_to_the_sum(ranks: int, rows: int, tiling: CudaTiling) -> None:
-    """Calls with and without in turn; one GPU is all ranks."""
-    n, k = 1024, 512
-    peers, memory = played_by_one(ranks, torch.device("cuda"), lines_for(ranks, 1 << 20))
-    product = CudaRows()
-    for seed in range(6):
-        xs, weights = parts_of(ranks, rows, k, seed), parts_of(ranks, n, k, seed + 50) * k**-0.5
-        pushed = seed % 3 < 2
-        parts = torch.empty(ranks, rows, n, device="cuda", dtype=torch.bfloat16)
-        for rank in range(ranks):
-            push = peers.push._replace(rank=rank) if pushed else None
-            parts[rank] = product(xs[rank], weights[rank], tiling=tiling, push=push)
-        assert torch.equal(peers.sum(parts, pushed=pushed), reference(parts))
-    assert len(memory) == ranks
-    with pytest.raises(ValueError, match="16"):
-        product(xs[0], weights[0][:1000], tiling=tiling, push=peers.push)

@@ -11,8 +11,15 @@ import httpx
 import pytest
 import yaml
 
+from transect.flow.watch.report import DriftReport, DriftTest, write_report
+from transect.server.app import create_app
+from transect.server.options import ServerOptions
+
 FOLDER = Path(__file__).resolve().parents[3] / "examples" / "monitoring"
-BOARD = json.loads((FOLDER / "grafana" / "dashboards" / "transect.json").read_text())
+BOARDS = FOLDER / "grafana" / "dashboards"
+BOARD = json.loads((BOARDS / "transect.json").read_text())
+VERSIONS = json.loads((BOARDS / "versions.json").read_text())
+"""The board of releases, drift and captures, which only a server with these shows."""
 
 
 def expressions():
@@ -66,6 +73,7 @@ def test_a_real_prometheus_answers_every_query(live, tmp_path, port):
     settings["global"]["scrape_interval"] = "1s"
     settings["scrape_configs"][0]["static_configs"][0]["targets"] = [live.removeprefix("http://")]
     (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(settings))
+    shutil.copy(FOLDER / "alerts.yaml", tmp_path)
     address = f"127.0.0.1:{port}"
     places = ("--config.file", tmp_path / "prometheus.yaml", "--storage.tsdb.path", tmp_path / "data")
     process = subprocess.Popen([command, *places, "--web.listen-address", address], stderr=subprocess.DEVNULL)
@@ -89,17 +97,18 @@ def test_a_real_prometheus_answers_every_query(live, tmp_path, port):
     assert not left
 
 
-def test_the_board_is_what_grafana_reads():
+@pytest.mark.parametrize("board", [BOARD, VERSIONS], ids=["transect", "versions"])
+def test_the_board_is_what_grafana_reads(board):
     """By Grafana's own models: nothing of the board is lost on the way through them."""
     dashboard = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
     encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
-    read = dashboard.Dashboard.from_json(BOARD)
+    read = dashboard.Dashboard.from_json(board)
     again = json.loads(encoder.JSONEncoder(sort_keys=True).encode(read))
-    assert set(BOARD) <= set(again) and again["title"] == "Transect"
-    for panel, kept in zip(BOARD["panels"], again["panels"], strict=True):
+    assert set(board) <= set(again) and again["title"] == board["title"]
+    for panel, kept in zip(board["panels"], again["panels"], strict=True):
         assert set(panel) <= set(kept) and kept["targets"] == panel["targets"], panel["title"]
         assert set(panel["fieldConfig"]["defaults"]) <= set(kept["fieldConfig"]["defaults"])
-    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     taken = set()
     for panel in read.panels:
         place = panel.grid_pos
@@ -129,3 +138,28 @@ def test_compose_brings_the_board_and_its_data_together():
     assert home == f"{path}/transect.json"
     scrape = yaml.safe_load(mounts["/etc/prometheus/prometheus.yml"].read_text())
     assert scrape["scrape_configs"][0]["static_configs"][0]["targets"] == ["host.docker.internal:8000"]
+    assert scrape["rule_files"] == ["alerts.yaml"] and "/etc/prometheus/alerts.yaml" in mounts
+    assert VERSIONS["uid"] != BOARD["uid"] and {p["datasource"]["uid"] for p in VERSIONS["panels"]} == used
+
+
+async def test_every_query_about_versions_and_drift_finds_its_metrics(engine, tmp_path):
+    folder = tmp_path / "captures"
+    releases = tmp_path / "releases.json"
+    releases.write_text('{"prod": {"versions": [{"model": "m"}]}}')
+    app = create_app(engine, ServerOptions(model_names=("m",), capture_dir=str(folder), releases=str(releases)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        for body in ({"prompt": "Hi"}, {"prompt": "NAN"}, {"prompt": "Hi", "response_format": {"type": "json_object"}}):
+            answer = await client.post("/v1/completions", json=body | {"model": "prod"})
+        await client.post("/v1/feedback", json={"id": answer.json()["id"], "thumb": "up"})
+        write_report(folder, DriftReport(0.0, 0.0, 1, 0.1, [DriftTest("refusals", 0.0, 1.0, 0.1, False, 0.0, 0.0)]), 1)
+        text = (await client.get("/metrics")).text
+    app.state.serving.captures.close()
+    shown = {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
+    labels = {*re.findall(r'(\w+)="', text), "instance"}
+    rules = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
+    queries = [target["expr"] for panel in VERSIONS["panels"] for target in panel["targets"]]
+    for query in [*queries, *(rule["expr"] for rule in rules)]:
+        names = set(re.findall(r"transect_\w+", query))
+        assert names and names <= shown, query
+        used = {each.strip() for found in re.findall(r"by \(([\w, ]+)\)", query) for each in found.split(",")}
+        assert used | set(re.findall(r"\{(\w+)=~", query)) <= labels, query

@@ -76,4 +76,4 @@ def test_what_is_wrong_with_its_table_is_said(package):
     told = transect(package, "train", "run.toml", "--set", "simpo.gama=1", "--set", "run_dir=other", code=2)
     assert "the setting simpo.gama is not known; did you mean simpo.gamma?" in told
     told = transect(package, "train", "run.toml", "--set", "objective=simp", "--set", "run_dir=other", code=2)
-    assert "grpo, distill, simpo" in told
+    assert "grpo, distill, eagle3, simpo" in told

@@ -80,6 +80,9 @@ class Runner:
         fill_masks: makes the masks of draws under a grammar.
     """
 
+    ahead = 0
+    """Positions between the end of a row and the token that it draws."""
+
     def __init__(self, model: Decoder, k_cache: Tensor, v_cache: Tensor, *, fill_masks: MaskFiller = fill_each) -> None:
         self.adapters: AdapterSlots | None = None
         """Slots for the adapters of rows; None if no row has one."""
@@ -106,6 +109,8 @@ class Runner:
         """Copy blocks, compute the rows, draw (under a grammar: when ``draw`` is called). A row whose logits are not
         finite fails alone."""
         copy_blocks(self._k_cache, self._v_cache, batch.block_copies)
+        if self._model.taps is not None:
+            self._model.taps.copy(batch.block_copies)
         if self.adapters is not None:
             batch = self._with_adapters(batch, self.adapters)
         tokens_T, positions_T, context, starts = self._inputs(batch)
@@ -133,7 +138,7 @@ class Runner:
         last_tokens: list[int] = []
         for row, start in zip(batch.rows, starts, strict=True):
             if row.draws:
-                picks.extend(Pick(draw, row.end, len(last_tokens)) for draw in row.draws)
+                picks.extend(Pick(draw, row.end + self.ahead, len(last_tokens)) for draw in row.draws)
                 last_tokens.append(start + row.num_tokens - 1)
         logits_RV = self._model.logits(hidden_TD[torch.tensor(last_tokens)]) if picks else None
         if any(pick.draw.constraint is not None for pick in picks):

@@ -3,7 +3,8 @@
 * ``llm``: ``LLM``, the engine in the caller's process. ``inputs``: accepted forms of prompts. ``interrupts``: Ctrl-C
   between steps. ``vllm_arguments``: arguments of programs written for vLLM.
 * ``async_engine``, ``process``, ``wire``: ``AsyncEngine``, the engine in another process, and the messages between.
-  ``mailbox``: outputs that wait for a request's task. ``socket_folder``: the folder of their socket.
+  ``mailbox``: outputs that wait for a request's task. ``questions``: questions to the process and their answers.
+  ``launch``: the process's start. ``socket_folder``: the folder of their socket.
   ``collector``: the garbage collector in a process that serves. ``grammar_queue``: requests whose grammars compile.
   ``adapter_queue``: requests whose adapters are read.
 * ``streams``: a request with what is known of its answer, carried from engine to engine. ``generating``: texts and

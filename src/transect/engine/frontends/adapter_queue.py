@@ -39,6 +39,11 @@ class AdapterQueue:
         """Count the awaited adapters, and the news of adapters that has not been taken."""
         return len(self._files) + len(self.loaded)
 
+    @property
+    def waiting(self) -> list[str]:
+        """Ids of the waiting requests."""
+        return list(self._waiting)
+
     def add(self, request: Request, files: AdapterFiles) -> None:
         """Queue a request now, or as soon as its adapter is in memory. Raises what ``add`` of ``__init__`` raises."""
         if self._store is None:

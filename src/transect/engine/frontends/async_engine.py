@@ -11,23 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import functools
-import shutil
-import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-import msgspec
 import zmq
-import zmq.asyncio
 
 from ...checkpoints.peft_config import AdapterFiles
-from ...checkpoints.resolve import resolve
-from ...spec.layouts.shards import first_shard
-from ...text.model_text import ModelText, load_text, text_settings
-from ...text.output_processor import OutputProcessor, Update
+from ...text.model_text import ModelText
+from ...text.output_processor import Given, OutputProcessor, Update
 from ...text.outputs import RequestOutput
 from ..config import EngineConfig
 from ..executors.pooling import Pooling, default_pooling
@@ -36,18 +28,26 @@ from ..scheduling.limits import check_choices
 from ..scheduling.outputs import EngineOutput, SchedulerStats, first_tokens_first
 from ..scheduling.policies.admission import QueueFull
 from ..scheduling.sampling_params import SamplingParams
+from ..scheduling.snapshot import SchedulerSnapshot
 from . import wire
 from .generating import Generates
-from .inputs import check_params, check_token_ids, checked_submit, default_params, text_options, with_token_ids
-from .socket_folder import NAME, make_socket_folder
+from .inputs import check_params, check_token_ids, checked_submit, default_params, with_token_ids
+from .launch import launch
+from .questions import Questions
 from .streams import EngineDeadError, EngineHealth, OutputStream
 from .vllm_arguments import engine_settings
 
 STOP_WAIT_S = 5.0
+"""Seconds for the process to end by itself."""
 MOST_UNREAD = 4096
 """Most requests that the engine has not read yet."""
 UNREAD_RETRY_S = 5.0
 """Seconds after which clients may retry if the engine does not read its messages."""
+
+
+def ended_how(code: int) -> str:
+    """Describe the end of a process by its exit code, which is negative after a signal."""
+    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
 
 class AsyncEngine(Generates):
@@ -70,8 +70,7 @@ class AsyncEngine(Generates):
         """Messages that wait for the engine process to start."""
         self._streams: dict[str, OutputStream] = {}
         """Requests in this engine, by id."""
-        self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
-        self._adapter_waiters: dict[str, list[asyncio.Future[str]]] = {}
+        self._questions = Questions()
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         self._submitted = self._taken = 0
         """Number of the newest submitted request."""
@@ -97,59 +96,21 @@ class AsyncEngine(Generates):
         config = (config if config is not None else EngineConfig(**engine_settings(settings))).for_server()
         if config.replicas > 1:
             raise ValueError("one AsyncEngine is one replica: start several with engine.replicas.start_engines")
-        # The name is resolved here, once: a download shows its progress, and both processes read the same files.
-        find = functools.partial(
-            resolve, config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter
-        )
-        source = await asyncio.to_thread(find)
-        first_shard(source.config, config.layout)  # before processes are started for what cannot be
-        directory = make_socket_folder()
-        loading = asyncio.ensure_future(asyncio.to_thread(load_text, source, **text_settings(config)))
-        context = zmq.asyncio.Context()
-        process = None
+        launched = await launch(config, cls.process_module)
         try:
-            socket = context.socket(zmq.PAIR)
-            socket.set_hwm(0)
-            endpoint = f"ipc://{directory}/{NAME}"
-            socket.bind(endpoint)
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", cls.process_module, endpoint),
-                stdin=asyncio.subprocess.PIPE,
-                process_group=0,  # a terminal's Ctrl-C is the parent's business, also before the process can ignore it
-            )
-            assert process.stdin is not None
-            text = await loading
-            default_params(text.defaults)  # what is wrong with them is said now, not to the first client
-            ends = text.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
-            adapter = None if source.adapter is None else str(source.adapter.path)
-            process_config = dataclasses.replace(
-                config, model=str(source.path), revision=None, adapter=adapter, eos_token_ids=ends
-            )
-            settings_bytes = msgspec.msgpack.encode(dataclasses.asdict(process_config))
-            process.stdin.write(len(settings_bytes).to_bytes(wire.CONFIG_LENGTH_BYTES, "little") + settings_bytes)
-            engine = cls(config, text)
-            engine.default_pooling = default_pooling(source.path)
-            engine._attach(process, socket, context)
+            engine = cls(config, launched.text)
+            engine.default_pooling = default_pooling(launched.path)
+            engine._attach(launched.process, launched.socket, launched.context)
             await engine._ready
-            # The two are connected, and need no path any more: whatever ends this process, no folder is left behind.
-            shutil.rmtree(directory, ignore_errors=True)
-            return engine
         except BaseException:
-            loading.cancel()
-            if process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-            context.destroy(linger=0)
-            shutil.rmtree(directory, ignore_errors=True)
+            await launched.abandon()
             raise
+        launched.connected()
+        return engine
 
-    def _attach(
-        self,
-        process: asyncio.subprocess.Process,
-        socket: zmq.asyncio.Socket,
-        context: zmq.asyncio.Context,
-    ) -> None:
+    def _attach(self, process: Any, socket: Any, context: Any) -> None:
+        """Begin to exchange messages. The three have the methods of ``asyncio.subprocess.Process`` and of zmq's sockets
+        and contexts that this class calls."""
         self._process, self._socket, self._context = process, socket, context
         self._receiver = asyncio.create_task(self._receive())
         self._receiver.add_done_callback(self._receiver_ended)
@@ -204,7 +165,7 @@ class AsyncEngine(Generates):
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def snapshot(self, request_id: str) -> RequestOutput | None:
-        """Return the current state of a request; None if it has ended and only its last update is in transit."""
+        """Return the current state of a request; see ``Generates``."""
         return self._processor.snapshot(request_id) if request_id in self._processor else None
 
     async def stream(
@@ -232,6 +193,7 @@ class AsyncEngine(Generates):
         client: str = "",
         weight: float = 1.0,
         adapter: AdapterFiles | None = None,
+        output_token_ids: Given | None = None,
     ) -> OutputStream:
         """Check a request, and build its stream for ``follow``. Raises as ``generate`` does."""
         self._check_alive()
@@ -241,7 +203,9 @@ class AsyncEngine(Generates):
         check_choices(params.n, self.info.max_num_seqs)
         if adapter is not None and not self.config.enable_lora:
             raise ValueError("this engine serves no adapters: start it with enable_lora")
-        return OutputStream(request_id, prompt, ids, params, priority, pooling, client, weight, adapter)
+        return OutputStream(
+            request_id, prompt, ids, params, priority, pooling, client, weight, adapter, output_token_ids
+        )
 
     async def follow(self, stream: OutputStream) -> AsyncGenerator[Update, None]:
         """Run a request here: a new one, or one that another engine has left unfinished. If this engine ends too,
@@ -250,13 +214,17 @@ class AsyncEngine(Generates):
         if not stream.begun:
             self._check_room()
         name = stream.request_id
-        self._take_over(stream)
+        begun = stream.enter(self._processor)
         self._submitted += 1
         stream.number = self._submitted
         self._streams[name] = stream
         self._idle.clear()
         try:
-            await self._send(stream.submit())
+            for update in begun:
+                stream.left -= update.finished
+                yield update
+            if stream.left:
+                await self._send(stream.submit())
             while stream.left:
                 news = await stream.take()
                 while news:
@@ -275,27 +243,21 @@ class AsyncEngine(Generates):
             if not self._streams:
                 self._idle.set()
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; its stream gets a terminal update with ``finish_reason`` "abort" for each running choice."""
+    async def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it; see ``Generates``."""
         if request_id not in self._streams:
             return
-        for update in self._processor.finish(request_id):
+        for update in self._processor.finish(request_id, choice=choice):
             self._streams[request_id].mailbox.put(update)
         if self._death is None:
-            await self._send(wire.Abort(request_id))
+            await self._send(wire.Abort(request_id, choice))
 
-    def end(self, stream: OutputStream) -> list[Update]:
-        """End a request that is in no engine. Returns the terminal updates of its running choices."""
-        self._take_over(stream)
-        stream.state = None
-        return self._processor.finish(stream.request_id)
-
-    def _take_over(self, stream: OutputStream) -> None:
-        if stream.state is None:
-            options = text_options(stream.params)
-            self._processor.add(stream.request_id, stream.prompt, stream.prompt_token_ids, **options)
-        else:
-            self._processor.adopt(stream.request_id, stream.state)
+    def end(self, stream: OutputStream, choice: int | None = None) -> list[Update]:
+        """End a request that is in no engine, or one choice of it. Returns the terminal updates of what this ends."""
+        stream.enter(self._processor)
+        updates = self._processor.finish(stream.request_id, choice=choice)
+        stream.state = self._processor.release(stream.request_id)
+        return updates
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -310,10 +272,19 @@ class AsyncEngine(Generates):
 
     async def stats(self) -> SchedulerStats:
         """Return the scheduler's gauges and counters, read between two steps."""
+        answer: SchedulerStats = await self._ask(wire.StatsQuery())
+        return answer
+
+    async def look(self, requests: bool = False) -> SchedulerSnapshot:
+        """Return a snapshot of the scheduler between two steps; ``requests``: with all unfinished requests. All records
+        of the decision log up to then are in ``decisions``."""
+        answer: SchedulerSnapshot = await self._ask(wire.Look(requests))
+        return answer
+
+    async def _ask(self, question: wire.ToEngine) -> Any:
         self._check_alive()
-        waiter: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
-        self._stats_waiters.append(waiter)
-        await self._send(wire.StatsQuery())
+        waiter = self._questions.ask()
+        await self._send(question)
         return await waiter
 
     async def reset_prefix_cache(self) -> None:
@@ -334,8 +305,7 @@ class AsyncEngine(Generates):
             EngineDeadError: the engine has ended.
         """
         self._check_alive()
-        waiter: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._adapter_waiters.setdefault(files.id, []).append(waiter)
+        waiter = self._questions.ask(files.id)
         await self._send(wire.LoadAdapter(files.id, str(files.path)))
         if error := await waiter:
             raise ValueError(error)
@@ -423,14 +393,10 @@ class AsyncEngine(Generates):
                     self._refuse(message)
                 case wire.Taken():
                     self._taken = message.number
-                case wire.Stats():
-                    waiter = self._stats_waiters.pop(0)
-                    if not waiter.done():
-                        waiter.set_result(message.stats)
+                case wire.Stats() | wire.Looked():
+                    self._questions.answer(message.stats if isinstance(message, wire.Stats) else message.snapshot)
                 case wire.AdapterLoaded():
-                    for each in self._adapter_waiters.pop(message.id, ()):
-                        if not each.done():
-                            each.set_result(message.error)
+                    self._questions.answer_all(message.error, message.id)
                 case wire.Ready():
                     self._ready.set_result(message)
                 case wire.Failed():
@@ -476,10 +442,14 @@ class AsyncEngine(Generates):
     async def _watch(self) -> None:
         code = await self._process.wait()
         await asyncio.sleep(0.05)  # its last words may still be under way
-        reason = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        self._die(f"the engine process {reason}")
+        reason = self._end_of(code)
+        self._die(reason)
         if not self._ready.done():
-            self._ready.set_exception(EngineDeadError(f"the engine process {reason} while starting"))
+            self._ready.set_exception(EngineDeadError(f"{reason} while starting"))
+
+    def _end_of(self, code: int) -> str:
+        """Return the reason for the engine's end, from the exit code of its process."""
+        return f"the engine process {ended_how(code)}"
 
     def _die(self, reason: str) -> None:
         """Report the engine's end to every stream and every waiter once; the first reason is kept."""
@@ -488,12 +458,6 @@ class AsyncEngine(Generates):
         self._death = reason
         for stream in self._streams.values():
             stream.mailbox.put(EngineDeadError(reason))
-        loading = [each for asked in self._adapter_waiters.values() for each in asked]
-        waiters: list[asyncio.Future[Any]] = [*self._stats_waiters, *loading]
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_exception(EngineDeadError(reason))
-        self._stats_waiters.clear()
-        self._adapter_waiters.clear()
+        self._questions.fail(EngineDeadError(reason))
         for sending in list(self._sending):
             sending.cancel()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...text.detokenizer import IncrementalDetokenizer, TokenTable
-from ...text.outputs import CompletionOutput, PositionLogprobs
+from ...text.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from ..scheduling.sampling_params import MAX_LOGPROBS, SamplingParams
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
@@ -216,6 +216,29 @@ class BeamSearch:
             beam.reason,
             beam.stop_reason,
         )
+
+
+def advance_all(searches: Sequence[BeamSearch], results: Sequence[RequestOutput]) -> None:
+    """Extend every beam of several searches by one token.
+
+    Args:
+        results: finished engine requests of all beams, in order.
+
+    Raises:
+        RuntimeError: a beam has failed.
+    """
+    left = iter(results)
+    for search in searches:
+        if search.beams:
+            search.advance([_only_position(next(left)) for _ in search.beams])
+
+
+def _only_position(result: RequestOutput) -> PositionLogprobs:
+    """Return the log-probabilities of the one token that a beam was extended by."""
+    (output,) = result.outputs
+    if not output.logprobs:
+        raise RuntimeError(f"a beam failed: {output.error}")
+    return output.logprobs[0]
 
 
 def with_prompt(search: BeamSearch, prompt: Sequence[int], tokenizer: SearchTokenizer) -> BeamSearchOutput:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from ...checkpoints.peft_config import AdapterFiles, adapter_folder
-from ...text.output_processor import Update
+from ...text.output_processor import Given, Update
 from ...text.outputs import RequestOutput
 from ..executors.pooling import PARAMS, EmbeddingOutput, Pooling, PoolingParams, embedding_output
 from ..scheduling.sampling_params import SamplingParams
@@ -56,8 +56,14 @@ class Generates(ABC):
         client: str = "",
         weight: float = 1.0,
         adapter: AdapterFiles | None = None,
+        output_token_ids: Given | None = None,
     ) -> AsyncGenerator[Update, None]:
         """Yield deltas of all choices until each has had its terminal update. Raises as ``generate`` does."""
+
+    @abstractmethod
+    async def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it; its stream gets a terminal update with ``finish_reason`` "abort"
+        for each running choice that this ends."""
 
     async def generate(
         self,

@@ -52,6 +52,11 @@ class GrammarQueue:
         """Content ids of the adapters of these requests."""
         return {late.request.adapter for late in self._late.values()}
 
+    @property
+    def waiting(self) -> list[str]:
+        """Ids of the waiting requests."""
+        return list(self._late)
+
     def add(self, request: Request) -> None:
         """Queue a request now, or as soon as its grammar is compiled. Raises the errors of ``EngineCore.add``."""
         params = request.params.structured_outputs
@@ -63,7 +68,7 @@ class GrammarQueue:
         scheduler = self._core.scheduler
         max_length = limits.max_length(request, scheduler.config)
         claim, key = scheduler.arrivals.claim(request, max_length)
-        if request.output_token_ids is None:
+        if not request.carried_over:
             scheduler.waiting.check_room(claim, key)
         if request.arrival_time is None:
             request = msgspec.structs.replace(request, arrival_time=scheduler.clock.now())

@@ -41,6 +41,13 @@ class LoRARequest:
         return f"LoRARequest({self.lora_name!r}, {self.lora_path!r})"
 
 
+class Searches(Protocol):
+    """A search, which a level above hands to an ``LLM``."""
+
+    def run(self, llm: Any, prompts: Any, params: SamplingParams | None, **options: Any) -> list[Any]:
+        """Search an answer to each prompt."""
+
+
 def prompt_token_ids(
     prompt: str | Sequence[int] | Mapping[str, Any],
     tokenizer: TextEncoder,
@@ -121,6 +128,23 @@ def check_params(params: object) -> SamplingParams:
             f"sampling parameters are given as SamplingParams(max_tokens=64, ...), not as {type(params).__name__}"
         )
     return params
+
+
+def params_for(
+    count: int, params: SamplingParams | Sequence[SamplingParams] | None, defaults: SamplingParams
+) -> Sequence[SamplingParams]:
+    """Return the parameters of each of ``count`` prompts; ``defaults`` if there are none.
+
+    Raises:
+        ValueError: they are of another type, or of another number.
+    """
+    if params is None:
+        return [defaults] * count
+    if not isinstance(params, (list, tuple)):
+        return [check_params(params)] * count
+    if len(params) != count:
+        raise ValueError(f"there are {count} prompts and {len(params)} sampling_params: give one, or one for each")
+    return [check_params(each) for each in params]
 
 
 def with_token_ids(params: SamplingParams, tokenizer: TextEncoder) -> SamplingParams:

@@ -14,7 +14,7 @@ from ...text.hf_tokenizer import HFTokenizer
 from ...text.inert import chat_tokens
 from ...text.model_text import load_text, text_settings
 from ...text.output_processor import OutputProcessor
-from ...text.outputs import PositionLogprobs, RequestOutput
+from ...text.outputs import RequestOutput
 from ...text.template_worker import TemplateApart
 from ..config import EngineConfig
 from ..executors.gpu.compilers import compiling
@@ -25,12 +25,13 @@ from ..scheduling.limits import max_length
 from ..scheduling.outputs import EngineOutput, SchedulerStats
 from ..scheduling.request import Request
 from ..scheduling.sampling_params import SamplingParams
-from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, with_prompt
+from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, advance_all, with_prompt
 from .inputs import (
     LoRARequest,
-    check_params,
+    Searches,
     check_token_ids,
     default_params,
+    params_for,
     prompt_token_ids,
     text_options,
     truncated,
@@ -143,7 +144,7 @@ class LLM:
             ValueError: a prompt or parameter is at fault; nothing was started.
         """
         inputs = self._inputs(prompts, add_special_tokens=add_special_tokens, parse_special=parse_special)
-        params = self._params_for(len(inputs), sampling_params)
+        params = params_for(len(inputs), sampling_params, self._defaults)
         return self._run(inputs, params, use_tqdm, priority, adapters=self._adapters_for(len(inputs), lora_request))
 
     def chat(
@@ -184,14 +185,19 @@ class LLM:
                 **(chat_template_kwargs or {}),
             }
             inputs.append(chat_tokens(self.chat_template, self.tokenizer, conversation, **options))
-        params = self._params_for(len(inputs), sampling_params)
+        params = params_for(len(inputs), sampling_params, self._defaults)
         return self._run(inputs, params, use_tqdm, priority, adapters=self._adapters_for(len(inputs), lora_request))
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        lora_request: LoRARequests = None,
     ) -> list[BeamSearchOutput]:
         """Search for the likeliest whole answers (``engine/frontends/beam_search.py``). The beams of all prompts run
-        together.
+        together. ``lora_request``: as for ``generate``.
 
         Returns:
             For each prompt ``beam_width`` answers, best first (fewer where a context or vocabulary has no more).
@@ -203,18 +209,37 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise ValueError("beam_search takes BeamSearchParams(beam_width=4, max_tokens=64, ...)")
         inputs = self._inputs(prompts)
+        adapters = self._adapters_for(len(inputs), lora_request)
         room = [self.max_model_len - len(ids) for _, ids in inputs]
         searches = [BeamSearch(params, max(each, 1), self._eos, self.tokenizer) for each in room]
         step = params.step_params().with_(stop=None, stop_token_ids=None)
         with _Progress(params.max_tokens, use_tqdm) as progress:
             while any(search.beams for search in searches):
-                going = [(search, ids) for search, (_, ids) in zip(searches, inputs, strict=True) if search.beams]
-                longer = [(None, [*ids, *beam]) for search, ids in going for beam in search.beams]
-                results = iter(self._run(longer, [step] * len(longer), False, 0))
-                for search, _ in going:
-                    search.advance([_only_position(next(results)) for _ in search.beams])
+                longer = [
+                    (None, [*ids, *beam]) for s, (_, ids) in zip(searches, inputs, strict=True) for beam in s.beams
+                ]
+                named = [adapter for s, adapter in zip(searches, adapters, strict=True) for _ in s.beams]
+                advance_all(searches, self._run(longer, [step] * len(longer), False, 0, adapters=named))
                 progress.advance()
-        return [with_prompt(each, ids, self.tokenizer) for each, (_, ids) in zip(searches, inputs, strict=True)]
+        return [with_prompt(found, ids, self.tokenizer) for found, (_, ids) in zip(searches, inputs, strict=True)]
+
+    def search(
+        self, prompts: Any, search: Searches, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> list[Any]:
+        """Spend more compute on each answer: ``llm.search(messages, Search("best_of_n", n=16))``.
+
+        Args:
+            prompts: text, token ids or messages, or a list of such; all are searched at the same time.
+            search: a ``transect.Search``, and ``options`` of its ``search/local.py``.
+            sampling_params: of each branch; None for ``get_default_sampling_params()``.
+
+        Returns:
+            A ``SearchResult`` for each prompt, in their order.
+
+        Raises:
+            ValueError: a prompt or setting is at fault, or no branch has given an answer.
+        """
+        return search.run(self, prompts, sampling_params, **options)
 
     def embed(
         self,
@@ -247,10 +272,17 @@ class LLM:
         return [embedding_output(result, params) for result in results]
 
     def score(
-        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, use_tqdm: bool = False, priority: int = 0
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        use_tqdm: bool = False,
+        priority: int = 0,
+        lora_request: LoRARequests = None,
     ) -> list[ScoringOutput]:
         """Score how likely each query (``text_1``) is after its document (``text_2``); see
-        ``engine/frontends/scoring.py``. A single query is paired with all documents.
+        ``engine/frontends/scoring.py``. A single query is paired with all documents. ``lora_request``: the adapter for
+        all pairs, or one (or None) for each.
 
         Raises:
             ValueError: a text is at fault; nothing was started.
@@ -258,7 +290,8 @@ class LLM:
         """
         encoded = [pair_token_ids(query, text, self.tokenizer.encode) for query, text in pairs(text_1, text_2)]
         inputs = [(None, ids) for ids, _ in encoded]
-        results = self._run(inputs, [SCORE] * len(inputs), use_tqdm, priority)
+        adapters = self._adapters_for(len(inputs), lora_request)
+        results = self._run(inputs, [SCORE] * len(inputs), use_tqdm, priority, adapters=adapters)
         return [
             ScoringOutput(Score(score(result, tokens)), result.prompt_token_ids)
             for result, (_, tokens) in zip(results, encoded, strict=True)
@@ -271,17 +304,6 @@ class LLM:
         single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
         every: Any = [prompts] if single else prompts
         return [prompt_token_ids(prompt, self.tokenizer, **text_flags) for prompt in every]
-
-    def _params_for(
-        self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> Sequence[SamplingParams]:
-        if params is None:
-            return [self._defaults] * count
-        if not isinstance(params, (list, tuple)):
-            return [check_params(params)] * count
-        if len(params) != count:
-            raise ValueError(f"there are {count} prompts and {len(params)} sampling_params: give one, or one for each")
-        return [check_params(each) for each in params]
 
     def _adapters_for(self, count: int, asked: LoRARequests) -> Sequence[str]:
         """Load the adapters of a call. Returns the content id of each prompt's, empty for none."""
@@ -379,15 +401,16 @@ class LLM:
         params: SamplingParams,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
+        pooling: Pooling | None = None,
     ) -> str:
         """Queue token ids and return the request's id; then call ``step`` while ``has_work``. Stop strings are ignored,
-        because this level of the engine has no text.
+        because this level of the engine has no text. ``pooling``: return a vector of the prompt (``embed``).
 
         Raises:
             ValueError: the request cannot run, or an engine on several ranks has been closed.
         """
         (adapter,) = self._adapters_for(1, lora_request)
-        request = self._request(list(prompt_token_ids), params, priority, adapter=adapter)
+        request = self._request(list(prompt_token_ids), params, priority, pooling, adapter)
         self._check_open()
         self._core.add(request)
         return request.request_id
@@ -406,9 +429,9 @@ class LLM:
                 raise
             return outputs
 
-    def abort(self, request_id: str) -> None:
-        """End a submitted request."""
-        self._core.abort(request_id)
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a submitted request, or one choice of it."""
+        self._core.abort(request_id, choice)
 
     @property
     def has_work(self) -> bool:
@@ -437,14 +460,6 @@ class LLM:
         if self._core.decisions is not None:
             self._core.decisions.close()
         self._end_ranks()
-
-
-def _only_position(result: RequestOutput) -> PositionLogprobs:
-    """Return the log-probabilities of the one token that a beam was extended by."""
-    (output,) = result.outputs
-    if not output.logprobs:
-        raise RuntimeError(f"a beam failed: {output.error}")
-    return output.logprobs[0]
 
 
 def _end_ranks(core: EngineCore, ranks: Ranks | None) -> None:

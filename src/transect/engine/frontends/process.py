@@ -28,9 +28,11 @@ from ..config import EngineConfig
 from ..executors.gpu.compilers import compiling
 from ..executors.gpu.options import GPUOptions
 from ..scheduling.core import EngineCore
+from ..scheduling.outputs import EngineOutput
 from ..scheduling.policies.admission import QueueFull
 from ..scheduling.request import Request
 from ..scheduling.sampling_params import SamplingParams
+from ..scheduling.snapshot import snapshot
 from . import wire
 from .adapter_queue import AdapterQueue
 from .collector import keep_from_collector
@@ -85,8 +87,9 @@ def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
     keep_from_collector()
     for line in built.report:
         print(f"transect: {line}", file=sys.stderr)
-    socket.send(wire.encode(_ready(built, time.monotonic() - started)))
-    loop = _Loop(socket, built)
+    ready = _ready(built, time.monotonic() - started)
+    socket.send(wire.encode(ready))
+    loop = _Loop(socket, built, ready)
     if built.ranks is not None:
         built.ranks.tell(loop.end_if_stuck)
     try:
@@ -125,8 +128,8 @@ class _Loop:
     """The loop of messages and steps. Between two steps every waiting message is taken; without work the loop
     sleeps."""
 
-    def __init__(self, socket: zmq.Socket[bytes], built: BuiltEngine) -> None:
-        self._socket = socket
+    def __init__(self, socket: zmq.Socket[bytes], built: BuiltEngine, ready: wire.Ready) -> None:
+        self._socket, self._ready = socket, ready
         self._core: EngineCore = built.core
         self._compiler = built.grammars(checked=True)
         self._grammars = GrammarQueue(self._core, self._compiler)
@@ -140,8 +143,8 @@ class _Loop:
         self._sending = threading.Lock()
         self._failed = False
         self._last_sent = 0.0
-        self._read = 0
-        """Number of the newest submit that was read."""
+        self._read = self._told = 0
+        """Number of the newest submit that was read, and as told to the caller."""
         self._decided: list[bytes] = []
         """Records of the decision log that have not been sent to the other process."""
         if self._core.decisions is not None:
@@ -166,8 +169,7 @@ class _Loop:
             if self._core.has_work and not self._stopping:
                 outputs = self._core.step()
                 if outputs or len(self._decided) > MOST_DECISIONS:
-                    self._send(wire.Outputs(outputs, b"".join(self._decided)))
-                    self._decided.clear()
+                    self._send_decided(outputs)
             if time.monotonic() - self._last_sent >= wire.HEARTBEAT_S:
                 self._send(wire.Alive())
         self._compiler.close()
@@ -182,12 +184,15 @@ class _Loop:
                 self._take_messages()
 
     def _take_messages(self) -> None:
-        before = self._read
         try:
             self._take_waiting()
         finally:
-            if self._read > before:
-                self._send(wire.Taken(self._read))
+            self._tell_taken()
+
+    def _tell_taken(self) -> None:
+        if self._told != self._read:
+            self._told = self._read
+            self._send(wire.Taken(self._read))
 
     def _take_waiting(self) -> None:
         while True:
@@ -205,14 +210,36 @@ class _Loop:
                     stats = self._core.stats()
                     stats.grammar_cache_bytes = self._compiler.kept_bytes
                     self._send(wire.Stats(stats))
+                case wire.Look():
+                    self._send_decided([])
+                    seen = snapshot(self._core.scheduler, message.requests)
+                    seen.elsewhere = len(self._grammars) + len(self._adapters.waiting)
+                    self._send(wire.Looked(seen))
                 case wire.ResetPrefixCache():
                     self._core.reset_prefix_cache()
                 case wire.LoadAdapter():
                     self._adapters.load(AdapterFiles(Path(message.path), message.id))
                 case wire.ForgetAdapter():
                     self._adapters.forget(message.id)
+                case wire.NewCaller():
+                    self._change_caller()
                 case wire.Shutdown():
                     self._stopping = True
+
+    def _send_decided(self, outputs: list[EngineOutput]) -> None:
+        """Send outputs with the records of the decision log so far."""
+        self._send(wire.Outputs(outputs, b"".join(self._decided)))
+        self._decided.clear()
+
+    def _change_caller(self) -> None:
+        for name in (*self._adapters.waiting, *self._grammars.waiting, *self._core.scheduler.requests):
+            if not self._adapters.abort(name, None):
+                self._grammars.abort(name)
+        self._read = self._told = 0
+        self._decided.clear()
+        if self._core.decisions is not None:
+            self._decided.append(self._core.decisions.header)
+        self._send(self._ready)
 
     def _submit(self, message: wire.Submit) -> None:
         self._read = message.number
@@ -229,13 +256,14 @@ class _Loop:
                 weight=message.weight,
                 output_token_ids=message.output_token_ids,
                 adapter=message.adapter,
+                given=message.given,
             )
             if message.adapter:
                 self._adapters.add(request, AdapterFiles(Path(message.adapter_path), message.adapter))
             else:
                 self._grammars.add(request)
         except (QueueFull, ValueError) as error:
-            self._send(wire.Taken(self._read))
+            self._tell_taken()
             self._refuse(message.request_id, error)
 
     def _refuse(self, request_id: str, error: Exception) -> None:

@@ -44,6 +44,7 @@ REPORT = 16
 """Tokens of a stream between two reports to the router."""
 PAST_LOGS = 4
 """Ended replicas whose decisions are kept, for the bills of requests that they had."""
+RECENT_CHOICES = 64
 MOST_DEATHS = 10
 """Largest number of replicas that may end while running one request, even with tokens between."""
 
@@ -99,7 +100,8 @@ class Replicas(Generates):
     def __init__(self, config: EngineConfig, engines: Sequence[AsyncEngine]) -> None:
         self.config = config
         self.engines = list(engines)
-        self._router = Router([engine.info.kv_tokens for engine in engines], config.block_size)
+        more = {"slots": config.max_loras} if config.enable_lora else {}
+        self._router = Router([engine.info.kv_tokens for engine in engines], config.block_size, **more)
         self._streams: dict[str, OutputStream] = {}
         """The requests that have not ended."""
         self._where: dict[str, AsyncEngine] = {}
@@ -117,6 +119,9 @@ class Replicas(Generates):
         self._closing = False
         self.past_decisions: deque[DecisionRing] = deque(maxlen=PAST_LOGS)
         """Decisions of replicas that were replaced."""
+        self.routed: deque[tuple[str, str, Ticket]] = deque(maxlen=RECENT_CHOICES)
+        """Request, client and ticket of the router's newest choices."""
+        self.num_routed = 0
         self.handed_over = 0
         """Count of hand-overs of requests to another replica."""
 
@@ -202,8 +207,8 @@ class Replicas(Generates):
         try:
             full: set[AsyncEngine] = set()
             while stream.left:
-                if stream.aborted:
-                    for update in self.engines[0].end(stream):
+                while stream.aborted:
+                    for update in self.engines[0].end(stream, stream.aborted.pop(0)):
                         stream.mailbox.put(update)
                 if len(stream.mailbox):
                     for item in await stream.take():
@@ -218,7 +223,7 @@ class Replicas(Generates):
                         ticket, drawn = place.ticket, 0
                         async with contextlib.aclosing(place.engine.follow(stream)) as updates:
                             async for update in updates:
-                                drawn += len(update.token_ids)
+                                drawn += 0 if update.given else len(update.token_ids)
                                 if place.silent and drawn:
                                     self._begin_news(place, stream, update)
                                 if drawn >= place.report_at:
@@ -250,7 +255,10 @@ class Replicas(Generates):
                 yield None
                 return
             open_ones = [index for index in living if self.engines[index] not in full] or living
-            ticket = self._router.send(stream.prompt_token_ids, most, open_ones)
+            named = {} if stream.adapter is None else {"adapter": stream.adapter.id}
+            ticket = self._router.send(stream.prompt_token_ids, most, open_ones, **named)
+            self.num_routed += 1
+            self.routed.append((stream.request_id, stream.client, ticket))
             engine = self._where[stream.request_id] = self.engines[ticket.engine]
             place, alone = _Place(engine, ticket, alone), False
             try:
@@ -344,13 +352,13 @@ class Replicas(Generates):
         where = self._where.get(request_id)
         return None if where is None else where.snapshot(request_id)
 
-    async def abort(self, request_id: str) -> None:
-        """End a request on its replica, or between two replicas."""
+    async def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it, on its replica or between two replicas."""
         where, stream = self._where.get(request_id), self._streams.get(request_id)
         if where is not None:
-            await where.abort(request_id)
+            await where.abort(request_id, choice)
         elif stream is not None:
-            stream.aborted = True
+            stream.aborted.append(choice)
             self._wake()
 
     # ---- state -------------------------------------------------------------------------------------------------------

@@ -14,11 +14,12 @@ from typing import Any, Literal
 import msgspec
 
 from ...checkpoints.peft_config import AdapterFiles
-from ...text.output_processor import RunningRequest, Update, together
+from ...text.output_processor import Given, OutputProcessor, RunningRequest, Update, together
 from ..executors.pooling import Pooling
 from ..scheduling.outputs import RequestTimes
 from ..scheduling.sampling_params import SamplingParams
 from . import wire
+from .inputs import text_options
 from .mailbox import Mailbox
 
 
@@ -47,6 +48,7 @@ class OutputStream:
         priority: lower runs earlier.
         pooling, client, weight: see ``Request``.
         adapter: files of its adapter; None for none.
+        output_token_ids: tokens that the client gives answers to begin with, see ``Request``; None for none.
     """
 
     def __init__(
@@ -60,19 +62,20 @@ class OutputStream:
         client: str = "",
         weight: float = 1.0,
         adapter: AdapterFiles | None = None,
+        output_token_ids: Given | None = None,
     ) -> None:
         self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
         self.params, self.priority, self.pooling = params, priority, pooling
-        self.client, self.weight, self.adapter = client, weight, adapter
+        self.client, self.weight, self.adapter, self.given = client, weight, adapter, output_token_ids
         self.mailbox: Mailbox[Update | Exception] = Mailbox()
         self.state: RunningRequest | None = None
         """The answer so far, while no engine has the request; None before the first engine and after the end."""
-        self.left = params.n
+        self.left = params.n - (output_token_ids or ()).count(None)
         """Choices whose last update has not been taken."""
         self.number = 0
         """Number of the request's submit to its engine."""
-        self.aborted = False
-        """True if the request was aborted while no engine had it."""
+        self.aborted: list[int | None] = []
+        """Choices that were aborted while no engine had the request; None for all of them."""
         self.engine: Any = None
         """The ``AsyncEngine`` that had the request last, if there are several."""
         self.deaths = self.all_deaths = 0
@@ -100,7 +103,17 @@ class OutputStream:
             message.adapter, message.adapter_path = self.adapter.id, str(self.adapter.path)
         if self.state is not None:
             message.output_token_ids, message.arrival = self.state.output_token_ids(), self._arrival
+        elif self.given is not None:
+            message.output_token_ids, message.given = self.given, True
         return message
+
+    def enter(self, processor: OutputProcessor) -> list[Update]:
+        """Hand the answer so far to the text side of an engine. Returns the updates of tokens that the client gave."""
+        if self.state is not None:
+            processor.adopt(self.request_id, self.state)
+            return []
+        processor.add(self.request_id, self.prompt, self.prompt_token_ids, **text_options(self.params))
+        return [] if self.given is None else processor.begin(self.request_id, self.given)
 
     async def take(self) -> list[Update | Exception]:
         """Wait for updates and return them; consecutive updates of one choice are merged."""

@@ -8,6 +8,7 @@ import msgspec
 
 from ..numerics import Numerics
 from ..scheduling.outputs import EngineOutput, SchedulerStats
+from ..scheduling.snapshot import SchedulerSnapshot
 
 
 class Submit(msgspec.Struct, tag="submit"):
@@ -24,7 +25,9 @@ class Submit(msgspec.Struct, tag="submit"):
     client: str = ""
     weight: float = 1.0
     output_token_ids: tuple[tuple[int, ...] | None, ...] | None = None
-    """See ``Request``; None unless another engine has begun the request."""
+    """See ``Request``; None for a request from its beginning."""
+    given: bool = False
+    """See ``Request``."""
     arrival: float | None = None
     """Arrival at the first engine, on the machine's monotonic clock; None if the request arrives now."""
     adapter: str = ""
@@ -44,6 +47,15 @@ class StatsQuery(msgspec.Struct, tag="stats?"):
     """Answered by one ``Stats`` before the next step begins."""
 
 
+class Look(msgspec.Struct, tag="look"):
+    """Answered by one ``Looked`` before the next step begins, after all records of the decision log so far.
+
+    ``requests``: the snapshot describes all unfinished requests too.
+    """
+
+    requests: bool = False
+
+
 class ResetPrefixCache(msgspec.Struct, tag="reset"):
     """Forget the KV of finished prompts; not answered."""
 
@@ -61,11 +73,16 @@ class ForgetAdapter(msgspec.Struct, tag="forget"):
     id: str
 
 
+class NewCaller(msgspec.Struct, tag="caller"):
+    """Drop all requests, and count submits from 1 again: another process takes over as the caller. Answered by one
+    ``Ready``; what is sent before that belongs to the caller before."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """End the process; requests still running are dropped."""
 
 
-ToEngine = Submit | Abort | StatsQuery | ResetPrefixCache | LoadAdapter | ForgetAdapter | Shutdown
+ToEngine = Submit | Abort | StatsQuery | Look | ResetPrefixCache | LoadAdapter | ForgetAdapter | NewCaller | Shutdown
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -127,6 +144,12 @@ class Stats(msgspec.Struct, tag="stats"):
     stats: SchedulerStats
 
 
+class Looked(msgspec.Struct, tag="looked"):
+    """Answer to ``Look``."""
+
+    snapshot: SchedulerSnapshot
+
+
 class AdapterLoaded(msgspec.Struct, tag="loaded"):
     """Answer to ``LoadAdapter``; ``error`` says what is wrong with the adapter, and is empty if nothing is."""
 
@@ -138,7 +161,7 @@ class Alive(msgspec.Struct, tag="alive"):
     """Sent between steps, at least every ``HEARTBEAT_S``, so that silence means a hung step."""
 
 
-FromEngine = Ready | Failed | Refused | Taken | Outputs | Stats | AdapterLoaded | Alive
+FromEngine = Ready | Failed | Refused | Taken | Outputs | Stats | Looked | AdapterLoaded | Alive
 
 HEARTBEAT_S = 0.5
 CONFIG_LENGTH_BYTES = 8

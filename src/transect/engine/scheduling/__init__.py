@@ -11,7 +11,7 @@
 * ``waiting_queue``: waiting sequences, their order, and the bound of the queue.
 * ``scheduler``: builds the batch of the next step: admission, preemption, forks. ``bookkeeping``: the state of all
   requests, and the effects of a step's tokens.
-* ``decisions``: the decision log, in memory and on disk.
+* ``decisions``: the decision log, in memory and on disk. ``snapshot``: block tables and the queue at one moment.
 * ``jump_ahead``: tokens that a grammar forces. ``constraint``: allowed next tokens, as bits.
 * ``clock``: the wall clock and a virtual one.
 * ``core``: ``EngineCore``, the loop that plans, submits and commits, at once or one step ahead of the device.

@@ -59,8 +59,9 @@ class Arrivals:
         turn = self.order.enter(request.client, request.weight, request.priority, prompt, max_length - prompt, n)
         state.turn, state.claim = turn, Claim(request.client, request.nbytes, turn.tokens)
         key, number = turn.key, self._requests
-        if (given := request.output_token_ids) is not None:
-            number -= 2 * CONTINUED if any(given) else CONTINUED * self._joins  # static batches are not joined
+        if request.carried_over:
+            begun = any(request.output_token_ids or ())
+            number -= 2 * CONTINUED if begun else CONTINUED * self._joins  # static batches are not joined
             key = (-math.inf, *key[1:]) if self.order.shared else key
         for index in range(n):
             rank = (*key, number, index)

@@ -89,7 +89,7 @@ class Bookkeeping:
         return bool(self.requests)
 
     def add(self, request: Request) -> None:
-        """Queue a request. A continued request (``Request.output_token_ids``) was admitted elsewhere: its sequences
+        """Queue a request. A request that is carried over (``Request``) was admitted elsewhere: its sequences
         wait like preempted ones, and ``max_queue`` does not count it.
 
         Raises:
@@ -99,7 +99,7 @@ class Bookkeeping:
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
         max_length = limits.max_length(request, self.config)
-        if request.output_token_ids is None and request.request_id not in self.waiting.let_in:
+        if not request.carried_over and request.request_id not in self.waiting.let_in:
             self.check_room(request, max_length)
         now = self.clock.now()
         state = self.arrivals.state(request, max_length, now)
@@ -359,6 +359,7 @@ class Bookkeeping:
             step_seconds=self.times.measured,
             predicted_step_seconds=self.times.predicted,
             finished=dict(self._finished),
+            kv_evictions=self.cache.evictions,
             **({} if self.speculation is None else self.speculation.counts()),
         )
 

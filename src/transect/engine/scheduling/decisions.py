@@ -12,6 +12,7 @@ file whose end is torn off can be read up to there.
 
 from __future__ import annotations
 
+import itertools
 import struct
 import time
 from array import array
@@ -23,7 +24,7 @@ from typing import Any
 import msgspec
 
 from .batch import ScheduledBatch, StepResult
-from .request import Request, Sequence
+from .request import Request, RequestState, Sequence
 from .scheduler import Scheduler
 
 FORMAT = 2
@@ -70,6 +71,7 @@ class Added(msgspec.Struct, tag="a", array_like=True):
     known: list[int] | None = None
     """Known tokens of each choice, -1 if it has ended; None for a request that did not begin elsewhere."""
     adapter: str = ""
+    given: bool = False
     """See ``Request``."""
 
 
@@ -172,6 +174,8 @@ class DecisionRing:
         """True if old records have been dropped."""
         self.touched = time.monotonic()
         """Time of the newest record, in seconds on the clock of this process."""
+        self.count = 0
+        """Number of chunks that were put, those that have been dropped included."""
         self._chunks: deque[bytes] = deque()
         self._size = 0
 
@@ -182,10 +186,28 @@ class DecisionRing:
             end = _LENGTH.size + _LENGTH.unpack_from(chunk)[0]
             self.header, chunk = chunk[:end], chunk[end:]
         self._chunks.append(chunk)
+        self.count += 1
         self._size += len(chunk)
         while self._size > self.limit:
             self._size -= len(self._chunks.popleft())
             self.lost = True
+
+    def since(self, count: int, limit: int = RING_BYTES) -> bytes:
+        """Return the newest chunks: those after the first ``count``, as far back as they are kept, and at most
+        ``limit`` bytes of them."""
+        found: list[bytes] = []
+        for chunk in itertools.islice(reversed(self._chunks), max(0, self.count - count)):
+            limit -= len(chunk)
+            if limit < 0:
+                break
+            found.append(chunk)
+        return b"".join(reversed(found))
+
+    def mentioning(self, name: bytes) -> bytes:
+        """Return the chunks from the first one that has ``name`` in it; empty if none has."""
+        chunks = list(self._chunks)
+        first = next((number for number, chunk in enumerate(chunks) if name in chunk), len(chunks))
+        return b"".join(chunks[first:])
 
     def records(self) -> list[Record]:
         """Return all kept records, oldest first."""
@@ -241,27 +263,7 @@ class DecisionLog:
 
     def added(self, request: Request) -> None:
         """Record that a request was queued."""
-        state = self.scheduler.requests[request.request_id]
-        params, given = request.params, request.output_token_ids
-        self._put(
-            Added(
-                self.now(),
-                request.request_id,
-                state.leader.seq_id,
-                len(request.prompt_token_ids),
-                params.n,
-                params.max_tokens,
-                request.priority,
-                state.arrival,
-                request.constraint is not None,
-                request.whole_prompt,
-                request.client,
-                request.weight,
-                request.pooling,
-                None if given is None else [-1 if tokens is None else len(tokens) for tokens in given],
-                request.adapter,
-            )
-        )
+        self._put(added_record(self.scheduler.requests[request.request_id], self.now()))
 
     def aborted(self, request_id: str, choice: int | None) -> None:
         """Record that a request was aborted; the caller filters unknown ids."""
@@ -363,6 +365,30 @@ class DecisionLog:
                 self._file.flush()
 
 
+def added_record(state: RequestState, at: float) -> Added:
+    """Build the record of a request that joined the queue at ``at``."""
+    request = state.spec
+    params, given = request.params, request.output_token_ids
+    return Added(
+        at,
+        request.request_id,
+        state.leader.seq_id,
+        len(request.prompt_token_ids),
+        params.n,
+        params.max_tokens,
+        request.priority,
+        state.arrival,
+        request.constraint is not None,
+        request.whole_prompt,
+        request.client,
+        request.weight,
+        request.pooling,
+        None if given is None else [-1 if tokens is None else len(tokens) for tokens in given],
+        request.adapter,
+        request.given,
+    )
+
+
 def _ending(seq: Sequence, reason: str) -> tuple[int, str, int, bytes]:
     hashes = b"".join(each[:DIGEST_BYTES] for each in seq.block_hashes)
     return seq.seq_id, reason, len(seq.output_token_ids), hashes
@@ -371,6 +397,16 @@ def _ending(seq: Sequence, reason: str) -> tuple[int, str, int, bytes]:
 def _framed(record: Record) -> bytes:
     body = _encoder.encode(record)
     return _LENGTH.pack(len(body)) + body
+
+
+def read_events(data: bytes) -> Iterator[Record]:
+    """Yield the records of complete chunks that follow a header (``DecisionRing.since``)."""
+    decode, at = _decoders[""].decode, 0
+    while at < len(data):
+        (length,) = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size
+        yield decode(data[at : at + length])
+        at += length
 
 
 def read_records(data: bytes) -> Iterator[Record]:

@@ -38,6 +38,8 @@ class KVCache:
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
+        self.evictions = 0
+        """Blocks whose cached contents were dropped for new ones."""
         self.reset()
 
     def reset(self) -> None:
@@ -60,6 +62,11 @@ class KVCache:
         """Free blocks whose contents can still be found."""
         return len(self._unused)
 
+    def unused(self) -> Iterable[int]:
+        """Iterate over the free blocks whose contents can still be found, the one that is reused first at the
+        beginning."""
+        return self._unused
+
     def ref_count(self, block_id: int) -> int:
         """Return the number of sequences and steps in flight that refer to the block."""
         return self._refs[block_id]
@@ -71,6 +78,7 @@ class KVCache:
         elif self._unused:
             block_id, _ = self._unused.popitem(last=False)
             self._unregister(block_id)
+            self.evictions += 1
         else:
             return None
         self._refs[block_id] = 1

@@ -91,6 +91,8 @@ class SchedulerStats(msgspec.Struct):
     """CUDA graphs that were captured after the start, while requests waited."""
     late_compilations: int = 0
     """Kernels that were compiled, or read from the compiler's cache, after the start."""
+    kv_evictions: int = 0
+    """Cached blocks whose contents were dropped for new ones."""
     grammar_cache_bytes: int = 0
     """Memory of compiled grammars that are kept."""
 

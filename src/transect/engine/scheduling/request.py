@@ -44,7 +44,8 @@ class Request(msgspec.Struct, frozen=True):
         output_token_ids: set where begun answers are continued, in another engine or later: for each choice the tokens
             that it has drawn already, () for none, or None if the choice has ended. They count as output for penalties,
             ``min_tokens``, ``max_tokens`` and the grammar, and the next tokens are those of an undisturbed run with the
-            same seed. Internal: no client can set it. None for a new request.
+            same seed. None for a new request.
+        given: True if a client gave ``output_token_ids``: the request then waits for its turn like a new one.
         adapter: content id of the adapter that computes it, 64 hexadecimal digits (``checkpoints/adapter_served.py``);
             empty for the base. The prefix cache keeps the keys and values of each apart.
 
@@ -65,6 +66,12 @@ class Request(msgspec.Struct, frozen=True):
     weight: float = 1.0
     output_token_ids: tuple[tuple[int, ...] | None, ...] | None = None
     adapter: str = ""
+    given: bool = False
+
+    @property
+    def carried_over(self) -> bool:
+        """True if another engine has admitted the request and begun its answers."""
+        return self.output_token_ids is not None and not self.given
 
     @property
     def in_one_piece(self) -> bool:
@@ -207,7 +214,7 @@ class Sequence:
         """``RequestState.num_cached_tokens``, once ``plain``."""
         self.constraint: Constraint | None = spec.new_constraint()
         """Constraint that has accepted ``output_token_ids``."""
-        self.draws = (
+        self.draws: tuple[Draw, ...] = (
             Draw(
                 seq_id=seq_id,
                 choice=index,
@@ -325,7 +332,7 @@ class RequestState:
                 choice.output_token_ids.extend(tokens)
         going = self.restart()
         if self.prompt_done:
-            self.first_scheduled, self.prompt_logprobs = now, None
+            self.first_scheduled, self.prompt_logprobs = None if self.spec.given else now, None
         return going
 
     def restart(self) -> list[Sequence]:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from .clock import VirtualClock
 from .core import LOOK, EngineCore
-from .drafters.planned import Ahead, PlannedDrafter
+from .drafters.planned import Ahead, PlannedDrafter, PlannedModel
 from .leap import DecodeSeconds, leap
 from .outputs import EngineOutput
+from .policies.model_speculation import ModelSpeculation
 from .request import Request
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
@@ -52,6 +53,7 @@ class SimulatedEngine:
         latency: as of ``VirtualDevice``.
         now: seconds at which the clock begins.
         acceptance: chance that a draft is right if those before it are; with it ``config.speculation`` drafts.
+        drafter: seconds of a step of the model that drafts, if one does.
 
     Attributes:
         done: choices that have ended since they were last taken away.
@@ -68,14 +70,18 @@ class SimulatedEngine:
         latency: StepSeconds | None = None,
         now: float = 0.0,
         acceptance: float | None = None,
+        drafter: DecodeSeconds | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.clock.advance(now)
         self.device = VirtualDevice(self.clock, seconds, host, latency)
         self.scheduler = Scheduler(config, self.clock)
         self.device.is_void = self.scheduler.jumps.is_void
-        if self.scheduler.speculation is not None and acceptance is not None:
-            self.scheduler.speculation.drafter = PlannedDrafter(acceptance, self.device.outputs)
+        speculation = self.scheduler.speculation
+        if isinstance(speculation, ModelSpeculation) and acceptance is not None and drafter is not None:
+            speculation.model = PlannedModel(self.device, acceptance, drafter, config.max_model_len)
+        elif speculation is not None and acceptance is not None:
+            speculation.drafter = PlannedDrafter(acceptance, self.device.outputs)
         self._looks_ahead = self.scheduler.speculation is not None
         self.core = EngineCore(self.scheduler, self.device, lag=lag)
         self.lines: dict[tuple[str, int], Timeline] = {}

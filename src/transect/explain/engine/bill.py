@@ -10,44 +10,14 @@ A request that was continued in another engine has one bill for all engines that
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .log import DecisionRunLog, Life, LoggedStep, StepRow
+from .log import DecisionRunLog, Life, StepRow
+from .meter import PARTS, Meter, Span
 from .work import StepWork
-
-PARTS: Mapping[str, str] = {
-    "intake": "on its way into the engine",
-    "earlier": "in an earlier engine, whose log is not there, and on its way from it",
-    "hand-over": "its engine ended: until another one had taken it",
-    "grammar": "its grammar was being compiled",
-    "queue: places": "queue: max_num_seqs sequences ran",
-    "queue: kv": "queue: too few free KV blocks",
-    "queue: adapters": "queue: max_loras other adapters ran",
-    "queue: budget": "queue: the step was full of tokens",
-    "queue: batch": "queue: the static batch ran",
-    "queue: flight": "queue: the step under way had to end first",
-    "starved": "admitted, but a step had no room for it",
-    "preempted": "preempted; waited to start again",
-    "recompute": "recomputed tokens after preemption",
-    "ranks": "moving numbers between ranks in its steps, and waiting for the last of them",
-    "others": "tokens of others in its steps",
-    "compute": "its own tokens",
-    "host": "between steps",
-}
-"""Names of parts with their meanings, in their fixed order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A stretch of a request's life in seconds: its parts, their floor, and their sum."""
-
-    seconds: float
-    parts: Mapping[str, float]
-    floor: float
-    """Least time for the span's own tokens alone; 0 if device or model is unknown."""
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +46,7 @@ class Bill:
         for name in ("ttft", "decode"):
             span = getattr(self, name)
             if span is not None:
-                found[name] = {
-                    "ms": 1e3 * span.seconds,
-                    "parts_ms": {part: 1e3 * value for part, value in span.parts.items()},
-                    "floor_ms": 1e3 * span.floor or None,
-                    "tokens": span.tokens,
-                }
+                found[name] = span.to_dict()
         return found
 
     def lines(self) -> list[str]:
@@ -173,7 +138,7 @@ def bill(
     )
     if not tokens:
         return found
-    meter = _Meter(stays)
+    meter = _measured(stays)
     ttft = meter.span(stays[0].life.added.arrival, tokens[0])
     decode = meter.span(tokens[0], tokens[-1]) if len(tokens) > 1 else None
     drafted, accepted = (sum(counts) for counts in zip(*(stay.drafts() for stay in stays), strict=True))
@@ -199,88 +164,18 @@ def _stays(
     return [_Stay.of(*each, choice) for each in lives]
 
 
-class _Meter:
-    """Cuts a life into named pieces, in order."""
-
-    def __init__(self, stays: Sequence[_Stay]) -> None:
-        self.pieces: list[tuple[float, float, str]] = []
-        """(begin, end, part), without holes."""
-        self.floors: list[tuple[float, float, int]] = []
-        """(end of the step, floor of the own row, its tokens)."""
-        self._reached = 0
-        """Positions that have been computed."""
-        for number, stay in enumerate(stays):
-            self._cover(stay, first=number == 0)
-
-    def span(self, begin: float, end: float) -> Span:
-        """Return the pieces between two moments."""
-        parts = dict.fromkeys(PARTS, 0.0)
-        for first, last, name in self.pieces:
-            parts[name] += max(0.0, min(last, end) - max(first, begin))
-        floor = sum(seconds for at, seconds, _ in self.floors if begin < at <= end)
-        tokens = sum(count for at, _, count in self.floors if begin < at <= end)
-        return Span(end - begin, {name: value for name, value in parts.items() if value}, floor, tokens)
-
-    def _cover(self, stay: _Stay, first: bool) -> None:
-        added, steps = stay.life.added, stay.log.steps
-        way = "grammar" if added.grammar else "intake"
-        if added.known is not None:
-            way = "earlier" if first else "hand-over"
-        self._piece(added.arrival, added.at, way)
-        at = added.at
-        expected = -1
-        previous = -1
-        for index, row in stay.own:
-            step = steps[index]
-            assert step.at is not None
-            if expected < 0:
-                self._queued(steps, at, step)
-            else:
-                lost = row[1] != expected
-                between = [steps[i] for i in range(previous + 1, index)]
-                self._between(at, step.begins, between, "preempted" if lost else "starved")
-            begins = step.begins + min(step.ranks, step.seconds)
-            self._piece(step.begins, begins, "ranks")
-            mine = stay.work.share([row], step.rows) * (step.at - begins)
-            end = step.end(row)
-            anew = max(0, min(self._reached, end) - row[1]) / row[2]
-            middle = step.at - mine
-            self._piece(begins, middle, "others")
-            self._piece(middle, middle + mine * anew, "recompute")
-            self._piece(middle + mine * anew, step.at, "compute")
-            self.floors.append((step.at, stay.work.floor([row]).seconds, row[2]))
-            at, previous = step.at, index
-            expected = end
-            self._reached = max(self._reached, expected)
-
-    def _queued(self, steps: Sequence[LoggedStep], at: float, first: LoggedStep) -> None:
-        """Name the time from joining the queue to the first step, by the reason that each decision in between gave."""
-        name = "queue: flight"
-        for step in steps:
-            moment = step.planned.at
-            if moment <= at:
-                continue
-            if step is first or moment >= first.begins:
-                break
-            self._piece(at, moment, name)
-            at, name = moment, f"queue: {step.planned.held_back or 'flight'}"
-        self._piece(at, first.begins, name)
-
-    def _between(self, at: float, until: float, steps: list[LoggedStep], name: str) -> None:
-        """Name the time between two of the request's steps, in which other steps ran, or none."""
-        for step in steps:
-            if step.at is None:
-                continue
-            self._piece(at, step.begins, "host" if name == "starved" else name)
-            self._piece(step.begins, step.at, name)
-            at = max(at, step.at)
-        self._piece(at, until, "host" if name == "starved" else name)
-
-    def _piece(self, begin: float, end: float, name: str) -> None:
-        if self.pieces:
-            begin = max(begin, self.pieces[-1][1])
-        if end > begin:
-            self.pieces.append((begin, end, name))
+def _measured(stays: Sequence[_Stay]) -> Meter:
+    """Cut a life in several engines, oldest first, into named pieces."""
+    meter = Meter()
+    for number, stay in enumerate(stays):
+        meter.begin(stay.life.added, first=number == 0)
+        rows = dict(stay.own)
+        steps = stay.log.steps
+        first = bisect_right(steps, stay.life.added.at, key=lambda step: step.planned.at)
+        for index in range(min(first, *rows, len(steps)), max(rows, default=-1) + 1):
+            if steps[index].at is not None:
+                meter.take(steps[index], rows.get(index), stay.work)
+    return meter
 
 
 def _span_lines(name: str, span: Span) -> list[str]:

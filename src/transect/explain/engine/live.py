@@ -11,9 +11,9 @@ import numpy as np
 
 from ...costs.fitting import FEWEST, FittedSteps
 from ...engine.scheduling.decisions import Aborted, Done, Planned, TakenBack
-from .bill import PARTS
 from .calibration import drift, host_seconds, measured_steps
 from .log import DecisionRunLog, LoggedStep
+from .meter import PARTS
 from .work import StepWork
 
 WINDOW_S = 10.0

@@ -173,10 +173,8 @@ def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0
     header = events.pop(0)
     assert isinstance(header, Header)
     log = DecisionRunLog(header, events, [], {}, [], complete, idle)
-    by_number: dict[int, LoggedStep] = {}
+    reader = StepReader(header, complete=complete)
     of_seq: dict[int, tuple[Life, int]] = {}
-    last: list[StepRow] | None = [] if complete else None
-    done_at = header.began
     for event in events:
         if isinstance(event, Added):
             life = Life(event)
@@ -185,43 +183,76 @@ def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0
             for choice in range(event.n):
                 of_seq[event.first_seq + choice] = life, choice
         elif isinstance(event, Planned):
-            if not event.step:
+            step = reader.planned(event)
+            if step is None:
                 continue
-            rows = last_rows_on(last) if event.rows is None else rows_of(event.rows)
-            last = rows
-            if rows is None:
-                continue
-            step = LoggedStep(event.step, rows, event)
-            by_number[event.step] = step
             index = len(log.steps)
             log.steps.append(step)
-            for row in rows:
+            for row in step.rows:
                 if row[0] in of_seq:
                     of_seq[row[0]][0].steps.append((index, row))
         elif isinstance(event, Done):
-            found = by_number.pop(event.step, None)
-            if found is not None:
-                found.at, found.waited, found.committed = event.at, event.waited, event.committed
-                found.launched, found.drawn, found.ranks = event.launched, event.drawn, event.ranks
-                found.accepted = dict(event.accepted)
-                found.ahead = header.lag > 0
-                newest = log.steps[-1]
-                if newest is not found:
-                    found.handed = max(0.0, found.waited - newest.planned.at)
-                found.begins = max(found.planned.at, done_at)
-                done_at = event.at
+            reader.done(event)
         elif isinstance(event, TakenBack):
-            for found in by_number.values():
-                found.at = found.waited = found.committed = max(event.at, done_at)
-                found.begins = max(found.planned.at, done_at)
-                done_at = found.at
-            by_number.clear()
+            reader.taken_back(event)
         if isinstance(event, (Done, Aborted, TakenBack)):
             for seq, reason, count, digests in event.ended:
                 if seq in of_seq:
                     owner, choice = of_seq[seq]
                     owner.ends[choice] = reason, count, digests
     return log
+
+
+class StepReader:
+    """Builds steps from their records, which come in order.
+
+    Args:
+        header: of the log.
+        complete: nothing is missing between the header and the first record. Else steps whose rows follow from steps
+            that are missing are left out.
+    """
+
+    def __init__(self, header: Header, *, complete: bool = True) -> None:
+        self._ahead = header.lag > 0
+        self._last: list[StepRow] | None = [] if complete else None
+        self._by_number: dict[int, LoggedStep] = {}
+        self._newest: LoggedStep | None = None
+        self._done_at = header.began
+
+    def planned(self, event: Planned) -> LoggedStep | None:
+        """Begin a step; None if nothing could run, or its rows are not known."""
+        if not event.step:
+            return None
+        self._last = last_rows_on(self._last) if event.rows is None else rows_of(event.rows)
+        if self._last is None:
+            return None
+        step = self._newest = self._by_number[event.step] = LoggedStep(event.step, self._last, event)
+        return step
+
+    def done(self, event: Done) -> LoggedStep | None:
+        """Complete a step; None if its beginning is not known."""
+        found = self._by_number.pop(event.step, None)
+        if found is None:
+            return None
+        found.at, found.waited, found.committed = event.at, event.waited, event.committed
+        found.launched, found.drawn, found.ranks = event.launched, event.drawn, event.ranks
+        found.accepted = dict(event.accepted)
+        found.ahead = self._ahead
+        if self._newest is not None and self._newest is not found:
+            found.handed = max(0.0, found.waited - self._newest.planned.at)
+        found.begins = max(found.planned.at, self._done_at)
+        self._done_at = event.at
+        return found
+
+    def taken_back(self, event: TakenBack) -> list[LoggedStep]:
+        """End all steps in flight; returns them."""
+        found = list(self._by_number.values())
+        for each in found:
+            each.at = each.waited = each.committed = max(event.at, self._done_at)
+            each.begins = max(each.planned.at, self._done_at)
+            self._done_at = each.at
+        self._by_number.clear()
+        return found
 
 
 def rows_of(packed: bytes) -> list[StepRow]:

@@ -94,6 +94,7 @@ class ReplayScript:
             pooling=added.pooling,
             output_token_ids=given,
             adapter=added.adapter,
+            given=added.given,
         )
 
     def output(self, life: Life, choice: int) -> Iterator[int]:

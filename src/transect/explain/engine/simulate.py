@@ -20,6 +20,7 @@ from ...costs.fitting import FittedSteps
 from ...costs.floors import Rates
 from ...costs.storage import Storage, storage_for
 from ...engine.scheduling.batch import ScheduledBatch
+from ...engine.scheduling.drafters.registry import MODEL_METHODS
 from ...engine.scheduling.policies.admission import QueueFull
 from ...engine.scheduling.scheduler_config import SchedulerConfig
 from ...engine.scheduling.simulation import SimulatedEngine
@@ -106,7 +107,7 @@ def acceptance_of(log: DecisionRunLog) -> float | None:
     """Return the share of drafts that were right where those before them were; None if nothing was drafted, or by a
     model, whose times a log does not have."""
     speculation = log.header.scheduler.get("speculation")
-    if not speculation or speculation.get("method") == "draft_model":
+    if not speculation or speculation.get("method") in MODEL_METHODS:
         return None
     hits = trials = 0
     for step in log.steps:

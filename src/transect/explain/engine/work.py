@@ -47,6 +47,8 @@ class StepWork:
         self, config: ModelConfig | None, storage: Storage, rates: Rates | None, padding: StepPadding | None = None
     ) -> None:
         self.config, self.storage, self.rates, self.padding = config, storage, rates, padding
+        self._last: tuple[Sequence[StepRow], Floor] | None = None
+        """Rows whose floor was asked for last, and the floor."""
         self._floors = None if config is None or rates is None else StepFloors(config, rates, storage)
 
     @classmethod
@@ -74,7 +76,9 @@ class StepWork:
         """Return the least time, FLOPs and bytes of a step; zeros if model or device are not known."""
         if self._floors is None or not rows:
             return Floor()
-        return self._floors([Row(count, start + count) for _, start, count in rows])
+        if self._last is None or rows is not self._last[0]:
+            self._last = rows, self._floors([Row(count, start + count) for _, start, count in rows])
+        return self._last[1]
 
     def share(self, own: Sequence[StepRow], rows: Sequence[StepRow]) -> float:
         """Return the share of a step that would remain without the other rows: by floors, else by tokens."""

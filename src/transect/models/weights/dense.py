@@ -17,7 +17,6 @@ from ..staging import Staging, dense_values
 from .weight import Dimension, Product, StreamProduct, TrainingPart, Values, Weight, draw_normal, part_of, shard_bias
 
 if TYPE_CHECKING:
-    from ...ops.comm.peer_memory import Push
     from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
 
 
@@ -89,11 +88,6 @@ class Dense(Weight):
     def product(self) -> Product:
         op, weight, bias = self.ops.linear, self.weight, self.bias
         return lambda x: op(x, weight, bias)
-
-    def pushed_product(self, push: Push) -> Callable[[Tensor], Tensor | None] | None:
-        from ...ops.linear.few_rows.pushed import pushed_rows
-
-        return None if self.bias is not None else pushed_rows(self.weight, push)
 
     def gated_product(self) -> Product:
         op, weight, bias = self.ops.gate_up, self.weight, self.bias

@@ -46,7 +46,6 @@ from ..stored import Values
 from .low_rank import LowRank
 
 if TYPE_CHECKING:
-    from ...ops.comm.peer_memory import Push
     from ...ops.cpu.library import Library, PackedWeight
     from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
     from ...ops.sampling.sampling import LogitShards
@@ -298,13 +297,6 @@ class Weight(nn.Module):
 
     def unsummed(self) -> Unsummed | None:
         """Return the product and its all-reduce as separate callables; None if they cannot be separated."""
-        return None
-
-    def pushed_product(self, push: Push) -> Callable[[Tensor], Tensor | None] | None:
-        """Return the product whose kernel writes its result to other ranks (``ops/comm/peer_memory.py``).
-
-        It returns None for an x that no kernel takes. None if no kernel takes any.
-        """
         return None
 
     def ungathered(self) -> Ungathered | None:

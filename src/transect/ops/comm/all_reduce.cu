@@ -14,12 +14,11 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include "../lang/peer_lines.cuh"
-
-using namespace peer_lines;
-
 namespace {
 
+constexpr int kMostRanks = 8;
+constexpr int kStateBytes = 256;  // before the lines: how many calls have ended, and what else a rank keeps
+constexpr uint32_t kEmpty = 0xFFFFFFFF, kOtherNaN = 0x7FFF7FFF;
 constexpr int kThreads = 512;
 constexpr int kVectors = 2;     // of 16 bytes, that a thread has of a row to be normalised
 constexpr int kPatience = 1 << 16;  // reads of a line, between two looks at ``stop``
@@ -42,8 +41,19 @@ struct Work {
   long long vectors;  // in all
   int rows, width;    // a row has ``width`` vectors
   float eps;
-  int norm, two_shot, pushed, delay;  // pushed: the kernel before has given its result to the others itself
+  int norm, two_shot, delay;
 };
+
+__device__ __forceinline__ void store(uint4* to, uint4 v) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+__device__ __forceinline__ uint32_t full(uint32_t word) { return word == kEmpty ? kOtherNaN : word; }
+
+__device__ __forceinline__ void put(uint4* to, uint4 v) {
+  store(to, make_uint4(full(v.x), full(v.y), full(v.z), full(v.w)));
+}
 
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
@@ -256,12 +266,11 @@ __global__ void __launch_bounds__(kThreads, kRanks == 2 ? 2 : 1)
   const Call<T, kRanks> call = {peers, work, rank, number, (work.vectors + peers.ranks - 1) / peers.ranks};
 
   call.dawdle(0);
-  if (!work.pushed)
-    for (long long row = blockIdx.x; row < work.rows; row += gridDim.x)
-      for (int v = threadIdx.x; v < work.width; v += kThreads) {
-        const long long i = row * work.width + v;
-        if (i < work.vectors) call.push(i, x[i]);
-      }
+  for (long long row = blockIdx.x; row < work.rows; row += gridDim.x)
+    for (int v = threadIdx.x; v < work.width; v += kThreads) {
+      const long long i = row * work.width + v;
+      if (i < work.vectors) call.push(i, x[i]);
+    }
   __syncthreads();  // all threads have read the number of calls ...
   if (threadIdx.x == 0 && (gridDim.x == 1 || atomicAdd(&state->begun, 1) + 1 == gridDim.x)) {  // ... of all blocks
     state->begun = 0;
@@ -355,21 +364,22 @@ int launch(const Peers& peers, const Work& work, int played, int dependent, cuda
 
 // out = the sum of x over ``ranks``; with ``norm`` total = residual + that, and out = its RMSNorm. ``played``: how many
 // ranks this GPU is, their tensors one behind the other. ``dtype``: 0 float32, 1 bfloat16, 2 float16. All pointers at
-// multiples of 16 bytes. ``memory``: ``ranks`` pointers. ``pushed``: see ``Work``; in one shot alone. ``delay``: the most nanoseconds to wait here and there.
+// multiples of 16 bytes. ``memory``: ``ranks`` pointers. ``delay``: the most nanoseconds
+// to wait here and there.
 extern "C" int transect_all_reduce(const void* memory, int ranks, int rank, int played, long long lines,
                                    const void* stop, const void* x, const void* residual, const void* weight, void* out,
                                    void* total, long long vectors, int width, float eps, int dtype, int norm,
-                                   int two_shot, int pushed, int dependent, int delay, void* stream) {
+                                   int two_shot, int dependent, int delay, void* stream) {
   const long long share = (vectors + ranks - 1) / ranks;
   const long long needed = (two_shot ? share : vectors) * ranks;
-  if (ranks < 2 || ranks > kMostRanks || vectors < ranks || needed > lines || (pushed && two_shot)) return -1;
+  if (ranks < 2 || ranks > kMostRanks || vectors < ranks || needed > lines) return -1;
   if (norm && (width > kThreads * kVectors || vectors % width)) return -1;
   Peers peers = {};
   for (int r = 0; r < ranks; r++) peers.memory[r] = ((char* const*)memory)[r];
   peers.stop = (const volatile int*)stop;
   peers.lines = lines, peers.ranks = ranks, peers.rank = rank;
   const Work work = {(const uint4*)x, (const uint4*)residual, (const uint4*)weight, (uint4*)out, (uint4*)total, vectors,
-                     (int)((vectors + width - 1) / width), width, eps, norm, two_shot, pushed, delay};
+                     (int)((vectors + width - 1) / width), width, eps, norm, two_shot, delay};
   if (dtype == 0) return launch<float>(peers, work, played, dependent, (cudaStream_t)stream);
   if (dtype == 1) return launch<__nv_bfloat16>(peers, work, played, dependent, (cudaStream_t)stream);
   return launch<__half>(peers, work, played, dependent, (cudaStream_t)stream);

@@ -37,7 +37,6 @@ from ..lang.cuda import available, bind
 from ..norm import add_rms_norm
 from ..numerics import compute_dtype, sample
 from ..registry import Case, Implementation, Op, register
-from .peer_memory import Push
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_RANKS = 8
@@ -46,7 +45,7 @@ MOST_NORM_BYTES = 512 * 2 * 16
 FLAT = 512
 """Vectors of 16 bytes that a block takes at a time where nothing is normalised."""
 
-SIGNATURE = "piiilpppppplifiiiiiip"
+SIGNATURE = "piiilpppppplifiiiiip"
 
 
 def reference(
@@ -105,31 +104,25 @@ class Peers:
         """Return the reason, as a sentence, why the kernels do not take ``x`` ``[..., D]``; None if they do."""
         return refusal(x, self.ranks, self.lines, norm)
 
-    @property
-    def push(self) -> Push:
-        """Arguments with which a product sends its result to the other ranks itself."""
-        return Push(ctypes.addressof(self._memory), self.ranks, self.rank, self.lines)
-
     def sum(
         self,
         x: Tensor,
         out: Tensor | None = None,
         *,
         dependent_launch: bool = False,
-        pushed: bool = False,
         delay: int = 0,
     ) -> Tensor:
         """Return the sum of every rank's ``x``; ``out`` may be ``x`` itself.
 
-        ``dependent_launch``: begin while the kernel before still runs (Hopper). ``pushed``: the product that made ``x``
-        has given it to the others (``push``). ``delay``: the most nanoseconds to wait at several places, for tests.
+        ``dependent_launch``: begin while the kernel before still runs (Hopper). ``delay``: the most
+        nanoseconds to wait at several places, for tests.
 
         Raises:
             ValueError: ``refusal`` gives the reason.
         """
         self._check(x, False)
         out = torch.empty_like(x) if out is None else out
-        self._run(x, None, None, out, None, 0.0, dependent_launch, pushed, delay)
+        self._run(x, None, None, out, None, 0.0, dependent_launch, delay)
         return out
 
     def add_norm(
@@ -140,7 +133,6 @@ class Peers:
         eps: float,
         *,
         dependent_launch: bool = False,
-        pushed: bool = False,
         delay: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Return (RMSNorm of total, total) with total = residual + the sum of every rank's ``x``.
@@ -154,7 +146,7 @@ class Peers:
         if weight.shape != x.shape[-1:] or weight.dtype != x.dtype or not weight.is_contiguous():
             raise ValueError(f"all_reduce: the weight must be [{x.shape[-1]}] {x.dtype}")
         normed, total = torch.empty_like(x), torch.empty_like(x)
-        self._run(x, residual, weight, normed, total, eps, dependent_launch, pushed, delay)
+        self._run(x, residual, weight, normed, total, eps, dependent_launch, delay)
         return normed, total
 
     def _check(self, x: Tensor, norm: bool) -> None:
@@ -170,7 +162,6 @@ class Peers:
         total: Tensor | None,
         eps: float,
         dependent_launch: bool,
-        pushed: bool,
         delay: int,
     ) -> None:
         nbytes = x.nbytes // self.played
@@ -179,7 +170,7 @@ class Peers:
         code = self._launch(
             ctypes.addressof(self._memory), self.ranks, self.rank, self.played, self.lines, self.stop.data_ptr(),
             *pointers, nbytes // 16, width, eps, DTYPES[x.dtype], residual is not None,
-            in_two_shots(self.ranks, nbytes), pushed, dependent_launch, delay,
+            in_two_shots(self.ranks, nbytes), dependent_launch, delay,
             torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,18 +63,6 @@ class SharedMemory:
 
     addresses: list[int]
     own: PeerMemory
-
-
-class Push(NamedTuple):
-    """Where a product writes its result for the other ranks, before the sum (``all_reduce.py``) that follows it."""
-
-    memory: int
-    """Address of a C array with the addresses of all ranks' memory."""
-    ranks: int
-    rank: int
-    """The own place."""
-    lines: int
-    """Lines of a region."""
 
 
 def memory_at(address: int, nbytes: int) -> Tensor:

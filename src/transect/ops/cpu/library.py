@@ -170,7 +170,11 @@ class Library:
             "stack_free": (None, [c_void_p]),
             "stack_run": (
                 None,
-                [c_void_p, c_void_p, c_int, c_void_p, *batch, *[c_void_p] * 4, c_int64, c_void_p, c_void_p],
+                [
+                    *(c_void_p, c_void_p, c_int, c_void_p),
+                    *(*batch, *[c_void_p] * 4, c_int64, c_void_p, c_void_p),
+                    *(c_int, c_void_p, c_void_p),
+                ],
             ),
         }
         for name, (result, arguments) in signatures.items():
@@ -354,12 +358,15 @@ class LayerStack:
         rotation: tuple[Tensor, Tensor] | None,
         slots: Tensor | None = None,
         adapters: Sequence[StackAdapter | None] = (),
+        taps: Sequence[int] = (),
+        states: Tensor | None = None,
     ) -> None:
         """Add every layer's output to ``x`` [T, dim] float32 in place, and write this step's K and V to the caches.
 
         Caches are [layers, blocks, kv_heads, block_size, head_dim] as ``empty_cache`` makes them; ``rotation`` is the
         cosine and sine of every position, float32 [positions, head_dim / 2], or None. ``slots`` int32 [T]: the adapter
-        of each token among ``adapters``, or -1; None if no token has one.
+        of each token among ``adapters``, or -1; None if no token has one. ``x`` in front of the layers ``taps``, which
+        ascend, is copied to ``states`` float32 [taps, T, dim].
         """
         if x.dtype != torch.float32 or not x.is_contiguous() or x.shape[1] != self._dim:
             raise ValueError(f"x must be contiguous float32 [tokens, {self._dim}]")
@@ -380,6 +387,7 @@ class LayerStack:
             *(cosine, sine),
             *(k_cache.data_ptr(), v_cache.data_ptr(), v_cache.shape[1]),
             *(None if slots is None else slots.data_ptr(), table),
+            *(len(taps), (c_int * len(taps))(*taps), None if states is None else states.data_ptr()),
         )
 
 

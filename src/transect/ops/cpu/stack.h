@@ -29,6 +29,12 @@ struct Layer {  // mirrored field by field in library.py
   const float *k_scale, *v_scale;  // [kv_heads], what keys and values are divided by; or null
 };
 
+struct Taps {  // x in front of `layers`, which ascend, is copied to `states` [count][tokens][dim]
+  int count;
+  const int32_t* layers;
+  float* states;
+};
+
 class Stack {
  public:
   Stack(const StackConfig& config, const Layer* layers, Pool* pool)
@@ -40,11 +46,11 @@ class Stack {
   // x [tokens][dim] float32 in and out; caches [layers][blocks][kv_heads][head_dim x block_size]; `slots` as in low_rank.h,
   // or null: no token has an adapter.
   void run(float* x, int tokens, const int64_t* positions, const Batch& batch, Rotation rotation, void* k_cache, void* v_cache,
-           int64_t blocks, const int32_t* slots, const LowRank* const* table) {
+           int64_t blocks, const int32_t* slots, const LowRank* const* table, Taps taps) {
     runs_ = slots ? runs_of(tokens, slots, table) : std::vector<Run>();
     reserve(tokens, batch);
     rotation_ = rotation;
-    with_kv(c_.kv, [&]<class E>() { run_layers<E>(x, tokens, positions, batch, (E*)k_cache, (E*)v_cache, blocks); });
+    with_kv(c_.kv, [&]<class E>() { run_layers<E>(x, tokens, positions, batch, (E*)k_cache, (E*)v_cache, blocks, taps); });
   }
 
  private:
@@ -69,14 +75,20 @@ class Stack {
   }
 
   template <class E>
-  void run_layers(float* x, int tokens, const int64_t* positions, const Batch& batch, E* k_cache, E* v_cache, int64_t blocks) {
+  void run_layers(float* x, int tokens, const int64_t* positions, const Batch& batch, E* k_cache, E* v_cache, int64_t blocks,
+                  Taps taps) {
     const int64_t layer_size = blocks * c_.kv_heads * c_.head_dim * c_.block_size;
     std::vector<int32_t> row_of(tokens);
     for (int b = 0; b < batch.rows; b++)
       for (int t = batch.query_starts[b]; t < batch.query_starts[b + 1]; t++) row_of[t] = b;
     pool_.run([&](int thread) {
       float* scratch = scratch_.data() + size_t(thread) * widest_ * TILE_COLUMNS;
+      int tap = 0;
       for (int i = 0; i < c_.layers; i++) {
+        if (tap < taps.count && taps.layers[tap] == i) {
+          float* to = taps.states + int64_t(tap++) * tokens * c_.dim;
+          pool_.share(tokens, [&](int t) { std::memcpy(to + int64_t(t) * c_.dim, x + int64_t(t) * c_.dim, c_.dim * sizeof(float)); });
+        }
         const Layer& layer = layers_[i];
         const Cache<E> cache{k_cache + i * layer_size, v_cache + i * layer_size, c_.kv_heads, c_.head_dim, c_.block_size};
         const int places = i * PLACES;

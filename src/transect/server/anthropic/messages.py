@@ -11,6 +11,7 @@ from ..http.deadline import Deadline
 from ..http.errors import ApiError
 from ..http.sse import CONTINUED, Raw, named_event
 from ..prompts import chat_prompt
+from ..searches import requested_search
 from ..serving import Serving
 from .protocol import ID_PREFIX, CountRequest, MessagesRequest
 
@@ -50,7 +51,9 @@ class Messages:
     def __init__(self, serving: Serving, body: MessagesRequest, deadline: Deadline) -> None:
         self.serving, self.body = serving, body
         params = body.sampling_params(serving.engine.sampling_defaults)
-        self.conversation = Conversation(serving, body.conversation(), params, body.tool_use(), deadline)
+        search = requested_search(body.search, body)
+        self.conversation = Conversation(serving, body.conversation(), params, body.tool_use(), deadline, search)
+        self.conversation.describe("messages", body.tools, bool(body.stream))
 
     async def whole(self) -> Raw:
         """Return the answer in one piece."""
@@ -59,6 +62,8 @@ class Messages:
         ending = self._ending()
         message = {**self._message(), "content": [_block(block) for block in blocks], **ending}
         message["usage"] = self._usage()
+        if self.conversation.report is not None:
+            message["search"] = self.conversation.report
         return Raw(message)
 
     async def begin(self) -> AsyncIterator[bytes]:
@@ -75,6 +80,8 @@ class Messages:
             if not begun:
                 begun = True
                 yield named_event("message_start", {"type": "message_start", "message": self._message()})
+            if self.conversation.progress is not None:  # clients skip pings
+                yield named_event("ping", {"type": "ping", "search": self.conversation.progress})
             if self.conversation.continued:
                 yield CONTINUED
             yield b"".join(_event(each) for each in news)

@@ -12,7 +12,7 @@ from ...text.reasoning import SWITCHES
 from ...text.sampling_defaults import SamplingDefaults
 from ...text.tools.spec import ToolUse, tool_use
 from ..http.errors import ApiError, bad_value
-from ..openai.protocol import FIELDS, Body, ChatMessage, Whole
+from ..openai.protocol import FIELDS, Body, ChatMessage, SenderBody, Whole
 from ..structured import response_format
 
 ID_PREFIX = "toolu_"
@@ -26,7 +26,7 @@ class Turn(Body):
     content: str | list[dict[str, Any]]
 
 
-class CountRequest(Body):
+class CountRequest(SenderBody):
     """``POST /v1/messages/count_tokens``: how long a prompt is."""
 
     model: str | None = None
@@ -102,6 +102,7 @@ class MessagesRequest(CountRequest):
     temperature: float | None = None
     top_k: Whole | None = None
     top_p: float | None = None
+    search: dict[str, Any] | None = None
 
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Build the sampling parameters from the given fields; the others come from the model's ``defaults``.

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from urllib.parse import quote
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..adapters import choose_adapter
 from ..operations import request_log
+from ..releases import forget_version
+from ..searches import choose_method
+from ..sender import set_sender
 from ..serving import Serving
 from .clients import Client, Clients
 from .errors import ApiError
@@ -20,10 +24,18 @@ from .errors import ApiError
 OPEN = ("/health", "/metrics", "/ping")
 """Routes for load balancers and scrapers: no key needed, and answered while draining. They show no user data."""
 METRICS = "/metrics"
-PAGES = ("/docs", "/openapi.json")
-"""Routes of the API's description: a browser sends no key, and they reveal no user data."""
+PAGES = ("/docs", "/openapi.json", "/page/")
+"""Routes of the API's description and of the page: a browser sends no key, and they reveal no user data."""
 MOST_ID = 128
 """Most characters of an X-Request-Id."""
+
+
+SHOWN = (
+    ("release", b"x-transect-release"),
+    ("version", b"x-transect-version"),
+    ("captured", b"x-transect-captured"),
+)
+"""Facts of a request's log line that its answer has as headers, percent-encoded."""
 
 
 def request_id(scope: Scope) -> bytes:
@@ -88,11 +100,19 @@ class Gate:
                 timing = request_log.server_timing(facts)
                 if timing is not None:
                     message["headers"].append((b"server-timing", timing))
+                message["headers"] += [
+                    (header, quote("yes" if facts[fact] is True else facts[fact]).encode())
+                    for fact, header in SHOWN
+                    if fact in facts
+                ]
             await send(message)
 
         path = scope["path"].removeprefix(root)
         client = self._clients.of(scope)
         choose_adapter("")
+        choose_method(None)
+        forget_version()
+        set_sender()
         shut = path == METRICS and self.serving.options.protect_metrics
         if path in OPEN and not (shut and client is None):
             await self.app(scope, receive, send)
@@ -105,7 +125,7 @@ class Gate:
             self.serving.tracing.begin(scope["headers"])
         try:
             refusal = DRAINING if self.serving.draining else None
-            if client is None and not path.startswith(PAGES):
+            if client is None and path != "/" and not path.startswith(PAGES):
                 refusal = refusal or UNKNOWN
             if refusal is None and client is not None and scope["method"] == "POST":
                 refusal = self._enter(client)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ...engine.scheduling.sampling_params import MAX_CHOICES
 from ...text.tools.spec import tool_use
 from ..answers import AnswerPiece, AnswerReader, Answers
 from ..beams import Beams, beam_params
+from ..capture.slips import RequestContent
 from ..generation import Event, Generation, Prompt
 from ..http.body import aside
 from ..http.deadline import Deadline
 from ..http.errors import ApiError, bad_value
 from ..http.sse import CONTINUED, PLACE, TextEvents, event
 from ..prompts import chat_prompt, effort_kwargs
+from ..searches import requested_search
+from ..searching import Searching, SearchProgress
 from ..serving import Serving
 from .logprobs import chat_logprobs, prompt_logprobs
 from .long_replies import all_chat_logprobs
@@ -28,12 +32,15 @@ from .replies import (
     CompletionDetails,
     Delta,
     FunctionCall,
+    SearchChunk,
+    SearchedChat,
     ToolCall,
     Usage,
     finish_reason,
 )
 
 if TYPE_CHECKING:
+    from ...text.output_processor import Given
     from ...text.outputs import CompletionOutput, PositionLogprobs, RequestOutput
     from ...text.tools.parser import CallDelta
 
@@ -58,6 +65,7 @@ class Chat:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         self.top = body.top_logprobs or 0
+        self.search = requested_search(body.search, body)
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         defaults = serving.engine.sampling_defaults
         limit = defaults.limit(limit)
@@ -68,9 +76,38 @@ class Chat:
                 logprobs=self.top if body.logprobs else None,
                 prompt_logprobs=body.prompt_logprobs,
             )
+            self.given = self._given()
             self.use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         except ValueError as error:
             raise bad_value(self._renamed(str(error)), FIELDS) from None
+
+    def _given(self) -> Given | None:
+        """Return the tokens that the answer begins with, by choice, and make its index one of the request's choices.
+
+        Raises:
+            ValueError: other fields contradict them.
+        """
+        tokens, choice, params = self.body.continue_token_ids, self.body.continue_choice or 0, self.params
+        if tokens is None:
+            if self.body.continue_choice is not None:
+                raise ValueError("continue_choice needs continue_token_ids, the tokens of that choice")
+            return None
+        if params.n != 1 or self.body.use_beam_search or params.prompt_logprobs is not None:
+            raise ValueError(
+                "continue_token_ids continues one answer: leave n, use_beam_search and prompt_logprobs out"
+            )
+        if params.seed is None and params.temperature:
+            raise ValueError("continue_token_ids needs seed, that of the answer to continue, or temperature 0")
+        if params.max_tokens is not None and len(tokens) >= params.max_tokens:
+            message = f"continue_token_ids holds {len(tokens)} tokens, and max_tokens counts them: give more than that"
+            raise ValueError(message)
+        if not 0 <= choice < MAX_CHOICES:
+            raise ValueError(f"continue_choice must be 0 to {MAX_CHOICES - 1}, got {choice}")
+        limit = self.serving.engine.vocab_size
+        if tokens and max(tokens) >= limit:
+            raise ValueError(f"continue_token_ids holds id {max(tokens)}; this model has ids 0 to {limit - 1}")
+        self.params = params.with_(n=choice + 1)
+        return (*[None] * choice, tuple(tokens))
 
     def _renamed(self, message: str) -> str:
         """Rename the field in an error message to the name that the client used."""
@@ -79,6 +116,10 @@ class Chat:
         if message.startswith("max_tokens") and self.body.max_completion_tokens is not None:
             return message.replace("max_tokens", "max_completion_tokens", 1)
         return message
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        effort = effort_kwargs(self.serving, self.body.reasoning_effort)
+        return {**effort, **(self.body.chat_template_kwargs or {})}
 
     async def _prompt(self) -> Prompt:
         prompt = await chat_prompt(
@@ -89,47 +130,60 @@ class Chat:
             truncate=self.body.truncate_prompt_tokens,
             room=self.params.max_tokens or 1,
             add_special=self.body.add_special_tokens is True,
-            template_kwargs={
-                **effort_kwargs(self.serving, self.body.reasoning_effort),
-                **(self.body.chat_template_kwargs or {}),
-            },
+            template_kwargs=self._template_kwargs(),
             use=self.use,
         )
         said = self.body.messages[-1].text if self.body.continue_final_message else ""
         self.answers = Answers(self.serving, self.use, prompt.text or "", said)
+        self._asked = self.params
         try:
             self.params = await aside(self.answers.params, self.params)
         except ValueError as error:
             raise bad_value(str(error), FIELDS) from None
         return prompt
 
-    async def _prepare(self) -> Generation | Beams:
+    async def _prepare(self) -> Generation | Beams | Searching:
         prompt = await self._prompt()
         width, room = self.params.n, self.serving.engine.max_model_len - len(prompt.token_ids)
         beams = beam_params(self.body, self.params, width, room)
         priority = self.body.priority or 0
+        reader = None if self.answers.plain else self.answers.reader
+        content = RequestContent(
+            "chat", self._asked, self.body.messages, (), self.body.tools or (), reader, bool(self.body.stream)
+        )
         if beams is not None:
-            return Beams(self.serving, [prompt], beams, width, priority, self.deadline)
-        return Generation(self.serving, [prompt], self.params, priority, self.deadline)
+            return Beams(self.serving, [prompt], beams, width, priority, self.deadline).describe(content)
+        if self.search is None:
+            generation = Generation(self.serving, [prompt], self.params, priority, self.deadline, given=self.given)
+            return generation.describe(content)
+        kwargs, messages = self._template_kwargs(), self.body.messages
+        more = (self.answers, priority, self.deadline, kwargs)
+        return Searching(self.serving, self.search, prompt, messages, self.params, *more).describe(content)
 
     async def whole(self) -> ChatResponse:
         """Return the answer in one piece."""
         async with self.deadline:
             generation = await self._prepare()
         (result,) = await generation.whole()
-        readers = [self.answers.reader() for _ in result.outputs]
-        choices = [await self._choice(*each) for each in zip(result.outputs, readers, strict=True)]
-        return ChatResponse(
+        outputs = result.outputs if self.given is None else result.outputs[-1:]
+        readers = [self.answers.reader() for _ in outputs]
+        choices = [await self._choice(*each) for each in zip(outputs, readers, strict=True)]
+        response = ChatResponse(
             id=f"chatcmpl-{generation.id}",
             created=generation.created,
             model=self.serving.model_name,
             choices=choices,
-            usage=self._usage(generation, zip(readers, result.outputs, strict=True)),
+            usage=self._usage(generation, zip(readers, outputs, strict=True)),
             prompt_logprobs=prompt_logprobs(result.prompt_logprobs),
             prompt_token_ids=result.prompt_token_ids if self.body.return_token_ids else None,
         )
+        if isinstance(generation, Searching):
+            return SearchedChat(**dict(response), search=generation.report)
+        return response
 
-    def _usage(self, generation: Generation | Beams, read: Iterable[tuple[AnswerReader, CompletionOutput]]) -> Usage:
+    def _usage(
+        self, generation: Generation | Beams | Searching, read: Iterable[tuple[AnswerReader, CompletionOutput]]
+    ) -> Usage:
         """Return the token counts; ``read``: each answer with its reader."""
         usage = generation.usage()
         if self.answers.thinks:
@@ -146,7 +200,9 @@ class Chat:
         logprobs: ChatLogprobs | None = None
         if output.logprobs is not None and self.body.logprobs:
             tokenizer = self.serving.engine.tokenizer
-            logprobs = await all_chat_logprobs(output.logprobs, output.token_ids, self.top, tokenizer)
+            drawn = output.token_ids[-len(output.logprobs) :]  # there are none of tokens that were given
+            with_ids = bool(self.body.return_token_ids)
+            logprobs = await all_chat_logprobs(output.logprobs, drawn, self.top, tokenizer, with_ids)
         return ChatChoice(
             index=output.index,
             message=AssistantMessage(
@@ -166,28 +222,32 @@ class Chat:
         sent."""
         async with self.deadline:
             generation = await self._prepare()
-        assert isinstance(generation, Generation), "beams are not streamed"
+        assert not isinstance(generation, Beams), "beams are not streamed"
         await generation.start()
         return self._chunks(generation)
 
-    async def _chunks(self, generation: Generation) -> AsyncIterator[bytes]:
+    async def _chunks(self, generation: Generation | Searching) -> AsyncIterator[bytes]:
         texts: dict[int, TextEvents] = {}
         readers: dict[int, AnswerReader] = {}
         final: RequestOutput | None = None
         async with generation:
             async for news in generation:
-                if news.update.approximate:
-                    yield CONTINUED
                 body = b""
-                if news.choice not in texts:
-                    first = ChunkChoice(index=news.choice, delta=Delta(role="assistant", content=""))
+                index = 0 if isinstance(news, SearchProgress) else news.choice
+                if index not in texts:
+                    first = ChunkChoice(index=index, delta=Delta(role="assistant", content=""))
                     chunk = self._chunk(generation, [first])
                     if self.body.return_token_ids:
                         chunk.prompt_token_ids = generation.prompts[0].token_ids
                     body = event(chunk)
-                    choice = ChunkChoice(index=news.choice, delta=Delta(content=PLACE))
-                    texts[news.choice] = TextEvents(self._chunk(generation, [choice]))
-                    readers[news.choice] = self.answers.reader()
+                    choice = ChunkChoice(index=index, delta=Delta(content=PLACE))
+                    texts[index] = TextEvents(self._chunk(generation, [choice]))
+                    readers[index] = self.answers.reader()
+                if isinstance(news, SearchProgress):
+                    yield body + event(self._progress(generation, news))
+                    continue
+                if news.update.approximate:
+                    yield CONTINUED
                 update, reader = news.update, readers[news.choice]
                 final = update.final or final
                 piece = reader.feed(update.text, update.finish_reason, update.stop_reason)
@@ -198,8 +258,16 @@ class Chat:
                     chunks = self._pieces(news, piece, reader)
                     yield body + b"".join(event(self._chunk(generation, [chunk])) for chunk in chunks)
             if self.body.include_usage:
-                read = [] if final is None else [(readers[output.index], output) for output in final.outputs]
+                read = (
+                    []
+                    if final is None
+                    else [(readers[each.index], each) for each in final.outputs if each.index in readers]
+                )
                 yield event(self._chunk(generation, [], self._usage(generation, read)))
+
+    def _progress(self, generation: Generation | Searching, news: SearchProgress) -> SearchChunk:
+        """Build a chunk that ordinary clients read as an empty piece of the answer."""
+        return SearchChunk(**dict(self._chunk(generation, [ChunkChoice(index=0, delta=Delta())])), search=news.state)
 
     def _pieces(self, news: Event, piece: AnswerPiece, reader: AnswerReader) -> list[ChunkChoice]:
         """Split an update into chunks: the new parts, then the end by itself."""
@@ -223,9 +291,12 @@ class Chat:
     def _logprobs(self, positions: list[PositionLogprobs] | None, token_ids: list[int]) -> ChatLogprobs | None:
         if positions is None or not self.body.logprobs:
             return None
-        return chat_logprobs(positions, token_ids, self.top, self.serving.engine.tokenizer)
+        tokenizer, with_ids = self.serving.engine.tokenizer, bool(self.body.return_token_ids)
+        return chat_logprobs(positions, token_ids, self.top, tokenizer, with_ids)
 
-    def _chunk(self, generation: Generation, choices: list[ChunkChoice], usage: Usage | None = None) -> ChatChunk:
+    def _chunk(
+        self, generation: Generation | Searching, choices: list[ChunkChoice], usage: Usage | None = None
+    ) -> ChatChunk:
         return ChatChunk(
             id=f"chatcmpl-{generation.id}",
             created=generation.created,

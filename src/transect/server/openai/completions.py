@@ -9,6 +9,7 @@ from ...engine.frontends.beam_search import BeamSearchParams
 from ...engine.scheduling.sampling_params import MAX_CHOICES
 from ...text.fill_in import Gap, gap_of
 from ..beams import Beams, beam_params
+from ..capture.slips import RequestContent
 from ..generation import Event, Generation, Prompt
 from ..http.deadline import Deadline
 from ..http.errors import ApiError, bad_value
@@ -122,12 +123,14 @@ class Completion:
 
     async def _prepare(self) -> Generation:
         prompts = await self._prompts()
-        return Generation(self.serving, prompts, self.params, self.body.priority or 0, self.deadline)
+        asked = RequestContent("completions", self.params, None, prompts, streamed=bool(self.body.stream))
+        return Generation(self.serving, prompts, self.params, self.body.priority or 0, self.deadline).describe(asked)
 
     async def _search(self, beams: BeamSearchParams) -> Beams:
         prompts = await self._prompts()
         priority, answers = self.body.priority or 0, self.body.n or 1
-        return Beams(self.serving, prompts, beams, answers, priority, self.deadline)
+        asked = RequestContent("completions", self.params, None, prompts)
+        return Beams(self.serving, prompts, beams, answers, priority, self.deadline).describe(asked)
 
     async def whole(self) -> CompletionResponse:
         """Return the answer in one piece."""

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...text.protocols import TokenizerLike
-from .replies import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
+from .replies import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TokenLogprobWithId,
+    TopLogprob,
+    TopLogprobWithId,
+)
 
 if TYPE_CHECKING:
     from ...text.outputs import PositionLogprobs
@@ -34,25 +43,34 @@ def prompt_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> list
 
 
 def chat_logprobs(
-    positions: Sequence[PositionLogprobs], token_ids: Sequence[int], top: int, tokenizer: TokenizerLike
+    positions: Sequence[PositionLogprobs],
+    token_ids: Sequence[int],
+    top: int,
+    tokenizer: TokenizerLike,
+    with_ids: bool = False,
 ) -> ChatLogprobs:
     """Write log-probabilities in the chat format: each token with its bytes and its ``top`` likeliest alternatives,
-    likeliest first."""
+    likeliest first. ``with_ids``: with the ids of all of them."""
+    one: Any = TokenLogprobWithId if with_ids else TokenLogprob
+    other: Any = TopLogprobWithId if with_ids else TopLogprob
     return ChatLogprobs(
         content=[
-            TokenLogprob(
-                **_named(token, position, tokenizer),
-                top_logprobs=[TopLogprob(**_named(other, position, tokenizer)) for other in _likeliest(position, top)],
+            one(
+                **_named(token, position, tokenizer, with_ids),
+                top_logprobs=[
+                    other(**_named(each, position, tokenizer, with_ids)) for each in _likeliest(position, top)
+                ],
             )
             for token, position in zip(token_ids, positions, strict=True)
         ]
     )
 
 
-def _named(token: int, position: PositionLogprobs, tokenizer: TokenizerLike) -> dict:
+def _named(token: int, position: PositionLogprobs, tokenizer: TokenizerLike, with_id: bool) -> dict:
     entry = position[token]
     text = entry.decoded_token if entry.decoded_token is not None else tokenizer.token_text(token)
-    return {"token": text, "logprob": max(entry.logprob, NEVER), "bytes": list(tokenizer.token_bytes(token))}
+    named = {"token": text, "logprob": max(entry.logprob, NEVER), "bytes": list(tokenizer.token_bytes(token))}
+    return named | {"token_id": token} if with_id else named
 
 
 def _likeliest(position: PositionLogprobs, top: int) -> list[int]:

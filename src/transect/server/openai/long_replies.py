@@ -28,13 +28,18 @@ NO_CHOICES, NO_LOGPROBS = b'"choices":[]', b'"logprobs":null'
 
 
 async def all_chat_logprobs(
-    positions: Sequence[PositionLogprobs], token_ids: Sequence[int], top: int, tokenizer: TokenizerLike
+    positions: Sequence[PositionLogprobs],
+    token_ids: Sequence[int],
+    top: int,
+    tokenizer: TokenizerLike,
+    with_ids: bool = False,
 ) -> ChatLogprobs:
     """Build ``chat_logprobs`` of a whole answer, in pieces."""
-    whole = ChatLogprobs(content=[])
+    entries: list[Any] = []
     async for some in _pieces(list(zip(positions, token_ids, strict=True))):
-        whole.content += chat_logprobs([each[0] for each in some], [each[1] for each in some], top, tokenizer).content
-    return whole
+        part = chat_logprobs([each[0] for each in some], [each[1] for each in some], top, tokenizer, with_ids)
+        entries += part.content
+    return ChatLogprobs(content=entries)
 
 
 async def all_completion_logprobs(

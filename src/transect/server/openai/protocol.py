@@ -218,7 +218,17 @@ PASSED_ON = tuple(
 and prompts are truncated earlier."""
 
 
-class SamplingBody(Body):
+class SenderBody(Body):
+    """Fields about the sender, which change no answer (``server/sender.py``). Values of other types are ignored."""
+
+    user: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    metadata: Any = None
+    store: Any = None
+
+
+class SamplingBody(SenderBody):
     """The fields that completions and chat share."""
 
     model: str | None = None
@@ -342,6 +352,9 @@ class ChatCompletionRequest(SamplingBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    search: dict[str, Any] | None = None
+    continue_token_ids: Listed[TokenId] | None = None
+    continue_choice: Whole | None = None
 
 
 class TokenizeRequest(Body):

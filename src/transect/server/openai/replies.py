@@ -56,6 +56,18 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
+class TopLogprobWithId(TopLogprob):
+    """A candidate token with its id, if token ids are requested."""
+
+    token_id: int
+
+
+class TokenLogprobWithId(TopLogprobWithId):
+    """The chosen token at a position, with the likeliest alternatives and all their ids."""
+
+    top_logprobs: list[TopLogprobWithId]
+
+
 class PromptLogprob(BaseModel):
     """A candidate token at a position of the prompt; the likeliest has rank 1."""
 
@@ -70,7 +82,7 @@ PromptLogprobs = dict[str, PromptLogprob]
 class ChatLogprobs(BaseModel):
     """One entry for each token."""
 
-    content: list[TokenLogprob]
+    content: list[TokenLogprob] | list[TokenLogprobWithId]
 
 
 class CompletionLogprobs(BaseModel):
@@ -203,6 +215,18 @@ class ChatChunk(BaseModel):
     choices: list[ChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+
+
+class SearchedChat(ChatResponse):
+    """The answer of a search, with its tree."""
+
+    search: dict[str, Any]
+
+
+class SearchChunk(ChatChunk):
+    """Progress of a search, in a chunk that adds nothing to the answer; at the end its tree."""
+
+    search: dict[str, Any]
 
 
 class Model(BaseModel):

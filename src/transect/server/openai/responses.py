@@ -17,6 +17,8 @@ from ..http.clients import current_client
 from ..http.deadline import Deadline
 from ..http.errors import ApiError
 from ..http.sse import CONTINUED, Raw, named_event
+from ..searches import requested_search
+from ..sender import current_sender
 from ..serving import Serving
 from .protocol import ChatMessage
 from .responses_protocol import ResponsesRequest, as_message
@@ -28,12 +30,14 @@ MOST_BYTES = 32 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """An answer as JSON, the conversation up to and including it, their bytes, and the client's name."""
+    """An answer as JSON, the conversation up to and including it, their bytes, the client's name, and the beginning of
+    the conversation as of its first request."""
 
     answer: bytes
     messages: list[ChatMessage]
     size: int
     owner: str
+    beginning: str
 
 
 class ResponseStore:
@@ -47,7 +51,7 @@ class ResponseStore:
         """Keep an answer, with the whole conversation up to and including it."""
         answer = msgspec.json.encode(response)
         size = len(answer) + sum(len(message.model_dump_json()) for message in messages)
-        self._kept[response["id"]] = _Kept(answer, messages, size, current_client().name)
+        self._kept[response["id"]] = _Kept(answer, messages, size, current_client().name, current_sender().beginning)
         self._bytes += size
         while len(self._kept) > MOST_KEPT or self._bytes > MOST_BYTES:
             self._bytes -= self._kept.popitem(last=False)[1].size
@@ -63,6 +67,11 @@ class ResponseStore:
             message = f"the response {response_id[:80]!r} is not kept by this server: send the conversation as input"
             raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
         return found.answer, found.messages
+
+    def beginning(self, response_id: str | None) -> str:
+        """Return the beginning of the conversation that led to an answer; empty if it is not remembered."""
+        found = None if response_id is None else self._kept.get(response_id)
+        return "" if found is None else found.beginning
 
     def forget(self, response_id: str) -> None:
         """Delete an answer. Raises ApiError as ``find`` does."""
@@ -80,7 +89,9 @@ class Responses:
         self._kept = [*before, *body.new_messages()]
         system = [] if body.instructions is None else [ChatMessage(role="system", content=body.instructions)]
         params = body.sampling_params(serving.engine.sampling_defaults)
-        self.conversation = Conversation(serving, [*system, *self._kept], params, body.tool_use(), deadline)
+        search = requested_search(body.search, body)
+        self.conversation = Conversation(serving, [*system, *self._kept], params, body.tool_use(), deadline, search)
+        self.conversation.describe("responses", body.tools, bool(body.stream))
         self._number = -1
 
     async def whole(self) -> Raw:
@@ -144,6 +155,8 @@ class Responses:
                 response = self._response("in_progress", [])
                 yield self._event("response.created", response=response)
                 yield self._event("response.in_progress", response=response)
+            if self.conversation.progress is not None:
+                yield self._event("response.search.progress", search=self.conversation.progress)
             if self.conversation.continued:
                 yield CONTINUED
             yield b"".join(self._news(each) for each in news)
@@ -203,6 +216,8 @@ class Responses:
             "output_tokens_details": {"reasoning_tokens": self.conversation.thought_tokens},
             "total_tokens": usage.total_tokens,
         }
+        if self.conversation.report is not None:
+            response["search"] = self.conversation.report
         if usage.continued is not None:
             response["usage"]["continued"] = usage.continued
         if self.body.store is not False:

@@ -12,12 +12,12 @@ from ...text.sampling_defaults import SamplingDefaults
 from ...text.tools.spec import ToolUse, tool_use
 from ..http.errors import ApiError, bad_value
 from ..structured import response_format
-from .protocol import FIELDS, Body, ChatMessage, Whole
+from .protocol import FIELDS, ChatMessage, SenderBody, Whole
 
 _ROLES = ("system", "developer", "user", "assistant")
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(SenderBody):
     """``POST /v1/responses``."""
 
     model: str | None = None
@@ -42,6 +42,7 @@ class ResponsesRequest(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     top_logprobs: Whole | None = None
     max_tool_calls: Whole | None = None
+    search: dict[str, Any] | None = None
 
     def check(self) -> None:
         """Raise ApiError, 400, for unsupported settings."""

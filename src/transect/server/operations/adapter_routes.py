@@ -49,6 +49,10 @@ async def load_lora_adapter(request: Request, body: LoadRequest) -> JSONResponse
 async def unload_lora_adapter(request: Request, body: UnloadRequest) -> JSONResponse:
     """Refuse new requests for an adapter, wait for those that run with it, and forget it. For the operator's key."""
     serving = _checked(request, body.lora_name)
+    using = serving.releases.using(body.lora_name)
+    if using:
+        message = f"the adapter {body.lora_name!r} is a version of the release {using[0]!r}: take it out there first"
+        raise ApiError(409, message, param="lora_name", code="adapter_released")
     await serving.adapters.unload(body.lora_name)
     return JSONResponse({"id": body.lora_name, "object": "model", "deleted": True})
 

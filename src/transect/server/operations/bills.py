@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from ...engine.scheduling.decisions import DecisionRing
-from ...explain.engine.bill import bill
-from ...explain.engine.log import bare_id, build
+from ...explain.engine.bill import Bill, bill
+from ...explain.engine.log import DecisionRunLog, bare_id, build
 from ...explain.engine.rates import rates_for
 from ...explain.engine.work import StepWork
 from ..http.clients import check_operator
@@ -37,7 +37,8 @@ def _rings(request: Request, past: bool = False) -> list[DecisionRing]:
 async def request_bill(request: Request, request_id: str, choice: int = 0) -> dict[str, Any]:
     """Return the parts of a request's time, in milliseconds; they add up to the whole. Ids are those of answers.
 
-    A request that was continued in another engine has one bill for all engines that had it.
+    A request that was continued in another engine has one bill for all engines that had it. A search has one for each
+    branch in ``parts``, and their tokens together.
     """
     serving: Serving = request.app.state.serving
     if not serving.owners.may_see(request_id):
@@ -47,17 +48,37 @@ async def request_bill(request: Request, request_id: str, choice: int = 0) -> di
 
     def work() -> dict[str, Any]:
         having = [ring for ring in rings if name in bytes(ring)]  # reading the records of all takes long
-        logs = [build(ring.records(), complete=not ring.lost) for ring in having or rings[:1]]
-        logs = [log for log in logs if log.has(request_id)] or logs[:1]
-        logs.sort(key=lambda log: log.life(request_id).added.at if log.has(request_id) else 0.0)
-        works = [(log, StepWork.of(log.header, rates_for(log.header, measure=False))) for log in logs]
-        found = bill(logs[-1], request_id, works[-1][1], choice, works[:-1])
-        return {"object": "request.bill", **found.to_dict(), "text": "\n".join(found.lines())}
+        every = [build(ring.records(), complete=not ring.lost) for ring in having or rings[:1]]
+        works = [(log, StepWork.of(log.header, rates_for(log.header, measure=False))) for log in every]
+        parts = sorted({key for log in every for key in log.requests if key.startswith(f"{name.decode()}-")})
+        if len(parts) < 2:
+            found = _bill(works, request_id, choice)
+            return {"object": "request.bill", **found.to_dict(), "text": "\n".join(found.lines())}
+        bills = [
+            _bill(works, part, each)
+            for part in parts
+            for each in range(next(log for log in every if log.has(part)).life(part).added.n)
+        ]
+        return {
+            "object": "request.bill",
+            "request_id": request_id,
+            "prompt_tokens": sum(each.prompt_tokens for each in bills if each.choice == 0),
+            "output_tokens": sum(each.output_tokens for each in bills),
+            "parts": [each.to_dict() for each in bills],
+            "text": "\n".join(line for each in bills for line in each.lines()),
+        }
 
     try:
         return await asyncio.to_thread(work)
     except ValueError as error:
         raise ApiError(404, str(error), param="request_id", code="request_not_found") from None
+
+
+def _bill(works: list[tuple[DecisionRunLog, StepWork]], name: str, choice: int) -> Bill:
+    """Return the bill of an engine request over all engines that had it. Raises ValueError if none had."""
+    having = [each for each in works if each[0].has(name)] or works[:1]
+    having.sort(key=lambda each: each[0].life(name).added.at if each[0].has(name) else 0.0)
+    return bill(having[-1][0], name, having[-1][1], choice, having[:-1])
 
 
 @bills.get("/v1/decisions", responses=FOR_OPERATORS)

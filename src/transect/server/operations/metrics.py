@@ -6,8 +6,9 @@ are the engine's own, read at the moment of a scrape.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ class EngineCollector:
     def __init__(self) -> None:
         self.stats: SchedulerStats | None = None
         self.drift = DriftWatch()
+        self.alarms: list[Callable[[], Mapping[str, bool]]] = [lambda: {DRIFT_ALARM: self.drift.raised}]
+        """Functions that return alarms by name, each True while it is raised."""
         self.up = False
 
     def take(self, stats: SchedulerStats) -> None:
@@ -44,6 +47,10 @@ class EngineCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of a scrape; called by prometheus-client."""
         yield _gauge("transect_engine_up", "1 while the engine answers, 0 when it is hung or dead", float(self.up))
+        alarm = GaugeMetricFamily("transect_alarm", "1 while an alarm is raised", labels=["name"])
+        for name, raised in itertools.chain.from_iterable(alarms().items() for alarms in self.alarms):
+            alarm.add_metric([name], float(raised))
+        yield alarm
         stats = self.stats
         if stats is None:
             return
@@ -57,9 +64,6 @@ class EngineCollector:
         yield _gauge("transect_grammar_cache_bytes", text, stats.grammar_cache_bytes)
         text = "Measured over predicted time of the last steps; far from 1, StepTimeDrift is raised"
         yield _gauge("transect_step_time_ratio", text, self.drift.ratio)
-        alarm = GaugeMetricFamily("transect_alarm", "1 while an alarm is raised", labels=["name"])
-        alarm.add_metric([DRIFT_ALARM], float(self.drift.raised))
-        yield alarm
         usage = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
         yield _gauge("transect_kv_cache_usage_ratio", "Share of the KV pool in use, 0 to 1", usage)
         hit_rate = stats.prefix_hit_tokens / max(stats.prefix_query_tokens, 1)
@@ -72,6 +76,7 @@ class EngineCollector:
             ),
             ("transect_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache", stats.prefix_hit_tokens),
             ("transect_preemptions", "Sequences put back to be recomputed for want of KV blocks", stats.preemptions),
+            ("transect_kv_evictions", "Cached KV blocks whose contents were dropped for new ones", stats.kv_evictions),
             ("transect_engine_steps", "Steps of the engine", stats.steps),
             ("transect_timed_steps", "Steps whose time was measured", stats.timed_steps),
             ("transect_step_seconds", "Time of the timed steps", stats.step_seconds),

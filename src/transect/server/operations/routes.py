@@ -37,7 +37,8 @@ async def ping(request: Request) -> Response:
 @operations.get("/load", response_model=Load)
 async def load(request: Request) -> Load:
     """Return the number of requests in flight."""
-    return Load(server_load=_serving(request).in_flight - 1)  # without this one
+    watching = request.app.state.watches.readers
+    return Load(server_load=_serving(request).in_flight - watching - 1)  # without this one
 
 
 @operations.get("/tokenizer_info", response_model=TokenizerInfo)

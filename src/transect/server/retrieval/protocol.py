@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel
 
 from ..http.bounds import Listed
-from ..openai.protocol import Body, Prompt, Whole, shape
+from ..openai.protocol import Body, Prompt, SenderBody, Whole, shape
 
 Texts = Annotated[str | Listed[str], shape("a string or a list of strings")]
 
 
-class EmbeddingRequest(Body):
+class EmbeddingRequest(SenderBody):
     """``POST /v1/embeddings``: a vector for each text."""
 
     model: str | None = None

@@ -17,6 +17,7 @@ from fastapi import APIRouter, Request, Response
 from ...engine.executors import pooling
 from ...engine.frontends import scoring
 from ...engine.scheduling.sampling_params import SamplingParams
+from ..capture.slips import RequestContent
 from ..generation import Prompt, whole_in_groups
 from ..http.body import JsonRoute
 from ..http.deadline import Deadline
@@ -25,7 +26,10 @@ from ..http.errors import ApiError, bad_value
 from ..openai.protocol import FIELDS
 from ..operations import request_log
 from ..prompts import check_length, completion_prompts, encode
+from ..releases import forget_version
+from ..sender import set_sender
 from ..serving import Serving
+from ..watching import RequestWatch
 from .protocol import (
     EmbeddingObject,
     EmbeddingRequest,
@@ -54,19 +58,31 @@ retrieval = APIRouter(route_class=JsonRoute, tags=["retrieval"])
 class _Work:
     """The engine requests of one HTTP request."""
 
-    def __init__(self, request: Request, model: str | None, priority: int | None) -> None:
+    def __init__(self, request: Request, body: EmbeddingRequest | ScoreRequest | RerankRequest) -> None:
         self.serving: Serving = request.app.state.serving
-        self.serving.check_model(model)
+        set_sender(request.headers, body)
+        self.serving.check_model(body.model)
         self.deadline = Deadline(self.serving.options.request_timeout_s, request.state.arrival)
-        self.priority = priority or 0
+        self.priority = body.priority or 0
         self.id, self.created = uuid.uuid4().hex, int(time.time())
         self.tokens = 0
 
     async def run(
-        self, prompts: Sequence[Prompt], params: SamplingParams, pool: pooling.Pooling | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        pool: pooling.Pooling | None = None,
+        content: RequestContent | None = None,
     ) -> list[RequestOutput]:
-        """Run the prompts, and return their results in order."""
-        results = await whole_in_groups(self.serving, prompts, params, self.priority, self.deadline, pool)
+        """Run the prompts, and return their results in order. ``content``: of the request, for captures."""
+        watch = RequestWatch(self.serving, self.id, len(prompts))
+        forget_version()  # groups of prompts are parts
+        if content is not None:
+            watch.describe(content)
+        with watch:
+            results = await whole_in_groups(self.serving, prompts, params, self.priority, self.deadline, pool)
+            for place, result in enumerate(results):
+                watch.answered(place, result)
         self.tokens = sum(len(prompt.token_ids) for prompt in prompts)
         request_log.note(prompt_tokens=self.tokens, completion_tokens=0)
         return results
@@ -96,7 +112,7 @@ class _Work:
 @retrieval.post("/v1/embeddings", response_model=EmbeddingResponse)
 async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
     """Compute a vector for each text."""
-    work = _Work(request, body.model, body.priority)
+    work = _Work(request, body)
     try:
         return await unless_disconnected(request.receive, _embeddings(work, body), work.serving.turns)
     except ClientGone:
@@ -124,7 +140,8 @@ async def _embeddings(work: _Work, body: EmbeddingRequest) -> Response:
             field="input",
             most=MAX_INPUTS,
         )
-    results = await work.run(prompts, pooling.PARAMS, params.pooling)
+    content = RequestContent("embeddings", pooling.PARAMS, None, prompts)
+    results = await work.run(prompts, pooling.PARAMS, params.pooling, content)
     pieces = []
     for index, result in enumerate(results):
         assert result.pooled is not None, "a request that fails has raised by now"
@@ -141,7 +158,7 @@ async def _embeddings(work: _Work, body: EmbeddingRequest) -> Response:
 @retrieval.post("/score", response_model=ScoreResponse, include_in_schema=False)
 async def score(request: Request, body: ScoreRequest) -> ScoreResponse | Response:
     """Score how likely each query is after its document, between 0 and 1."""
-    work = _Work(request, body.model, body.priority)
+    work = _Work(request, body)
     try:
         pairs = scoring.pairs(body.text_1, body.text_2)
     except ValueError as error:
@@ -161,7 +178,7 @@ async def score(request: Request, body: ScoreRequest) -> ScoreResponse | Respons
 @retrieval.post("/rerank", response_model=RerankResponse, include_in_schema=False)
 async def rerank(request: Request, body: RerankRequest) -> RerankResponse | Response:
     """Sort documents by their relevance to a query; scores as of ``/v1/score``."""
-    work = _Work(request, body.model, body.priority)
+    work = _Work(request, body)
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
     _check_count(len(texts), "documents")
     if body.top_n is not None and body.top_n < 1:

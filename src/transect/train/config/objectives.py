@@ -27,12 +27,15 @@ class ObjectiveKind:
         settings: a frozen dataclass, read from the table ``[NAME]`` of a run's file.
         rates: default learning rates for all weights and for adapters.
         compares: the loss compares with the model as it was when the run began.
+        part: builds what is trained beside a frozen model, from a ``TrainConfig`` and the model's ``Trainable``; None
+            if the model is trained.
     """
 
     make: Callable[[Any, Any], Any]
     settings: type
     rates: tuple[float, float] = (2e-5, 2e-4)
     compares: bool = False
+    part: Callable[[Any, Any], Any] | None = None
 
 
 @cache
@@ -172,6 +175,8 @@ class GRPOConfig:
         scale_rewards: advantages are divided by the standard deviation of the ``group``, of the whole ``batch``, or by
             ``none``.
         mask_truncated: exclude answers that ended at ``max_tokens`` from training; they still count in their group.
+        engine: source of the answers: ``shared``: the weights in training; ``adapter``: a separate engine over the
+            base, which gets a LoRA's new weights as an adapter; ``auto``: ``adapter`` for a LoRA on a CPU.
     """
 
     reward: tuple[str, ...] = ("exact",)
@@ -192,6 +197,7 @@ class GRPOConfig:
     loss: Literal["dapo", "grpo", "dr_grpo", "bnpo"] = "dapo"
     scale_rewards: Literal["group", "batch", "none"] = "group"
     mask_truncated: bool = False
+    engine: Literal["auto", "shared", "adapter"] = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.reward, str):

@@ -66,8 +66,9 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where} must be a list of {'strings' if item_kind is str else 'numbers'}, not {value!r}")
         return tuple(map(item_kind, value))
     if get_origin(hint) is dict:
-        if not isinstance(value, Mapping) or not all(isinstance(text, str) for text in value.values()):
-            raise ValueError(f"{where} must be a table of strings, not {value!r}")
+        strings = get_args(hint)[1] is str
+        if not isinstance(value, Mapping) or not all(isinstance(each, str) or not strings for each in value.values()):
+            raise ValueError(f"{where} must be a table{' of strings' * strings}, not {value!r}")
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

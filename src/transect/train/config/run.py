@@ -165,6 +165,12 @@ class TrainConfig:
             return kind.compares
         return self.objective in ("dpo", "kto") or (self.objective == "grpo" and self.grpo.beta > 0)
 
+    @property
+    def freezes(self) -> bool:
+        """True if the model's own weights stay as they are: adapters are trained, or a part beside it."""
+        kind = objective_kind(self.objective)
+        return self.task in ("lora", "qlora") or (kind is not None and kind.part is not None)
+
     def unused(self) -> list[str]:
         """List tables that are filled in but have no effect for this task and objective."""
         used = {self.objective, *(["lora"] if self.task in ("lora", "qlora") else [])}

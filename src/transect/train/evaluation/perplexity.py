@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...engine.frontends.inputs import LoRARequest
 from ...engine.frontends.llm import LLM
 from ...engine.scheduling.sampling_params import SamplingParams
 from ...text.tokenizer import Tokenizer
@@ -66,14 +67,19 @@ def windows(count: int, window: int, stride: int) -> list[tuple[int, int, int]]:
     return found
 
 
-def scored_tokens(llm: LLM, sequences: Sequence[Sequence[int]]) -> list[list[tuple[float, bool]]]:
+def scored_tokens(
+    llm: LLM, sequences: Sequence[Sequence[int]], adapter: LoRARequest | None = None
+) -> list[list[tuple[float, bool]]]:
     """Return, for each token of each sequence but its first, its log-probability, and True if it was the likeliest.
+
+    Args:
+        adapter: as ``lora_request`` of ``LLM.generate``.
 
     Raises:
         ValueError: a sequence does not leave room for one more token in the context.
         RuntimeError: the engine could not compute one.
     """
-    outputs = llm.generate([list(sequence) for sequence in sequences], SCORE)
+    outputs = llm.generate([list(sequence) for sequence in sequences], SCORE, lora_request=adapter)
     found = []
     for sequence, output in zip(sequences, outputs, strict=True):
         if output.prompt_logprobs is None:

@@ -6,6 +6,7 @@
   checkpointing of activations that makes it fit.
 * ``checkpoint.py``: atomic, asynchronous, checksummed directories; ``parts.py``: of several ranks;
   ``stored_state.py``: their tensors. ``best.py``: the best checkpoint, and early stopping.
-* ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them; ``trackers.py``: Weights & Biases,
+* ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them; ``overview.py``: a run as
+  data for pages; ``trackers.py``: Weights & Biases,
   MLflow. ``samples.py``: answers during training. ``sweep.py``: runs over a grid of settings.
 """

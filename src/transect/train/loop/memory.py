@@ -53,12 +53,16 @@ def check_length(config: TrainConfig, model: ModelConfig) -> None:
 
 def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> TrainingPlan:
     """Return the memory plan of a configuration; ``auto`` checkpointing counts as none."""
-    rollouts = 0
+    rollouts = copied = 0
     if config.objective == "grpo":
-        from ..objectives.rollout import BLOCK_SIZE, MOST_RUNNING
+        from ..objectives.adapter_engine import draws_by_adapter
+        from ..objectives.rollout import BLOCK_SIZE, most_running
 
-        running = max(min(MOST_RUNNING, config.grpo.prompts * config.grpo.group), config.grpo.group)
+        running = most_running(config.grpo)
+        copied = _numbers(model) if draws_by_adapter(config, device) else 0
         rollouts = running * (-(-config.data.seq_len // BLOCK_SIZE) + 1) * BLOCK_SIZE
+    if config.freezes and config.task == "finetune":  # a part beside the model is small, as adapters are
+        config = replace(config, task="lora", objective="next_token", own=None)
     lora_task = config.task in ("lora", "qlora")
     lora = settled(config.lora, config.new_tokens) if lora_task else config.lora
     named = adapted(config.lora, model) if lora_task else MATRICES
@@ -80,7 +84,7 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
         base_format=config.lora.base_format,
         rollouts=rollouts,
         reference=config.objective == "grpo" and config.compares,
-        teacher=_numbers(teacher_of(config).config) if config.objective == "distill" else 0,
+        teacher=_numbers(teacher_of(config).config) if config.objective == "distill" else copied,
         backend="cpu" if device.type == "cpu" else "gpu",
         merged=(
             config.merged

@@ -29,6 +29,8 @@ from .checkpoint import RunLock, list_steps, newest
 from .follow import RunArguments, crew
 from .health import TrainingStopped
 from .report import RunLog, read_log
+from .trackers import trackers
+from .trainer import Listener
 
 ALIKE = {"run_dir", "data.date", "threads", "device", "memory", "keep", "save_every", "log_to", "project"}
 """Settings that do not affect the results of a run."""
@@ -81,16 +83,32 @@ def read_grid(path: str | Path) -> list[SweepPoint]:
         raise ValueError(f'{path} needs base = "RUN.toml" and a table [grid] of lists of values')
     base = path.parent / grid["base"]
     shared = TrainConfig.from_toml(base)
-    folder = Path(grid.get("sweep_dir", shared.run_dir))
-    points = []
-    for values in itertools.product(*axes.values()):
-        settings = dict(zip(axes, values, strict=True))
-        name = _name(settings)
-        given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-        config = TrainConfig.from_toml(base, [*given, f"run_dir={json.dumps(str(folder / name))}"])
-        points.append(SweepPoint(name, settings, config))
+    points = points_of(base, axes, Path(grid.get("sweep_dir", shared.run_dir)))
     if len({point.name for point in points}) < len(points):
         raise ValueError(f"{path}: two points of the grid are the same")
+    return points
+
+
+def points_of(
+    base: Path, axes: Mapping[str, Sequence[Any]], folder: Path, settings: Sequence[str] = ()
+) -> list[SweepPoint]:
+    """Return a run for each point of a grid; without axes a single one, called ``run``.
+
+    Args:
+        axes: values by dotted key.
+        folder: parent of the runs' directories.
+        settings: ``key=value`` for all runs, which replace the base's.
+
+    Raises:
+        ValueError: the base cannot be read, a key is not a setting, or a value does not fit it.
+    """
+    points = []
+    for values in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        name = _name(chosen) or "run"
+        given = [*settings, *(f"{key}={json.dumps(value)}" for key, value in chosen.items())]
+        config = TrainConfig.from_toml(base, [*given, f"run_dir={json.dumps(str(folder / name))}"])
+        points.append(SweepPoint(name, chosen, config))
     return points
 
 
@@ -116,8 +134,10 @@ def sweep(
     points: Sequence[SweepPoint],
     tell: Callable[[str], None] = print,
     should_stop: Callable[[], bool] = lambda: False,
+    listeners: Sequence[Listener] = (),
 ) -> Iterator[Outcome]:
-    """Train the runs that are not finished; one ``Outcome`` for each that is.
+    """Train the runs that are not finished; one ``Outcome`` for each that is. ``listeners`` receive the events of all
+    of them.
 
     A run that stops because of what it saw counts as an outcome with that problem, and the next one follows.
     """
@@ -127,7 +147,7 @@ def sweep(
         tell(f"run {number} of {len(points)}: {point.name}")
         try:
             with RunLock(point.config.run_dir):
-                finished = _train(point, should_stop)
+                finished = _train(point, should_stop, listeners)
         except (TrainingStopped, ValueError) as error:
             yield Outcome(point, problem=str(error))
             continue
@@ -135,7 +155,7 @@ def sweep(
             yield outcome(point)
 
 
-def _train(point: SweepPoint, should_stop: Callable[[], bool]) -> bool:
+def _train(point: SweepPoint, should_stop: Callable[[], bool], listeners: Sequence[Listener]) -> bool:
     """Train or resume a run; return True if it has finished."""
     found = newest(point.config.run_dir) if list_steps(point.config.run_dir) else None
     asked = config = point.config
@@ -150,10 +170,13 @@ def _train(point: SweepPoint, should_stop: Callable[[], bool]) -> bool:
         if asked.epochs and steps != trainer.objective.steps_of(asked.epochs, asked.accumulate):
             raise ValueError(_other(asked, "steps", steps, f"epochs = {asked.epochs:g}"))
         log = RunLog(config.run_dir, trainer.steps_done)
+        followers = trackers(config)
         try:
-            trainer.run([log], should_stop)
+            trainer.run([log, *followers, *listeners], should_stop)
         finally:
             log.close()
+            for follower in followers:
+                follower.close()
         return trainer.finished
 
 

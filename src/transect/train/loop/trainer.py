@@ -209,7 +209,7 @@ class Trainer:
                 'optimizer.rounding = "nearest" loses every step of less than a 512th of a weight, which at small '
                 'learning rates are most: "stochastic" keeps them on average, precision = "mixed" exactly'
             )
-        self._flops = TrainingFlops(self.trainable.source.config, frozen=config.task in ("lora", "qlora"))
+        self._flops = TrainingFlops(self.trainable.source.config, frozen=config.freezes)
         self.identity = self.objective.identity()
         """Digests of the run's data and base, kept in every checkpoint."""
         if self.trainable.adapted:
@@ -373,6 +373,8 @@ class Trainer:
 
     @torch.no_grad()
     def _load_weights(self, checkpoint: Checkpoint) -> None:
+        if self.trainable.take(checkpoint.path):
+            return
         if self.trainable.adapted and is_adapter(checkpoint.path):
             take_adapter(self.model, read_adapter(checkpoint.path, self.trainable.source.config))
         elif self.trainable.adapted:  # of an earlier version: the model's files hold merged weights

@@ -30,6 +30,7 @@ from ...text.tokenizer import Tokenizer
 from ..adapters.lora import attach, plain_state, settled, trained_adapter
 from ..config import TrainConfig
 from ..config.adapters import LoRAConfig
+from ..config.objectives import objective_kind
 from ..data.chat import run_template
 from .new_tokens import grown_tables, write_with_tokens
 
@@ -81,6 +82,10 @@ class Trainable:
             return lambda directory: self._write_adapter(adapter, directory)
         found = plain_state(self.model) if weights is None else weights
         return lambda directory: self._write_model(found, directory)
+
+    def take(self, directory: Path) -> bool:
+        """Read the weights of a checkpoint into what is trained beside the model; False if the model is trained."""
+        return False
 
     def _write_model(self, weights: Mapping[str, Tensor], directory: Path) -> None:
         save_hf(weights, self.source.config, directory)
@@ -189,7 +194,8 @@ def teacher_of(config: TrainConfig) -> ModelSource:
 
 
 def build(config: TrainConfig, tell: Callable[[str], None] = log.info, *, lean: bool = False) -> Trainable:
-    """Build the model that ``config`` describes; adapters are attached, frozen parts frozen.
+    """Build the model that ``config`` describes, and what is trained beside it; adapters are attached, frozen parts
+    frozen.
 
     Args:
         tell: receives notices for the user.
@@ -230,7 +236,7 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info, *, lean: 
         attach(model, lora, seed=config.seed, start=start, moment=moment)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     tokenizer = Tokenizer.from_source(source)
-    return Trainable(
+    made = Trainable(
         model,
         source,
         tokenizer if isinstance(tokenizer, Tokenizer) else None,
@@ -242,6 +248,11 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info, *, lean: 
         "" if config.data.chat_template in ("auto", "model") else template_text(config.data.chat_template),
         later,
     )
+    kind = objective_kind(config.objective)
+    if kind is None or kind.part is None:
+        return made
+    beside: Trainable = kind.part(config, made)
+    return beside
 
 
 def _weights_of(source: ModelSource, shape: ModelConfig, config: TrainConfig, device: torch.device) -> StoredWeights:

@@ -3,10 +3,12 @@
 * ``base.py``: what the loop asks of an objective. ``next_token.py``: pretraining and fine-tuning.
 * ``dpo.py``, ``orpo.py``: preference pairs. ``kto.py``: answers that are good or bad. ``preferences.py``: what these
   share; ``examples.py``: their data.
-* ``grpo.py``: reinforcement learning from rewards. ``rollout.py``: answers drawn by the engine; ``logprobs.py``: their
-  log-probabilities; ``drawn.py``: in the distribution that drew them; ``rewards.py``: rewards; ``answers.py``: the
-  batches of several optimizer steps; ``reference.py``: the model as the run began.
+* ``grpo.py``: reinforcement learning from rewards. ``rollout.py``: answers drawn by the engine,
+  ``adapter_engine.py``: by one that takes a LoRA as an adapter; ``logprobs.py``: their log-probabilities;
+  ``drawn.py``: in the distribution that drew them; ``rewards.py``: rewards; ``answers.py``: the batches of several
+  optimizer steps; ``reference.py``: the model as the run began.
 * ``distill.py``: the distribution of a larger model; ``divergence.py``: distances between two.
+* ``eagle3.py``: a head that drafts for a frozen model; ``head_loss.py``: its loss.
 * ``loss.py``: the fused loss; ``balance.py``: losses that keep experts busy; ``share.py``: parts of an evaluation that
   ranks share.
 """

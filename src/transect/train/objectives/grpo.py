@@ -44,6 +44,7 @@ from ..data.loader import Position
 from ..data.messages import Messages
 from ..data.tokens import check_ids
 from ..model.build import Trainable
+from .adapter_engine import AdapterEngine, draws_by_adapter
 from .answers import AnswerBatch, Rollout, advantages, token_weights
 from .base import Evaluation, Objective
 from .drawn import Cut, kept_tokens
@@ -72,6 +73,9 @@ class GRPO(Objective):
         self._held_out = self._read(config.data.validation, "data.validation") if config.data.validation else None
         self._cut = Cut(settings.top_k, settings.top_p, settings.min_p)
         self._reference = Reference(trainable) if settings.beta else None
+        by_adapter = draws_by_adapter(config, trainable.device)
+        self.engine = AdapterEngine(config, trainable) if by_adapter else None
+        """Engine over the base that draws answers; None if the weights in training do."""
         self._rollout: Rollout | None = None
         self._next = 0
         self._summary: dict[str, float] = {}
@@ -83,6 +87,8 @@ class GRPO(Objective):
         lines += self._left_out
         if self._reference is not None:
             lines.append(f"the reference is a copy of what is trained: {self._reference.nbytes / 2**20:.1f} MiB")
+        if self.engine is not None:
+            lines.append(f"answers come from an engine that takes the LoRA as an adapter: {self.engine.built.kernels}")
         return lines
 
     def batches(self, step: int) -> Sequence[Batch]:
@@ -257,6 +263,8 @@ class GRPO(Objective):
 
     def _answers(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[SampledAnswer]:
         ends = self._tokenizer.eos_token_ids
+        if self.engine is not None:
+            return self.engine.draw(prompts, params, eos_token_ids=ends, seed=seed)
         return roll_out(self._trainable.model, prompts, params, eos_token_ids=ends, seed=seed)
 
     def _rewards(self, answers: Sequence[SampledAnswer], records: Sequence[Mapping[str, Any]]) -> np.ndarray:

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from eagle_heads import save_random_head
 from tiny_llm import save_tiny_llm, save_tiny_llm_text
 
 from transect import LLM, SamplingParams, StructuredOutputsParams
@@ -77,3 +78,47 @@ def test_answers_are_the_same_with_a_draft_model(tmp_path, ahead: bool):
         assert found == plain
         if not adaptive:
             assert sum(stats.accepted_at.values()) > 0.8 * stats.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["lag 0", "lag 1"])
+def test_answers_are_the_same_with_a_head(tmp_path, ahead: bool):
+    """An EAGLE-3 head with random weights: its steps are graphs, and its drafts those of the CPU's runner."""
+    large, head = tmp_path / "large", tmp_path / "head"
+    large.mkdir()
+    save_tiny_llm(large, num_hidden_layers=4, **SIZES)
+    save_random_head(large, head)
+    plain, _ = answers(str(large), async_scheduling=ahead)
+    for adaptive in (False, True):
+        spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 4, "adaptive": adaptive}
+        found, stats = answers(str(large), async_scheduling=ahead, speculative_config=spec)
+        assert found == plain
+        if not adaptive:
+            assert stats.drafted_tokens > 100
+
+
+def test_a_head_drafts_on_a_gpu_what_it_drafts_on_a_cpu(tmp_path):
+    large, head = tmp_path / "large", tmp_path / "head"
+    large.mkdir()
+    save_tiny_llm(large, num_hidden_layers=4, **SIZES)
+    save_random_head(large, head)
+    spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3, "adaptive": False}
+    drafts = []
+    for device in ("cpu", "cuda"):
+        llm = LLM(str(large), device=device, dtype="float32", speculative_config=spec, kv_cache_tokens=2048)
+        model, seen = llm._core.scheduler.speculation.model, {}
+        draft = model.draft
+
+        def record(wanted, draft=draft, seen=seen):
+            wanted = list(wanted)
+            found = draft(wanted)
+            seen.update({(*seq.prompt_token_ids, *seq.output_token_ids): found.get(seq.seq_id) for seq, _ in wanted})
+            return found
+
+        model.draft = record
+        llm.generate(PROMPTS, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
+        drafts.append(seen)
+        del llm, model
+        gc.collect()
+    both = drafts[0].keys() & drafts[1].keys()  # answers may part where logits are nearly equal
+    assert len(both) > 40
+    assert sum(drafts[0][key] == drafts[1][key] for key in both) > 0.95 * len(both)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transect.engine.scheduling.drafters.drafter import Guess
+from transect.engine.scheduling.drafters.drafter import Guess, under_grammar
 from transect.engine.scheduling.drafters.ngram import NgramDrafter
 from transect.engine.scheduling.drafters.registry import METHODS, SpeculativeConfig
 from transect.engine.scheduling.drafters.suffix import SuffixDrafter
@@ -80,3 +80,44 @@ def test_a_sequence_that_ended_is_forgotten(method: str):
     assert drafter.guess(3, (1, 2, 1), [], 1).tokens == (2,)
     drafter.ended(3, [])
     assert drafter.guess(3, (4, 5), [], 1) == Guess()
+
+
+class _Spells:
+    """A grammar that allows one text, whose upper-case letters are a choice and its lower-case ones forced."""
+
+    def __init__(self, text: str, at: int = 0) -> None:
+        self.text, self.at = text, at
+
+    def fork(self):
+        return _Spells(self.text, self.at)
+
+    @property
+    def terminated(self) -> bool:
+        return self.at == len(self.text)
+
+    def accept(self, token: int) -> str | None:
+        if self.terminated or chr(token) != self.text[self.at]:
+            return "no"
+        self.at += 1
+        return None
+
+    def forced(self) -> list[int]:
+        rest = self.text[self.at :]
+        return [ord(letter) for letter in rest[: next((i for i, each in enumerate(rest) if each.isupper()), len(rest))]]
+
+
+@pytest.mark.parametrize(
+    ("guess", "fitted"),
+    [
+        ("AbcD", "AbcD"),
+        ("Axxx", "Abc"),  # forced tokens in the place of wrong ones; what follows them was a guess after the wrong
+        ("Ab", "Ab"),
+        ("X", ""),
+        ("AbcDef!!", "AbcDef"),  # the answer has ended
+        ("AbcDxx", "AbcDef"),
+    ],
+)
+def test_drafts_fit_their_grammar(guess, fitted):
+    grammar = _Spells("AbcDef")
+    assert bytes(under_grammar(grammar, [ord(each) for each in guess], ())).decode() == fitted and grammar.at == 0
+    assert bytes(under_grammar(grammar, b"AbcDef", (ord("c"),))).decode() == "Abc"  # nothing after a stop token

@@ -54,3 +54,26 @@ def test_only_living_engines():
     assert router.send(LONG, 1, [1]).engine == 1
     with pytest.raises(ValueError, match="no engine to choose from"):
         router.send(LONG, 1, [])
+
+
+def test_an_adapter_draws_to_the_engine_that_has_it_while_there_is_room():
+    router = Router([1000, 1000], 4, slots=2)
+    first = router.send(LONG, 10, BOTH, "a").engine
+    assert router.send([5] * 20, 10, BOTH, "b").engine == 1 - first
+    for turn in range(3):  # other prompts of the same adapter, and those of the base, which go where least waits
+        assert router.send([turn] * 20, 10, BOTH, "a").engine == first
+    assert router.send([6] * 20, 10, BOTH).engine == 1 - first
+    where = [router.send([turn] * 40, 60, BOTH, "a").engine for turn in range(10, 30)]
+    assert where[0] == first and set(where) == set(BOTH)  # at last the queue is longer than a load takes
+    router.renew(0, 1000)
+    router.renew(1, 1000)
+    assert {len(each.adapters) for each in router._engines} == {0}
+
+
+def test_a_prefix_of_one_adapter_is_none_of_another():
+    router = Router([1000], 4, slots=1)
+    router.done(router.send(LONG, 1, [0], "a"))
+    assert router.send(LONG, 1, [0], "a").prompt == 1
+    assert router.send(LONG, 1, [0], "b").prompt == len(LONG) + Router.ADAPTER
+    assert router.send(LONG, 1, [0]).prompt == len(LONG)
+    assert router.send(LONG, 1, [0], "a").prompt == 1 + Router.ADAPTER  # its slot went to b

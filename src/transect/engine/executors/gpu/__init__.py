@@ -7,6 +7,7 @@
 * ``warm_kernels.py``: which kernels an engine needs; ``compilers.py``: processes that compile them meanwhile
 * ``runner.py``: ``GPURunner``, the executor; it works a step ahead of its tokens; ``stage_runner.py``: that of a stage
   of a pipeline, ``sharing_runner.py``: that of a rank which shares experts
+* ``head.py``: an EAGLE-3 head, its memory and its graphs; ``head_runner.py``: its executor
 * ``pending_step.py``: a step on its way, and how what it drew is read
 * ``step_plan.py``: a batch laid out as a step; ``step_sizes.py``: the few sizes that steps have
 * ``sequence_table.py``: what is known about recent sequences; ``step_inputs.py``: a step's numbers in one piece of

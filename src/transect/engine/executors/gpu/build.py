@@ -7,10 +7,11 @@ Each part is timed; what it took and where the GPU's memory went is printed when
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from ....checkpoints.eagle import HeadSource
 from ....checkpoints.layouts import held_layouts
 from ....checkpoints.resolve import ModelSource
 from ....costs.storage import Storage
@@ -20,6 +21,8 @@ from ...config import EngineConfig
 from ...kv_size import KVSize
 from .capture import capture
 from .compilers import Compilers
+from .head import head_runner, load_gpu_head
+from .head_runner import GPUHeadRunner
 from .load import check_triton_cache, load
 from .measure import measure
 from .runner import GPURunner
@@ -44,6 +47,8 @@ class GPUParts:
     """Use of the GPU's memory, and times of the start-up."""
     fill_tokens: int | None
     """Most tokens of a step with chunked prefill (``filling.py``), if prompts are spread over steps."""
+    head: GPUHeadRunner | None = None
+    """Executor of a head that drafts."""
 
 
 def build_gpu(
@@ -53,9 +58,10 @@ def build_gpu(
     compilers: Compilers | None = None,
     began: float | None = None,
     mesh: Mesh | None = None,
+    head_source: HeadSource | None = None,
 ) -> GPUParts:
     """Load the model, size the cache, capture graphs. ``began``: start time of torch's import (``time.perf_counter``);
-    ``mesh``: given if this process is one of several ranks.
+    ``mesh``: given if this process is one of several ranks; ``head_source``: a head that drafts for the model.
 
     Raises:
         ValueError: the model or the cache does not fit, or a setting is at fault; the message says what to change.
@@ -75,14 +81,25 @@ def build_gpu(
         times.done("other ranks")
     measured = measure(setup, loaded.model, mesh)
     times.done("dry run")
+    head = None
+    if head_source is not None:
+        head = load_gpu_head(setup, head_source, source, loaded.model, mesh)
+        setup = replace(setup, beside_per_token=head_source.bytes_per_token(setup.dtype.itemsize))
+        loaded = loaded._replace(allocated=loaded.allocated + sum(t.nbytes for t in head.parameters()))
+        times.done("head")
     account, cache = size(setup, loaded, measured)
     if mesh is not None:
         cache = KVSize.least(mesh.world.exchange(cache))
+    if head is not None:
+        place = setup.config.block_size, head.config.dim, setup.dtype, device
+        head.features.allocate(cache.num_blocks + 1, *place)
+        loaded.model.taps = head.features
     runner, cache_bytes = capture(setup, loaded.model, cache, times, mesh)
+    drafts = None if head is None else head_runner(setup, head, cache, times)
     report = (*account.lines(cache_bytes), f"start-up: {times}")
     for line in report:
         log.info("%s", line)
-    return GPUParts(runner, cache, setup.storage, _description(setup), report, setup.fill_tokens)
+    return GPUParts(runner, cache, setup.storage, _description(setup), report, setup.fill_tokens, drafts)
 
 
 def _description(setup: Setup) -> str:

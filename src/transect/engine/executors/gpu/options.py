@@ -18,8 +18,6 @@ class GPUOptions:
         dependent_launch: Start a kernel while the previous one ends (Hopper).
         device_sampling: Draw tokens on the GPU.
         peer_sums: Add up over GPUs by our own kernels where those are faster than NCCL.
-        pushed_products: Products of up to 8 rows that end in such a sum write their results to the other GPUs
-            themselves (off, because it was measured in one run only).
 
     Raises:
         ValueError: a switch is neither True nor False.
@@ -31,7 +29,6 @@ class GPUOptions:
     dependent_launch: bool = True
     device_sampling: bool = True
     peer_sums: bool = True
-    pushed_products: bool = False
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -81,6 +81,9 @@ class GPURunner:
         anyone: logical OR of a flag over all ranks; every rank must call it.
     """
 
+    ahead = 0
+    """Positions between the end of a row and the token that it draws."""
+
     def __init__(
         self,
         model: Decoder,
@@ -167,6 +170,7 @@ class GPURunner:
             fine_rows=fine_rows,
             pad_tokens=pad_tokens,
             depth=stages,
+            ahead=self.ahead,
         )
 
     def abandon(self) -> None:
@@ -183,6 +187,8 @@ class GPURunner:
         with self._on_stream():
             memory = self._ring.memory()
             copy_blocks(self._k_cache, self._v_cache, batch.block_copies)
+            if self._model.taps is not None:
+                self._model.taps.copy(batch.block_copies)
             plan = self._planner.plan(batch, memory, self.adapters)
             turn, hidden, sampled = self._run(plan)
             known = prompt_results(self._model, plan.rows, plan.starts, hidden)
@@ -419,6 +425,7 @@ class GPURunner:
         if not plan.layout.draws:
             return hidden_TD, None
         hidden_RD = hidden_TD if plan.decode or plan.prune else hidden_TD.index_select(0, fields.last)
+        self._drawing(plan, fields, hidden_RD)
         if self._part is not None and not waits:
             logits_RV, spread = self._model.capped(self._part.product(hidden_RD)), self._part.spread
             self._sampler(logits_RV, fields, self._drawn, self._adjust, False, False, spread=spread)
@@ -431,6 +438,9 @@ class GPURunner:
         else:
             self._sampler(logits_RV, fields, self._drawn, self._adjust, False, False)
         return hidden_TD, None
+
+    def _drawing(self, plan: StepPlan, fields: StepFields, hidden_RD: Tensor) -> None:
+        """Use the hidden states that the draws of a step are made from."""
 
     def _context(self, plan: StepPlan) -> PagedContext:
         fields = self._fields(plan.layout)
@@ -473,7 +483,7 @@ class GPURunner:
         known: StepResult,
     ) -> CompletedStep:
         """Draw as ``Runner`` does; the tokens are sent back to the device for the next step."""
-        ends = {draw.seq_id: row.end for row in batch.rows for draw in row.draws}
+        ends = {draw.seq_id: row.end + self.ahead for row in batch.rows for draw in row.draws}
         picks = [Pick(draw, ends[draw.seq_id], row) for row, draw in enumerate(plan.draws)]
         if not picks:
             return CompletedStep(known)

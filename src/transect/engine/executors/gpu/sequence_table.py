@@ -20,14 +20,15 @@ class SequenceTable:
         max_blocks: most blocks of one sequence.
         block_size: tokens of a block.
         depth: stages of the pipeline: a step may continue the sequences of the step this many steps before.
+        ahead: positions after the end of a row that its block table covers too.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, depth: int = 1) -> None:
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, depth: int = 1, ahead: int = 0) -> None:
         # Two steps' worth may be needed: rows and draws of this one, draws of the last. In a pipeline more of the last.
         slots = (2 + depth) * max_num_seqs + 2
         self._kept = max(1, depth - 1)
         """Latest steps whose slots are kept."""
-        self._block_size = block_size
+        self._block_size, self._ahead = block_size, ahead
         self._slot_of: dict[int, int] = {}
         self._free = list(range(slots))
         self._blocks: list[list[int] | None] = [None] * slots
@@ -68,7 +69,7 @@ class SequenceTable:
         if slot is None:
             slot = self._enter(row.seq_id, step)
         self._used[slot] = step
-        needed = -(-(row.start + row.num_tokens) // self._block_size)
+        needed = -(-(row.start + row.num_tokens + self._ahead) // self._block_size)
         if self._blocks[slot] is not row.block_ids:
             self._blocks[slot] = row.block_ids
             self._known[slot] = 0
@@ -82,7 +83,7 @@ class SequenceTable:
         """Record that a step uses these slots. Returns the indices of slots that lack blocks for their first ``ends``
         tokens."""
         self._used[slots] = step
-        return np.flatnonzero(self._known[slots] * self._block_size < ends)
+        return np.flatnonzero(self._known[slots] * self._block_size < ends + self._ahead)
 
     def draw(self, draw: Draw, step: int) -> int:
         """Return the slot of the sequence that a token is drawn for, with its parameters filled in."""

@@ -73,6 +73,8 @@ class Setup:
     """Part of ``others`` that torch had allocated in this process, for another engine for example."""
     total: int
     """Bytes of the GPU's memory."""
+    beside_per_token: float = 0.0
+    """Bytes that a head that drafts keeps of a token."""
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -81,8 +83,8 @@ class Setup:
 
     @property
     def kv_per_token(self) -> float:
-        """Bytes of a token in the cache."""
-        return kv_bytes_per_token(self.model, self.storage)
+        """Bytes of a token in the cache, and beside it."""
+        return kv_bytes_per_token(self.model, self.storage) + self.beside_per_token
 
     @property
     def irregular(self) -> bool:

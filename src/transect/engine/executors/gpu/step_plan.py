@@ -159,6 +159,7 @@ class StepPlanner:
         inputs_at: offset of the step's inputs on the device, in bytes from the beginning of the arena.
         whole_prompts, prune_last_layer, graph_tokens, fine_rows, pad_tokens: see ``GPURunner``.
         depth: stages of the pipeline, which is also the number of groups that decode in turns.
+        ahead: positions between the end of a row and the token that it draws; its block table covers them.
     """
 
     def __init__(
@@ -177,9 +178,11 @@ class StepPlanner:
         fine_rows: bool,
         pad_tokens: int,
         depth: int,
+        ahead: int = 0,
     ) -> None:
         self._adjust = adjust
-        self._sequences = SequenceTable(max_num_seqs, max_blocks, block_size, depth)
+        self._sequences = SequenceTable(max_num_seqs, max_blocks, block_size, depth, ahead)
+        self._ahead = ahead
         self._block_size, self._max_blocks, self._padding_block = block_size, max_blocks, padding_block
         self._max_num_seqs = max_num_seqs
         self._max_draws = max_draws
@@ -230,7 +233,7 @@ class StepPlanner:
             table.row(rows[group.order[index]], step)
         group.grown.append((step, grown))
         bucket = row_bucket(count, self._fine_rows)
-        width = width_bucket(-(-int(ends.max()) // self._block_size), self._block_size, self._max_blocks)
+        width = width_bucket(-(-int(ends.max() + self._ahead) // self._block_size), self._block_size, self._max_blocks)
         layout = StepLayout(bucket, bucket, bucket, width)
         fields = memory.fields(layout)
         fields.position[:count], fields.length[:count] = starts, ends
@@ -246,7 +249,7 @@ class StepPlanner:
             for written, grown in group.grown:
                 if written > memory.step:
                     fields.table[grown] = table.table[slots[grown], :width]
-            fields.draw_position[:count] = ends
+            fields.draw_position[:count] = ends + self._ahead
             self._note_draws(slots, ends)
             variant, alternatives = group.sampling
         else:
@@ -328,7 +331,7 @@ class StepPlanner:
         """
         pad = self._pad_tokens
         rows: Sequence[ScheduledRow] = batch.rows
-        blocks = -(-max(row.end for row in rows) // self._block_size)
+        blocks = -(-(max(row.end for row in rows) + self._ahead) // self._block_size)
         width = width_bucket(blocks, self._block_size, self._max_blocks)
         graph = batch.num_tokens <= self._graph_tokens
         if not graph and self._whole_prompts is not None:
@@ -382,6 +385,7 @@ class StepPlanner:
             field = getattr(fields, name)
             field[:count] = getattr(table, name)[slots]
             field[count:] = 0
+        ends, positions = positions, positions + self._ahead
         fields.draw_position[:count], fields.draw_position[count:] = positions, 0
         fields.state[:] = -1
         adjusted = table.adjusted[slots] | (positions < table.masked_until[slots])
@@ -390,7 +394,7 @@ class StepPlanner:
         fields.mask[:] = -1
         masked = [index for index, draw in enumerate(draws) if draw.constraint is not None]
         fields.mask[masked] = np.arange(len(masked))
-        self._note_draws(slots, positions)
+        self._note_draws(slots, ends)
         alternatives = table.logprobs[slots]
         wanted = bool((alternatives >= 0).any())
         variant = Variant(bool(adjusted.any()), wanted, bool(masked))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from typing import NamedTuple, Protocol
 
 from ....costs.steps import StepLoad
+from ..constraint import Constraint
 
 Timed = tuple[StepLoad, float]
 """The work of a step of a draft model, and its seconds."""
@@ -30,6 +32,34 @@ class Drafter(Protocol):
     def ended(self, seq_id: int, output: list[int]) -> None:
         """Drop the state of a sequence that ended with these output tokens."""
         ...
+
+
+def under_grammar(constraint: Constraint, tokens: Sequence[int], stop_ids: Container[int]) -> tuple[int, ...]:
+    """Fit drafts to a grammar: tokens that it forces take their places, and the rest is cut at the first token that is
+    not allowed. Returns at most as many tokens; ``constraint`` is unchanged."""
+    state, found = constraint.fork(), list[int]()
+    for place, token in enumerate(tokens):
+        if place < len(found):
+            if found[place] != token:
+                break
+            continue
+        if state.accept(token) is not None:
+            break
+        found.append(token)
+        if token in stop_ids or state.terminated:
+            break
+        found += forced_after(state, len(tokens) - len(found), stop_ids)
+    return tuple(found)
+
+
+def forced_after(state: Constraint, most: int, stop_ids: Container[int]) -> list[int]:
+    """Return up to ``most`` tokens that must come next, in front of a stop token; ``state`` accepts them."""
+    found: list[int] = []
+    for token in state.forced()[: max(most, 0)]:
+        if token in stop_ids or state.accept(token) is not None:
+            break
+        found.append(token)
+    return found
 
 
 class NoDrafter:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Listed
 
+from ....costs.steps import StepLoad
+from ..clock import VirtualClock
+from ..request import Sequence
+from ..virtual_device import VirtualDevice
 from .drafter import Guess
+from .drawn import Drafts, DrawnDrafts
 
 
 class Ahead:
@@ -62,3 +68,63 @@ class PlannedDrafter:
     def ended(self, seq_id: int, output: list[int]) -> None:
         """Forget the draws of a sequence; see ``Drafter``."""
         self._right.pop(seq_id, None)
+
+
+class PlannedModel(DrawnDrafts):
+    """Drafts of a model whose step times are given; its work moves the clock.
+
+    Args:
+        device: has the tokens to come.
+        acceptance: see ``PlannedDrafter``.
+        step: seconds of a step of the model that drafts.
+        max_model_len: most positions of a sequence.
+    """
+
+    def __init__(
+        self, device: VirtualDevice, acceptance: float, step: Callable[[StepLoad], float], max_model_len: int
+    ) -> None:
+        super().__init__(device, max_tokens=0, max_rows=0, max_model_len=max_model_len, clock=device.clock)
+        self._time: VirtualClock = device.clock
+        self._step_seconds = step
+        self._guesses = PlannedDrafter(acceptance, device.outputs)
+        self._computed_to: dict[int, int] = {}
+        """Tokens of each sequence that the model has computed."""
+
+    def behind(self, seq: Sequence) -> int:
+        """Return the known tokens that are not computed, see ``DrawnDrafts``; after drafts, one at least."""
+        return max(1, seq.length - self._computed_to.get(seq.seq_id, 0))
+
+    def ended(self, seq_id: int, output: list[int]) -> None:
+        """Forget a sequence."""
+        self._computed_to.pop(seq_id, None)
+        self._guesses.ended(seq_id, output)
+
+    def _forget_all(self) -> None:
+        self._computed_to.clear()
+
+    def seconds(self, rows: Listed[int], behind: int, length: int) -> float:
+        """Return the seconds of drafting; see ``DrawnDrafts``."""
+        if not rows:
+            return 0.0
+        more = max(behind - rows[0], 0)
+        first = StepLoad(rows[0] + more, rows[0] * length, more * length, rows[0])
+        later = (StepLoad(count, count * length, 0, count) for count in rows[1:])
+        return self._step_seconds(first) + sum(map(self._step_seconds, later))
+
+    def draft(self, wanted: Iterable[tuple[Sequence, int]]) -> Drafts:
+        """Draft tokens, and let their time pass; see ``DrawnDrafts``."""
+        chosen = [(seq, min(count, self.max_model_len - seq.length)) for seq, count in wanted]
+        chosen = [(seq, count) for seq, count in chosen if count > 0]
+        if not chosen:
+            return {}
+        depths = [sum(count > depth for _, count in chosen) for depth in range(max(count for _, count in chosen))]
+        length = sum(seq.length for seq, _ in chosen) // len(chosen)
+        self.seconds_spent = self.seconds(depths, sum(self.behind(seq) for seq, _ in chosen), length)
+        self._time.advance(self.seconds_spent)
+        found: Drafts = {}
+        for seq, count in chosen:
+            self._computed_to[seq.seq_id] = seq.length
+            guess = self._guesses.guess(seq.seq_id, seq.prompt_token_ids, seq.output_token_ids, count)
+            if guess.tokens:
+                found[seq.seq_id] = guess.tokens
+        return found

@@ -12,8 +12,8 @@ from .suffix import SuffixDrafter
 
 METHODS: dict[str, Callable[[int, int], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 """Constructors of drafters by method, called with (shortest, longest) match."""
-MODEL_METHODS = ("draft_model",)
-"""Methods in which a model drafts (``model.py``)."""
+MODEL_METHODS = ("draft_model", "eagle3")
+"""Methods in which a model drafts (``model.py``), or a head that reads the engine's model (``eagle.py``)."""
 DEFAULT_MOST = 16
 """Default of the most drafts per sequence and step."""
 
@@ -23,9 +23,10 @@ class SpeculativeConfig:
     """Speculative decoding, with vLLM's names (``--speculative-config``).
 
     Attributes:
-        method: the drafter: ``ngram`` (prompt lookup), ``suffix`` (also looks in earlier answers), or ``draft_model``.
+        method: the drafter: ``ngram`` (prompt lookup), ``suffix`` (also looks in earlier answers), ``draft_model``, or
+            ``eagle3`` (a head that reads hidden states of the engine's model).
         model: the model that drafts: a name, file, directory or hub id, as for the engine. Its vocabulary must be that
-            of the engine's model.
+            of the engine's model. With ``eagle3`` the directory or hub id of a head for that model.
         quantization: round the matrices of the model that drafts to this format when they are loaded.
         num_speculative_tokens: most drafts per sequence and step. The number of each step is chosen by expected gain.
         prompt_lookup_min: shortest match, in tokens.
@@ -53,6 +54,8 @@ class SpeculativeConfig:
             raise ValueError(f"speculative method {self.method} needs a model that drafts: give model")
         if not self.drafts_by_model and (self.model is not None or self.quantization is not None):
             raise ValueError(f"speculative method {self.method} needs no model: leave out model and quantization")
+        if self.reads_model and self.quantization is not None:
+            raise ValueError("speculative method eagle3 keeps the head as it is stored: leave out quantization")
         for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 64:
@@ -84,6 +87,11 @@ class SpeculativeConfig:
     def drafts_by_model(self) -> bool:
         """True if a model drafts, which takes time."""
         return self.method in MODEL_METHODS
+
+    @property
+    def reads_model(self) -> bool:
+        """True if what drafts is a head that reads hidden states of the engine's model."""
+        return self.method == "eagle3"
 
     def drafter(self) -> Drafter:
         """Build a new drafter of this method. With ``drafts_by_model`` the engine

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Listed
 from ....costs.learning import StepTimes
 from ....costs.steps import StepLoad
 from ..drafters.drafter import Timed
-from ..drafters.model import ModelDrafter
+from ..drafters.drawn import DrawnDrafts
 from ..drafters.registry import SpeculativeConfig
 from ..request import Sequence
 from .speculation import COMMON_DECAY, LEARN_STEPS, LEAST_GAIN, Acceptance, Speculation, Track
@@ -42,7 +42,7 @@ class ModelSpeculation(Speculation):
 
     def __init__(self, config: SpeculativeConfig, times: StepTimes) -> None:
         super().__init__(config, times)
-        self.model: ModelDrafter | None = None
+        self.model: DrawnDrafts | None = None
         """The small model; nothing is drafted without."""
         self._all = Acceptance(decay=COMMON_DECAY)
         self._credit = 0.0
@@ -114,7 +114,7 @@ class ModelSpeculation(Speculation):
         if self.model is not None:
             self.model.clear_cache()
 
-    def _most(self, seq: Sequence, model: ModelDrafter) -> int:
+    def _most(self, seq: Sequence, model: DrawnDrafts) -> int:
         """Return the most drafts that a sequence can use."""
         longest = min(seq.max_length - 1, model.max_model_len)
         return max(0, min(self.config.num_speculative_tokens, longest - seq.length))
@@ -133,7 +133,7 @@ class ModelSpeculation(Speculation):
         common, track = self._all.rate(PRIOR), self._tracks.get(seq.seq_id)
         return common if track is None else track.acceptance.rate(common)
 
-    def _chosen(self, sequences: Listed[Sequence], most: Listed[int], room: int, model: ModelDrafter) -> dict[int, int]:
+    def _chosen(self, sequences: Listed[Sequence], most: Listed[int], room: int, model: DrawnDrafts) -> dict[int, int]:
         """Choose the drafts of each sequence, by its place, that maximize tokens per second."""
         verify, rows = self._seconds_of(sequences), len(sequences)
         length = sum(seq.length for seq in sequences) // rows
@@ -167,7 +167,7 @@ class ModelSpeculation(Speculation):
             counts[at] = counts.get(at, 0) + 1
         return counts
 
-    def _late(self, seq: Sequence, model: ModelDrafter) -> float:
+    def _late(self, seq: Sequence, model: DrawnDrafts) -> float:
         """Return the seconds to catch up with a sequence, as far as they count for one step."""
         more = model.behind(seq) - 1
         if more <= 0:
@@ -176,7 +176,7 @@ class ModelSpeculation(Speculation):
         return seconds / max(1, min(HORIZON, seq.max_length - seq.length))
 
     def _probe(
-        self, sequences: Listed[Sequence], most: Listed[int], room: int, model: ModelDrafter
+        self, sequences: Listed[Sequence], most: Listed[int], room: int, model: DrawnDrafts
     ) -> tuple[dict[int, int], float]:
         """Choose the place and the drafts of the sequence to probe, and its cost in seconds; nothing if the cost is too
         high."""

@@ -3,7 +3,8 @@
 Each engine has its own prefix cache. So the router remembers which blocks of prompts it has sent where, newest first,
 and expects them to be cached there still. A request costs an engine the tokens that are not cached there, after the
 tokens that the engine has to compute already; the least of these sums wins. So a long prefix draws its requests to one
-engine until that one's queue is longer than what the prefix saves. Plain arithmetic: no clock, no torch.
+engine until that one's queue is longer than what the prefix saves. In the same way requests of an adapter go to an
+engine that has it in a slot of its device. Plain arithmetic: no clock, no torch.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class _Engine:
     """Tokens that the engine still has to compute."""
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Hashes of the blocks that its cache is assumed to hold; each hash covers all blocks before it."""
+    adapters: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Adapters that its device is assumed to hold, the most recently used last."""
 
 
 @dataclass(slots=True)
@@ -36,6 +39,8 @@ class Ticket:
     outputs: int
     noted: tuple[int, ...] = ()
     """Hashes of its blocks that the engine was not assumed to hold."""
+    offers: tuple[tuple[int, int, int], ...] = ()
+    """(engine, its load, tokens of the prompt that it does not have) of each engine that was compared."""
 
 
 class Router:
@@ -44,33 +49,47 @@ class Router:
     Args:
         capacities: tokens that the prefix cache of each holds.
         block_size: tokens of a block.
+        slots: adapters that the device of each holds.
     """
 
-    def __init__(self, capacities: Sequence[int], block_size: int) -> None:
-        self._size = block_size
+    ADAPTER = 512
+    """Tokens that loading an adapter into a slot counts as, so that adapters stay apart while engines have room."""
+
+    def __init__(self, capacities: Sequence[int], block_size: int, slots: int = 1) -> None:
+        self._size, self._slots = block_size, slots
         self._engines = [_Engine(max(1, tokens // block_size)) for tokens in capacities]
         self._turn = 0
+
+    def add(self, capacity: int) -> int:
+        """Add an engine whose prefix cache holds ``capacity`` tokens. Returns its number."""
+        self._engines.append(_Engine(max(1, capacity // self._size)))
+        return len(self._engines) - 1
 
     def load(self, engine: int) -> int:
         """Return the known number of tokens that an engine still has to compute."""
         return self._engines[engine].load
 
-    def send(self, prompt: Sequence[int], outputs: int, alive: Iterable[int]) -> Ticket:
+    def send(self, prompt: Sequence[int], outputs: int, alive: Iterable[int], adapter: str = "") -> Ticket:
         """Choose an engine, and count the request there.
 
         Args:
             prompt: token ids.
             outputs: most tokens that will be drawn, over all choices.
             alive: the engines to choose from.
+            adapter: content id of the adapter that computes it; empty for none.
 
         Raises:
             ValueError: there are none.
         """
-        hashes = self._hashes(prompt)
+        hashes = self._hashes(prompt, adapter)
         best: tuple[int, int, int] | None = None
+        offers: list[tuple[int, int, int]] = []
         for index in alive:
             engine = self._engines[index]
             uncached = len(prompt) - min(self._cached(engine, hashes), max(0, len(prompt) - 1))
+            if adapter and adapter not in engine.adapters:
+                uncached += self.ADAPTER
+            offers.append((index, engine.load, uncached))
             turn = (index - self._turn) % len(self._engines)
             if best is None or (engine.load + uncached, turn) < best[:2]:
                 best = engine.load + uncached, turn, index
@@ -79,8 +98,13 @@ class Router:
         index = best[2]
         engine = self._engines[index]
         self._turn = (index + 1) % len(self._engines)
+        if adapter:
+            engine.adapters[adapter] = None
+            engine.adapters.move_to_end(adapter)
+            while len(engine.adapters) > self._slots:
+                engine.adapters.popitem(last=False)
         noted = tuple(each for each in hashes if each not in engine.blocks)
-        ticket = Ticket(index, best[0] - engine.load, outputs, noted)
+        ticket = Ticket(index, best[0] - engine.load, outputs, noted, tuple(offers))
         for each in reversed(hashes):  # the beginning of a prompt is the newest: it is forgotten last
             engine.blocks.pop(each, None)
             engine.blocks[each] = None
@@ -117,10 +141,11 @@ class Router:
         """Account for a replaced engine: its prefix cache holds ``capacity`` tokens, and is empty. Tickets of the old
         one stay valid."""
         self._engines[engine].most_blocks = max(1, capacity // self._size)
+        self._engines[engine].adapters.clear()
         self.forget(engine)
 
-    def _hashes(self, prompt: Sequence[int]) -> list[int]:
-        found, before = [], 0
+    def _hashes(self, prompt: Sequence[int], adapter: str) -> list[int]:
+        found, before = [], hash(adapter) if adapter else 0
         for start in range(0, len(prompt) - self._size + 1, self._size):
             before = hash((before, *prompt[start : start + self._size]))
             found.append(before)

@@ -23,6 +23,8 @@ class Seen(NamedTuple):
         waiting: requests in the queues of engines. running: those that hold KV blocks.
         kv: share of the KV blocks of all ready engines that are in use.
         rate: requests per second since the last look.
+        queued_tokens: tokens that the engines still have to compute, prompts and answers.
+        tokens_per_s: tokens that a busy engine computes each second; 0 if not known.
     """
 
     at: float
@@ -32,6 +34,8 @@ class Seen(NamedTuple):
     running: int
     kv: float
     rate: float
+    queued_tokens: int = 0
+    tokens_per_s: float = 0.0
 
 
 class Policy(Protocol):
@@ -89,6 +93,25 @@ class Queue:
 
 
 @dataclass(slots=True)
+class Backlog:
+    """A target for the time in which an engine computes the tokens that it has to.
+
+    Attributes:
+        target_s: seconds for the tokens of an engine.
+        tokens_per_s: tokens per second of a busy engine until that has been measured; 0 if not known.
+    """
+
+    target_s: float = 10.0
+    tokens_per_s: float = 0.0
+
+    def wanted(self, seen: Seen) -> float:
+        """Return the queued tokens over those that an engine computes within the target; the present number as long as
+        no rate is known."""
+        rate = seen.tokens_per_s or self.tokens_per_s
+        return seen.queued_tokens / (rate * self.target_s) if rate > 0 else seen.ready + seen.starting
+
+
+@dataclass(slots=True)
 class Forecast:
     """The rate at the moment at which a new engine would be ready, by Holt's linear smoothing (1957), over the capacity
     of an engine, which ``transect plan serving`` finds.
@@ -129,6 +152,7 @@ POLICIES: Mapping[str, Callable[..., Policy]] = {
     "fixed": Fixed,
     "concurrency": Concurrency,
     "queue": Queue,
+    "backlog": Backlog,
     "forecast": Forecast,
 }
 """The policies by name."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ....costs.learning import StepTimes
 from ....costs.steps import StepLoad
-from ..drafters.drafter import Drafter, Guess, Timed
+from ..drafters.drafter import Drafter, Guess, Timed, under_grammar
 from ..drafters.registry import SpeculativeConfig
 from ..request import Sequence
 
@@ -163,7 +163,7 @@ class Speculation:
         if not self.config.adaptive:
             fixed = self._fixed(guesses, room)
             self.worthwhile = bool(fixed)
-            return fixed
+            return _allowed(sequences, fixed)
         if self._times.steps < LEARN_STEPS:
             return {}
         gains: list[tuple[float, int]] = []
@@ -174,7 +174,8 @@ class Speculation:
                 gains.append((chance, at))
         counts = self._best_counts(gains, sequences, room)
         self.worthwhile = bool(counts)
-        return {seq.seq_id: guess.tokens[: counts[at]] for at, (seq, guess) in enumerate(guesses) if counts.get(at)}
+        chosen = {seq.seq_id: guess.tokens[: counts[at]] for at, (seq, guess) in enumerate(guesses) if counts.get(at)}
+        return _allowed(sequences, chosen) if known else chosen
 
     def verified(self, seq_id: int, drafted: int, accepted: int) -> None:
         """Count the drafts of a row."""
@@ -287,6 +288,15 @@ class Speculation:
             return max(self._times.predict(load) * factor, 1e-9)
 
         return seconds
+
+
+def _allowed(sequences: Listed[Sequence], drafts: dict[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """Fit drafts to the grammars of their sequences (``under_grammar``)."""
+    for seq in sequences:
+        tokens = drafts.get(seq.seq_id)
+        if tokens and seq.constraint is not None:
+            drafts[seq.seq_id] = under_grammar(seq.constraint, tokens, seq.stop_ids)
+    return drafts
 
 
 def _range(rows: int) -> int:

@@ -68,7 +68,7 @@ def chats(seed: int, number: int) -> list[Any]:
     return rows(mix.generate(3.0, number, seed=seed))
 
 
-def morning(seed: int, minutes: int = 8, peak: float = 1.2) -> list[Any]:
+def morning(seed: int, minutes: int = 5, peak: float = 1.2) -> list[Any]:
     """Draw requests of a day in small: a wave from an eighth of ``peak`` requests per second and back."""
     from ....bench.lengths import Lengths
     from ....bench.traces.asked import warped

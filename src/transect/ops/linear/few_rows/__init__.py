@@ -7,6 +7,5 @@
 * ``triton.py``        its Triton kernels
 * ``gluon.py``         small weights on Hopper, read before the input is there
 * ``cuda.py`` (``small_matmul.cu``, ``small_rows.cuh``)  up to 16 rows, or 32 of a small weight
-* ``pushed.py``        products that give their result to other ranks
 * ``hopper.py`` (``small_matmul_hopper.cu``, ``hopper_rows.cuh``)  from 17 rows on Hopper
 """

@@ -13,7 +13,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ...comm.peer_memory import Push
 from ...lang import cuda
 from ...lang.jit import multiprocessors
 from ...registry import Unavailable
@@ -151,9 +150,7 @@ class CudaRows:
     """
 
     def __init__(self) -> None:
-        self._launch = cuda.bind(
-            "small_matmul", "transect_small_matmul", "ppppiiill" + "i" * 6 + "pppppf" + "piil" + "ip"
-        )
+        self._launch = cuda.bind("small_matmul", "transect_small_matmul", "ppppiiill" + "i" * 6 + "pppppf" + "ip")
         capability = torch.cuda.get_device_capability()
         if capability not in SHARED_OF:
             raise Unavailable(f"small_matmul.cu is for GPUs with 163 KB of shared memory for a block, not {capability}")
@@ -169,7 +166,6 @@ class CudaRows:
         dependent_launch: bool = False,
         tiling: CudaTiling | None = None,
         gated: bool = False,
-        push: Push | None = None,
     ) -> Tensor:
         """Multiply x ``[M, K]``, weight ``[N, K]``, bias ``[N]`` -> ``[M, N]``; ``gated``: ``[M, N / 2]``, see
         ``gate_up.py``.
@@ -178,14 +174,11 @@ class CudaRows:
         not write W. (On Hopper a launch always begins before the last one ends; only with ``dependent_launch`` does it
         read anything then.)
 
-        ``push``: the result goes to the other ranks too; the sum that comes next on the stream must be its sum. N is
-        then a multiple of 16, and there is no gate.
-
         Raises:
             ValueError: see ``cuda_refusal`` and ``CudaTiling.refusal``; with a gate N must be a multiple of 16, and no
             bias. RuntimeError: the launch failed.
         """
-        how = {"dependent_launch": dependent_launch, "tiling": tiling, "gated": gated, "push": push}
+        how = {"dependent_launch": dependent_launch, "tiling": tiling, "gated": gated}
         return self.beside(x, weight, bias, Beside(), **how)[0]  # type: ignore[arg-type]
 
     def beside(
@@ -198,7 +191,6 @@ class CudaRows:
         dependent_launch: bool = False,
         tiling: CudaTiling | None = None,
         gated: bool = False,
-        push: Push | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return a product with a norm beside it: (result, scaled, squares). The last two are those of
         ``stream_products.Stream``, or None where the result is not added to a stream.
@@ -220,12 +212,10 @@ class CudaRows:
             x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k,
             x.stride(0), weight.stride(0), tiling.columns, tiling.stages, tiling.warps, tiling.per, tiling.ranks,
             int(gated), *(0 if t is None else t.data_ptr() for t in norms), norm.eps,
-            *(push or (0, 0, 0, 0)), (2 if dependent_launch else 1) if self._dependent else 0,
+            (2 if dependent_launch else 1) if self._dependent else 0,
             torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
-            if push is not None and (gated or n % 16 or norm.residual is not None):
-                raise ValueError("small_matmul.cu: a result for other ranks has N a multiple of 16, no gate, no stream")
             reason = cuda_refusal(x, weight, bias) or tiling.refusal(m, gated)
             if gated and (n % 16 or bias is not None or norm.residual is not None):
                 reason = reason or "with a gate N must be a multiple of 16, and it takes no bias and no residual"

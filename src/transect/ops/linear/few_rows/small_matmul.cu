@@ -9,13 +9,12 @@
 // strides multiples of 8, x and weight on 16 bytes. ``columns``: sixteens of rows of W in a group, ``stages``: buffers
 // of a ring (the pairs listed below); ``per``: sixteens for a block; ``ranks``: blocks that share K (at most 8).
 // ``gate``: see above; N is then a multiple of 16, bias null and ranks 1. residual to eps: as in ``Norm``, null for
-// none. peers: where a rank's result goes at once (``peer_lines::Push``), null for nowhere. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that asks for W before the kernel before has
-// ended (which must not write W). Returns a cudaError_t, or -1 for what it does not take.
+// none. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that asks for W before the kernel before has ended
+// (which must not write W). Returns a cudaError_t, or -1 for what it does not take.
 extern "C" int transect_small_matmul(const void* x, const void* weight, const void* bias, void* out, int M, int N,
                                      int K, long long x_stride, long long w_stride, int columns, int stages, int warps,
                                      int per, int ranks, int gate, const void* residual, const void* scale,
                                      void* scaled, void* squares, const void* x_squares, float eps,
-                                     const void* const* peers, int peer_ranks, int peer_rank, long long peer_count,
                                      int dependent, void* stream) {
   if (M < 1 || N < 1 || K < 8 || K % 8 || x_stride % 8 || w_stride % 8 || per < 1 || ranks < 1 || ranks > 8 ||
       (warps != 4 && warps != 8))
@@ -25,16 +24,9 @@ extern "C" int transect_small_matmul(const void* x, const void* weight, const vo
                      (const float*)x_squares,        eps};
   if (gate && (N % 16 || ranks > 1 || bias || residual)) return -1;
   if ((residual && (N % 16 || !scale || !scaled || !squares)) || (x_squares && K % 64)) return -1;
-  peer_lines::Push push = {};
-  if (peers) {
-    if (gate || residual || N % 16 || peer_ranks < 2 || peer_ranks > peer_lines::kMostRanks) return -1;
-    for (int r = 0; r < peer_ranks; r++) push.memory[r] = (char*)peers[r];
-    push.ranks = peer_ranks, push.rank = peer_rank, push.lines = peer_count;
-    if ((long long)M * N / 8 * peer_ranks > push.lines) return -1;
-  }
 #define TRANSECT_START(RB, STAGES, NT)                                                                             \
   return TRANSECT_HERE(start<kBf16, RB, STAGES, NT>(x, weight, nullptr, bias, out, M, N, K, x_stride, w_stride * 2, \
-                                                    per, warps, ranks, gate, norm, dependent, stream, push))
+                                                    per, warps, ranks, gate, norm, dependent, stream))
 #define TRANSECT_ROWS(RB, STAGES)                 \
   if (columns == RB && stages == STAGES) {        \
     if (M <= 8) TRANSECT_START(RB, STAGES, 1);    \

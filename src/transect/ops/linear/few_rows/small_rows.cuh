@@ -14,14 +14,11 @@
 // * GATE: W is a gate's rows and then those of the other factor, N / 2 each; Y [M, N / 2] is silu(one) times the other.
 //   A sixteen is then eight rows of the gate and the eight that belong to them.
 // * A norm may stand on either side, see ``Norm``.
-// * A result that is to be summed over ranks may go to the others at once (``peer_lines::Push``): N is then a multiple of
-//   16, and there is no gate and no stream.
 // * The first STAGES - 1 chunks of W may be asked for before the kernel that makes X has ended (``ahead``).
 
 #pragma once
 
 #include "../../lang/few_rows.cuh"
-#include "../../lang/peer_lines.cuh"
 
 using namespace few_rows;
 
@@ -173,22 +170,12 @@ __device__ __forceinline__ void add_gated(const float* sums, int m0, int n0, int
   }
 }
 
-struct NoPush {};
-template <bool PUSH>
-struct PushOf {
-  using Type = peer_lines::Push;
-};
-template <>
-struct PushOf<false> {
-  using Type = NoPush;
-};
-
 // w_stride in bytes. scale: [N], or of blocks [N / 128, K / 128] rounded up; null for bfloat16.
-template <Format F, int RB, int STAGES, int NT, bool PUSH>
+template <Format F, int RB, int STAGES, int NT>
 __global__ void __launch_bounds__(256, 1)
     small_rows(const __nv_bfloat16* x, const unsigned char* weight, const float* scale, const __nv_bfloat16* bias,
                __nv_bfloat16* out, int M, int N, int K, long long x_stride, long long w_stride, int per, int row_tiles,
-               int ranks, int gate, Norm norm, int ahead, const __grid_constant__ typename PushOf<PUSH>::Type push) {
+               int ranks, int gate, Norm norm, int ahead) {
   constexpr bool BYTES = kBytes<F>;
   constexpr int CHUNK = kChunk<F>, X_BYTES = kXBytes<F>, ELEMENT = BYTES ? 1 : 2;
   constexpr int ROWS = NT * 8, COLUMNS = RB * 16, W_BYTES = COLUMNS * 128;
@@ -290,24 +277,13 @@ __global__ void __launch_bounds__(256, 1)
     if (!BYTES) return sum;
     return sum * (F == kFp8Blocks ? kUnscaled<F> : kUnscaled<F> * scale[n]);
   };
-  [[maybe_unused]] uint32_t call = 0;
-  if constexpr (PUSH) call = peer_lines::next_call(push);
   auto finish = [&](int m, int n, float sum) {
     const size_t at = (size_t)m * N + n;
     sum = unscaled(sum, n);
     if (norm.x_squares) sum *= inverse[m - m0];
     if (bias) sum += __bfloat162float(bias[n]);
     if (!norm.residual) {
-      const __nv_bfloat16 y = __float2bfloat16(sum);
-      out[at] = y;
-      if constexpr (PUSH) {  // eight lanes are at eight neighbours, a line
-        const uint32_t eight = 0xFFu << (threadIdx.x & 24), own = __bfloat16_as_ushort(y);
-        const uint32_t two = own | __shfl_down_sync(eight, own, 1) << 16;
-        const uint32_t b = __shfl_down_sync(eight, two, 2), c = __shfl_down_sync(eight, two, 4),
-                       d = __shfl_down_sync(eight, two, 6);
-        if (threadIdx.x % 8 == 0)
-          peer_lines::give(push, call, (long long)M * N / 8, at / 8, make_uint4(two, b, c, d));
-      }
+      out[at] = __float2bfloat16(sum);
       return;
     }
     const float before = at == first_at ? first_before : __bfloat162float(norm.residual[at]);
@@ -446,7 +422,7 @@ __global__ void __launch_bounds__(256, 1)
 template <Format F, int RB, int STAGES, int NT>
 static int start(const void* x, const void* weight, const void* scale, const void* bias, void* out, int M, int N, int K,
                  long long x_stride, long long w_stride, int per, int warps, int ranks, int gate, const Norm& norm,
-                 int dependent, void* stream, const peer_lines::Push& push = {}) {
+                 int dependent, void* stream) {
   constexpr int ROWS = NT * 8, COLUMNS = RB * 16;
   const int shares = ((N + 15) / 16 + per - 1) / per, row_tiles = (M + ROWS - 1) / ROWS;
   const int rows = M < ROWS ? M : ROWS, round = warps * 32 * ranks,
@@ -454,16 +430,8 @@ static int start(const void* x, const void* weight, const void* scale, const voi
   const int shared =
       warps * STAGES * (COLUMNS * 128 + rows * kXBytes<F>) + (warps * ROWS * kPitch<COLUMNS> + (ranks > 1) * sent) * 4;
   if (shared + 4 * ROWS + 8 > kMostShared) return -1;
-  if constexpr (F == kBf16 && NT == 1) {
-    if (push.ranks)
-      return (int)launch(small_rows<F, RB, STAGES, NT, true>, shares * row_tiles * ranks, warps * 32, shared, ranks,
-                         dependent > 0, stream, (const __nv_bfloat16*)x, (const unsigned char*)weight,
-                         (const float*)scale, (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, M, N, K, x_stride,
-                         w_stride, per, row_tiles, ranks, gate, norm, (int)(dependent > 1), push);
-  }
-  if (push.ranks) return -1;
-  return (int)launch(small_rows<F, RB, STAGES, NT, false>, shares * row_tiles * ranks, warps * 32, shared, ranks, dependent > 0,
+  return (int)launch(small_rows<F, RB, STAGES, NT>, shares * row_tiles * ranks, warps * 32, shared, ranks, dependent > 0,
                      stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const float*)scale,
-                     (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, M, N, K, x_stride, w_stride, per, row_tiles, ranks, gate, norm,
-                     (int)(dependent > 1), NoPush{});
+                     (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, M, N, K, x_stride, w_stride, per, row_tiles,
+                     ranks, gate, norm, (int)(dependent > 1));
 }

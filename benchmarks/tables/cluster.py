@@ -1,0 +1,120 @@
+"""Tables of fleets: drills, predictions, two hosts, and the cost of the layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks import record
+
+DRILLS = {
+    "kills": "{kills} kills of engines and actors, one at a time",
+    "stopped": "an engine stopped",
+    "host": "a replica's host stopped",
+    "roll": "a roll; never fewer than {fewest_ready} replicas",
+    "scale": "to 4 replicas, to 2, to 3",
+    "cancelled": "scale-down while clients leave; gone after {gone_s:.1f} s",
+    "controller": "Ray's controller killed; back after {back_s:.1f} s",
+    "blind": "Ray's controller stopped; alarm after {raised_s:.1f} s",
+    "node": "a node lost, with {replicas_lost} replica",
+    "router": "the router killed; back after {back_s:.1f} s",
+}
+"""Rows of the table of drills, with values of their results."""
+
+
+def _spread(value: Mapping[str, Any], digits: int = 2) -> str:
+    return f"{value['median']:.{digits}f} ({value['min']:.{digits}f} to {value['max']:.{digits}f})"
+
+
+def _made(result: Mapping[str, Any], more: str = "") -> str:
+    return f"On {result['processor']}{more}, {record.made_at([result])}."
+
+
+def drills(result: Mapping[str, Any]) -> str:
+    """Render the drills of a fleet on Ray."""
+    lines = ["| drill | answers | dropped | other bytes | longest pause |", "|---|---|---|---|---|"]
+    for name, text in DRILLS.items():
+        if name in result["drills"]:
+            each = result["drills"][name]
+            counts = f"{each['answers']} | {each['dropped']} | {each['differing']} | {each['longest_gap_s']:.2f} s"
+            lines.append(f"| {text.format(**each)} | {counts} |")
+    engine = "a model" if result["real"] else "an engine that makes tokens up (all else is the shipping code)"
+    return "\n".join([
+        *lines, "",
+        f"`{result['command']}`: three replicas of {engine} on a Ray cluster of one machine with six clients. Dropped "
+        f"answers are those that ended with an error. {_made(result, ', which had other work too')}",
+    ])  # fmt: skip
+
+
+def predicted(result: Mapping[str, Any]) -> str:
+    """Render predictions of failures beside their measurements."""
+    head = "| one of three engines | p99 of requests, predicted | measured | added by it, predicted | measured "
+    lines = [head + "| replica-seconds lost, predicted | measured |", "|---|---|---|---|---|---|---|"]
+    for name, text in {"kill": "is killed", "stop": "is stopped (half alive)"}.items():
+        each = result[name]
+        pairs = (("predicted_p99_s", "p99_s"), ("predicted_added_p99_s", "added_p99_s"), ("predicted_lost_s", "lost_s"))
+        cells = " | ".join(f"{_spread(each[key])} s" for pair in pairs for key in pair)
+        lines.append(f"| {text} | {cells} |")
+    runs = len(result["rounds"])
+    return "\n".join([
+        *lines, "",
+        f"`{result['command']}`: median and extremes of {runs} rounds, each with other requests. {_made(result)}",
+    ])  # fmt: skip
+
+
+def two_hosts(result: Mapping[str, Any]) -> str:
+    """Render the runs on two hosts in network namespaces."""
+    lines = []
+    if "collectives" in result:
+        found = result["collectives"]["all_reduce_s"]
+        cells = (f"{int(size):,} bytes in {1e3 * fast:.2f} ms and {1e3 * found['slow'][size]:.2f} ms"
+                 for size, fast in found["fast"].items())  # fmt: skip
+        lines.append(f"* all-reduce over the fast and the slow link: {', '.join(cells)}")
+    if "serve" in result:
+        each = result["serve"]
+        lines.append(
+            f"* one model over both hosts: an answer took {each['fast_s']:.1f} s, and with the same text "
+            f"{each['slow_s']:.1f} s on the slow link; with the link cut the request ended with an error after "
+            f"{each['cut_s']:.0f} s"
+        )
+    if "train" in result:
+        each = result["train"]
+        times = ", ".join(f"{value['seconds']:.0f} s ({name})" for name, value in each.items())
+        lines.append(
+            f"* {len(each['fast']['losses'])} training steps of two ranks: the same losses in all cases; {times}"
+        )
+    if "fleet" in result:
+        each = result["fleet"]
+        lines.append(
+            f"* a fleet whose link is cut while streams run: {each['same']} of {each['of']} answers had the same "
+            f"bytes, {each['moved']} of them moved; the longest pause was {each['longest_gap_s']:.1f} s, of which 2 s "
+            f"are `lost_after_s`; the replica was back {each['back_s']:.1f} s after the link"
+        )
+    link = result["link"]
+    lines += [
+        "",
+        f"`{result['command']}`: slow is `tc {link['slow']}`. On {result['processor']}, {record.made_at([result])}.",
+    ]
+    return "\n".join(lines)
+
+
+def ray_layer(result: Mapping[str, Any]) -> str:
+    """Render what a fleet on Ray adds to a server."""
+    rows = {"alone": "`transect serve`", "fleet": "a fleet on Ray", "proxy": "a fleet through Ray Serve's proxy"}
+    lines = [
+        f"| | first token at one stream, ms | tokens/s of {result['streams']} streams | added, ms | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for name, text in rows.items():
+        if name in result:
+            each = result[name]
+            more, ratio = result.get(f"{name}_first_token_ms_more"), result.get(f"{name}_tokens_per_s_ratio")
+            added = " | ".join(("", "") if more is None or ratio is None else (_spread(more), _spread(ratio, 3)))
+            lines.append(
+                f"| {text} | {_spread(each['first_token_ms'])} | {_spread(each['tokens_per_s'], 0)} | {added} |"
+            )
+    return "\n".join([
+        *lines, "",
+        f"`{result['command']}`: an engine without a model, whose steps take {1e3 * result['step_s']:.0f} ms; median "
+        f"and extremes of {result['alone']['first_token_ms']['runs']} rounds. {_made(result)}",
+    ])  # fmt: skip

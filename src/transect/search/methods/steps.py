@@ -1,0 +1,83 @@
+"""Parts that methods share: waiting for branches, judging answers, counting votes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from ..extract import extract
+from ..tree import Action, Assess, Branch, Drop, Extend, Steps, Tree
+
+
+def finish(actions: Sequence[Action]) -> Steps:
+    """Yield the actions, and return when the work of all of them has ended."""
+    waiting = {id(action.branch) for action in actions if not isinstance(action, Drop)}
+    ended = yield actions
+    waiting -= {id(branch) for branch in ended}
+    while waiting:
+        ended = yield []
+        waiting -= {id(branch) for branch in ended}
+
+
+def draw(branches: Sequence[Branch]) -> Steps:
+    """Extend branches to their ends."""
+    yield from finish([Extend(branch) for branch in branches])
+
+
+def judge(branches: Iterable[Branch], by: str) -> Steps:
+    """Score branches."""
+    actions = [Assess(branch, by) for branch in branches]
+    if actions:
+        yield from finish(actions)
+
+
+def best(branches: Sequence[Branch], by: str) -> Branch:
+    """Return the branch with the highest score; unscored ones come last, by their likelihood. The first one wins a
+    tie."""
+
+    def rank(branch: Branch) -> tuple[bool, float, int]:
+        score = branch.scores.get(by)
+        return score is not None, branch.mean_logprob if score is None else score, -branch.id
+
+    return max(branches, key=rank)
+
+
+def read_answers(tree: Tree, by: str) -> list[Branch]:
+    """Set ``Branch.answer`` of complete branches. Returns those that have one."""
+    for branch in tree.branches:
+        if branch.complete and branch.answer is None:
+            branch.answer = extract(tree.answer_of(branch), by)
+    return [branch for branch in tree.branches if branch.complete and branch.answer is not None]
+
+
+def count_votes(tree: Tree, by: str, weight: Callable[[Branch], float] = lambda branch: 1.0) -> dict[str, float]:
+    """Return the sum of weights of each answer, largest first; the answer that came first wins a tie."""
+    votes: dict[str, float] = {}
+    for branch in read_answers(tree, by):
+        assert branch.answer is not None
+        votes[branch.answer] = votes.get(branch.answer, 0.0) + weight(branch)
+    return dict(sorted(votes.items(), key=lambda item: -item[1]))
+
+
+def elected(tree: Tree, votes: dict[str, float], score: Callable[[Branch], float] = lambda branch: 0.0) -> Branch:
+    """Return the best branch with the winning answer; without votes the likeliest answer."""
+    if not votes:
+        return max(tree.answers(), key=lambda branch: (branch.mean_logprob, -branch.id))
+    winner = next(iter(votes))
+    having = [branch for branch in tree.branches if branch.complete and branch.answer == winner]
+    return max(having, key=lambda branch: (score(branch), -branch.id))
+
+
+def certainty(votes: dict[str, float]) -> float:
+    """Return the probability that the leading answer is more frequent than the second, from their counts a and b with
+    a uniform prior: P(Beta(a + 1, b + 1) > 1/2) (Aggarwal et al. 2023, arXiv:2305.11860)."""
+    counts = [round(value) for value in votes.values()]
+    first, second = (*counts, 0, 0)[:2]
+    draws = first + second + 1
+    return 1.0 - sum(math.comb(draws, k) for k in range(first + 1, draws + 1)) / 2**draws
+
+
+def settled(votes: dict[str, float], open_weight: float) -> bool:
+    """Return True if no votes of at most ``open_weight`` together can change the winner."""
+    weights = [*votes.values(), 0.0, 0.0]
+    return weights[0] - weights[1] > open_weight

@@ -1,0 +1,72 @@
+"""``SearchResult``: the answer of a search, and its tree as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .settings import SearchSettings
+from .tree import Branch, Tree
+
+
+@dataclass(slots=True)
+class SearchResult:
+    """Outcome of a search.
+
+    Attributes:
+        search: its settings.
+        tree: all branches.
+        branch: the chosen one.
+        seed: with it, the same request has the same tree.
+        drawn: tokens that the engine drew for branches.
+        ended_by: "method", or the budget that was spent: "tokens" or "seconds".
+    """
+
+    search: SearchSettings
+    tree: Tree
+    branch: Branch
+    seed: int
+    drawn: int
+    ended_by: str
+
+    @property
+    def text(self) -> str:
+        """Text of the answer."""
+        return self.branch.all_text
+
+    @property
+    def votes(self) -> Mapping[str, float]:
+        """Weight of each extracted answer; empty for methods that do not vote."""
+        votes = self.search.method.votes
+        return {} if votes is None else dict(votes(self.tree, self.search.options))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return settings, votes and branches for JSON. Branches have texts if ``search.details`` is set."""
+        return {
+            **self.search.to_dict(),
+            "seed": self.seed,
+            "tokens": self.drawn,
+            "ended_by": self.ended_by,
+            "chosen": self.branch.id,
+            "votes": dict(self.votes),
+            "branches": [_described(branch, self.search.details) for branch in self.tree.branches],
+        }
+
+
+def _described(branch: Branch, texts: bool) -> dict[str, Any]:
+    parent = None if branch.parent is None or branch.parent.id < 0 else branch.parent.id
+    found: dict[str, Any] = {
+        "id": branch.id,
+        "parent": parent,
+        "state": branch.state,
+        "tokens": len(branch.tokens),
+        "finish_reason": branch.finish_reason,
+        "scores": dict(branch.scores),
+        "answer": branch.answer,
+    }
+    if branch.adapter:
+        found["adapter"] = branch.adapter
+    if texts:
+        found["text"] = branch.text
+    return found

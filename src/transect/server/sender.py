@@ -1,0 +1,116 @@
+"""The person behind a request, as far as the request names one: user, session, and consent to captures.
+
+Headers come before fields of the body. ``X-User-Id`` or the fields ``safety_identifier``, ``user`` and
+``metadata.user_id`` name the user; ``X-Session-Id``, ``prompt_cache_key`` or ``metadata.session_id`` the session.
+``X-Transect-Capture: no`` (or ``yes``), the field ``store`` and the header ``Sec-GPC: 1`` speak of captures; one no
+outweighs any yes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+MOST_ID = 256
+"""Characters of an id of a user or session; of longer ones the beginning counts."""
+MOST_FIRST = 4096
+"""Characters of a conversation's beginning that tell it from others."""
+NO, YES = ("no", "false", "0", "off"), ("yes", "true", "1", "on")
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """The sender of a request.
+
+    Attributes:
+        user: id of the user; empty if the request names none.
+        session: id of the session or conversation; empty if the request names none.
+        beginning: the conversation up to its first message of the user; empty for other requests.
+        consent: the request's own word on captures; None if it says nothing.
+    """
+
+    user: str = ""
+    session: str = ""
+    beginning: str = ""
+    consent: bool | None = None
+
+    @property
+    def key(self) -> str:
+        """Text that all requests of this user, session or conversation share; empty if there is none."""
+        for kind, value in (("user", self.user), ("session", self.session), ("conversation", self.beginning)):
+            if value:
+                return f"{kind}:{value}"
+        return ""
+
+
+NOBODY = Sender()
+_sender: ContextVar[Sender] = ContextVar("transect_sender", default=NOBODY)
+
+
+def current_sender() -> Sender:
+    """Return the sender of the request that this task handles."""
+    return _sender.get()
+
+
+def set_sender(headers: Mapping[str, str] | None = None, body: Any = None, beginning: str = "") -> None:
+    """Set the sender of the request that this task handles; without arguments, an unknown sender. Arguments as
+    of ``sender_of``."""
+    _sender.set(NOBODY if headers is None else sender_of(headers, body, beginning))
+
+
+def sender_of(headers: Mapping[str, str], body: Any = None, beginning: str = "") -> Sender:
+    """Read the sender of a request.
+
+    Args:
+        headers: of the request, found without regard to case.
+        body: its checked body, if it has one.
+        beginning: of the conversation that the request continues; if empty, the body's own.
+    """
+    metadata = getattr(body, "metadata", None)
+    metadata = metadata if isinstance(metadata, dict) else {}
+    user = headers.get("x-user-id"), *(getattr(body, name, None) for name in ("safety_identifier", "user"))
+    session = headers.get("x-session-id"), getattr(body, "prompt_cache_key", None)
+    return Sender(
+        _first(*user, metadata.get("user_id")),
+        _first(*session, metadata.get("session_id")),
+        beginning or beginning_of(body),
+        _consent(headers, getattr(body, "store", None)),
+    )
+
+
+def _first(*values: Any) -> str:
+    return next((str(value)[:MOST_ID] for value in values if isinstance(value, str | int) and value != ""), "")
+
+
+def _consent(headers: Mapping[str, str], store: Any) -> bool | None:
+    word = headers.get("x-transect-capture", "").strip().lower()
+    if word in NO or store is False or headers.get("sec-gpc", "").strip() == "1":
+        return False
+    return True if word in YES or store is True else None
+
+
+def beginning_of(body: Any) -> str:
+    """Return the texts of a conversation up to its first message of the user, cut to ``MOST_FIRST`` characters."""
+    found = [_text(getattr(body, name, None)) for name in ("instructions", "system")]
+    messages = getattr(body, "messages", None)
+    if messages is None:
+        messages = getattr(body, "input", None) if hasattr(body, "instructions") else None
+    if isinstance(messages, str):
+        found.append(messages)
+    elif isinstance(messages, list):
+        for message in messages:
+            get = message.get if isinstance(message, dict) else lambda name, each=message: getattr(each, name, None)
+            found.append(_text(get("content")))
+            if get("role") == "user" or sum(map(len, found)) > MOST_FIRST:
+                break
+    return "\n".join(filter(None, found))[:MOST_FIRST]
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    texts = (part.get("text") if isinstance(part, dict) else getattr(part, "text", None) for part in parts)
+    return "".join(text for text in texts if isinstance(text, str))
