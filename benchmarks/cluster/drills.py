@@ -115,7 +115,7 @@ class Drills:
         return {"seconds": took}
 
     async def cancelled(self) -> dict[str, Any]:
-        """Clients of answers that would take a minute leave just after the scale-down has begun."""
+        """Let clients of long answers leave just after the scale-down has begun."""
         body = {"prompt": [70] * 40, "max_tokens": 3500, "ignore_eos": True, "stream": True}
 
         async def leave_after(seconds: float, client: httpx.AsyncClient) -> None:
@@ -204,7 +204,7 @@ class Drills:
         return {"replicas_lost": len(actors), "lost_s": left}
 
     async def router(self) -> dict[str, Any]:
-        """All streams break with an error of the connection; engines keep their models."""
+        """Kill the router: all streams break with an error of the connection, and engines keep their models."""
         before = {each["pid"] for each in (await self.load.fleet())["replicas"] if each["state"] == "ready"}
         (process,) = processes(self.own, ROUTER)
         process.kill()

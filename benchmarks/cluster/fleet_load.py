@@ -31,7 +31,7 @@ RETRY_S = 120.0
 
 
 def fleet_settings(folder: Path, model: str, stub: bool, **tables: Any) -> FleetSettings:
-    """Settings of a small fleet. ``tables``: changes to its tables."""
+    """Build the settings of a small fleet. ``tables``: changes to its tables."""
     values: dict[str, Any] = {
         "name": "drill",
         "folder": str(folder),
@@ -72,7 +72,7 @@ def running(own: FleetSettings, proxy: bool = False) -> Iterator[str]:
 
 
 def processes(own: FleetSettings, *names: str) -> list[psutil.Process]:
-    """Processes of the fleet's Ray cluster whose title has one of these texts, oldest first."""
+    """List processes of the fleet's Ray cluster whose title has one of these texts, oldest first."""
     found = []
     for each in psutil.Process(ray_cluster.state_of(own)["ray_pid"]).children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -82,7 +82,7 @@ def processes(own: FleetSettings, *names: str) -> list[psutil.Process]:
 
 
 def body(kind: int, most: int = 120) -> dict[str, Any]:
-    """One of the requests; its answer has ``most`` tokens or a little fewer."""
+    """Build one of the requests; its answer has ``most`` tokens or a little fewer."""
     rng = random.Random(kind)
     prompt = [rng.randint(65, 90) for _ in range(48)]
     return {"prompt": prompt, "seed": kind, "max_tokens": most - kind, "ignore_eos": True, "stream": True}
@@ -170,7 +170,7 @@ class Load:
         return counts
 
     async def health(self) -> dict[str, Any]:
-        """The state of the server; empty while it does not answer."""
+        """Return the state of the server; empty while it does not answer."""
         async with self.client() as client:
             try:
                 return dict((await client.get("/health")).json())
@@ -178,7 +178,7 @@ class Load:
                 return {}
 
     async def fleet(self) -> dict[str, Any]:
-        """The state of the fleet; empty while it does not answer."""
+        """Return the state of the fleet; empty while it does not answer."""
         async with self.client() as client:
             try:
                 return dict((await client.get("/v1/fleet")).json())

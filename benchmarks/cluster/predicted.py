@@ -51,12 +51,12 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 def p99(values: list[float]) -> float:
-    """99th percentile."""
+    """Return the 99th percentile."""
     return statistics.quantiles(values, n=100, method="inclusive")[98]
 
 
 def simulate(asked: list[Asked], step_s: float, intake_s: float, kills: list[Kill]) -> list[float]:
-    """Times of whole requests, from arrival to last token, in a simulated fleet."""
+    """Simulate a fleet; return the times of requests, from arrival to last token."""
     limits = SchedulerConfig(num_blocks=4096, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096, seed=0)
     model = EngineModel(
         scheduler=limits, seconds=lambda batch: step_s, by_load=lambda load: step_s, intake=intake_s
@@ -66,7 +66,7 @@ def simulate(asked: list[Asked], step_s: float, intake_s: float, kills: list[Kil
 
 
 async def measure(small: Small, asked: list[Asked], hit: str) -> tuple[list[float], float, list[float], list[float]]:
-    """Times of whole requests, replica-seconds lost, times to first tokens and gaps between tokens."""
+    """Measure times of requests, replica-seconds lost, times to first tokens and gaps between tokens."""
     firsts: list[float] = []
     gaps: list[float] = []
     began = time.monotonic()
@@ -99,7 +99,7 @@ async def measure(small: Small, asked: list[Asked], hit: str) -> tuple[list[floa
 
 
 async def round_of(number: int, folder: Path, model: str) -> dict[str, Any]:
-    """One calm run, the predictions from it, and the disturbed runs."""
+    """Measure a calm run, predict from it, and measure the disturbed runs."""
     asked = MIX.generate(RATE, int(RATE * SECONDS), seed=number)
     small = Small(fleet_settings(folder, model, True, links={"port": 0}))
     began = time.monotonic()

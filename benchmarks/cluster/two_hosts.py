@@ -146,7 +146,7 @@ PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 
 
 def collectives() -> dict[str, Any]:
-    """Time of an all-reduce on the fast and on the slow link."""
+    """Measure an all-reduce on the fast and on the slow link."""
     found = {}
     for number, (name, how) in enumerate({"fast": None, "slow": SLOW}.items()):
         shape(how)
@@ -161,7 +161,7 @@ def collectives() -> dict[str, Any]:
 
 
 def train(folder: Path) -> dict[str, Any]:
-    """Losses of a small run of two ranks on one host, on two hosts, and on two hosts with a slow link."""
+    """Train two ranks on one host, on two hosts, and on two hosts with a slow link."""
     found: dict[str, Any] = {}
     for number, (name, how) in enumerate({"one host": None, "fast": None, "slow": SLOW}.items()):
         shape(how)
@@ -181,7 +181,7 @@ def train(folder: Path) -> dict[str, Any]:
 
 
 def serve(model: str) -> dict[str, Any]:
-    """One model over both hosts: an answer on each link, and what happens when the link is cut."""
+    """Serve one model over both hosts, on each link and on a cut one."""
     words = ("transect", "serve", model, "--tensor-parallel-size", "2", "--device", "cpu", "--host", "0.0.0.0")
     words += ("--port", "8470", "--hung-after", "10", "--dtype", "float32", "--no-native", "--threads", "1")
     started = torchrun(29620, *words, **PIPES)
@@ -262,7 +262,7 @@ def fleet(folder: Path, model: str) -> dict[str, Any]:
 
 
 async def client() -> None:
-    """Runs on the router's host: stream, ask for the cut, compare, ask for the link, and report as JSON."""
+    """Act as the client on the router's host: stream, ask for the cut, compare, ask for the link, and report."""
     url = "http://127.0.0.1:8480"
     body = {"prompt": list(range(65, 90)), "max_tokens": 300, "ignore_eos": True, "stream": True}
 

@@ -10,7 +10,7 @@ from effort import proving
 from small_fleet import PROMPT
 
 from transect import SamplingParams
-from transect.cluster import links
+from transect.cluster import host, links
 from transect.cluster.remote_engine import RemoteEngine
 from transect.engine.frontends import wire
 from transect.engine.scheduling.outputs import EngineOutput, RequestTimes
@@ -127,8 +127,7 @@ async def test_a_silent_machine_is_lost_after_a_while(small):
 
 async def test_requests_wait_for_a_replica_and_give_up_in_time(small):
     await small.open(1)
-    host = small.hosts["replica-0"]
-    os.kill(host.pid, signal.SIGKILL)
+    os.kill(small.hosts["replica-0"].pid, signal.SIGKILL)
     await small.until(lambda: not small.fleet.alive())
     assert (await small.fleet.health()).state == "hung"
     assert (await small.run("waits"))[2] == "length"
@@ -141,12 +140,12 @@ async def test_the_router_reports_the_load_to_replicas(small, monkeypatch):
     begun = asyncio.Event()
     running = asyncio.create_task(small.run("long", lambda updates: begun.set(), max_tokens=3000))
     await begun.wait()
-    host = small.hosts[small.having("long")]
-    await small.until(lambda: host.load[1].running == 1 and host.load[1].queued_tokens > 0)
+    busy = small.hosts[small.having("long")]
+    await small.until(lambda: busy.load[1].running == 1 and busy.load[1].queued_tokens > 0)
     seen = await small.fleet.seen()
     assert (seen.ready, seen.running) == (2, 1) and seen.queued_tokens > 0
     running.cancel()
-    await small.until(lambda: host.load[1].queued_tokens == 0)
+    await small.until(lambda: busy.load[1].queued_tokens == 0)
     shown = {each["name"]: each for each in small.fleet.replicas()}
     assert set(shown) == {"replica-0", "replica-1"} and {each["state"] for each in shown.values()} == {"ready"}
 
@@ -159,12 +158,13 @@ async def test_a_replica_that_dials_in_again_replaces_itself(small):
     assert len(small.fleet.engines) == 1 and (await small.run("after"))[2] == "length"
 
 
-async def test_a_silent_router_is_left(small):
+async def test_a_silent_router_is_left(small, monkeypatch):
     """A router that neither closes connections nor sends, as on a machine without power."""
     await small.open(1)
-    host, old = small.hosts["replica-0"], small.hosts["replica-0"]._link
-    old.heard = -1e9
-    await small.until(lambda: host.linked and host._link is not old)
+    link = small.hosts["replica-0"]._link
+    monkeypatch.setattr(host, "SILENT_REPORTS", 0.0)
+    small.fleet.engines[0].link.put = lambda kind, data: None
+    await small.until(lambda: small.hosts["replica-0"].linked and small.hosts["replica-0"]._link is not link)
 
 
 @pytest.mark.prove

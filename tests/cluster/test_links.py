@@ -42,9 +42,9 @@ async def test_two_ends_with_one_key_exchange_frames():
     router, replica = await both()
     assert (router.peer.name, router.peer.generation, router.peer.pid) == ("r", 3, 7)
     replica.put(links.ENGINE, b"x" * 100_000)
-    replica.say(links.Alive())
+    replica.say(links.Heartbeat())
     assert await router.receive() == (links.ENGINE, b"x" * 100_000)
-    assert isinstance(await router.hear(links.Alive), links.Alive)
+    assert isinstance(await router.hear(links.Heartbeat), links.Heartbeat)
     replica.close()
     with pytest.raises(LinkError, match="closed"):
         await router.receive()
@@ -144,13 +144,13 @@ async def test_with_tls_the_router_shows_its_certificate(tmp_path):
     shown.load_cert_chain(certificate, key)
 
     async def router(reader, writer):
-        (await links.accept(reader, writer, KEY)).say(links.Alive())
+        (await links.accept(reader, writer, KEY)).say(links.Heartbeat())
 
     server = await asyncio.start_server(router, "127.0.0.1", 0, ssl=shown)
     port = server.sockets[0].getsockname()[1]
     trusted = ssl.create_default_context(cafile=certificate)
     link = await links.dial("127.0.0.1", port, KEY, name="r", tls=trusted)
-    assert isinstance(await link.hear(links.Alive), links.Alive)
+    assert isinstance(await link.hear(links.Heartbeat), links.Heartbeat)
     link.close()
     with pytest.raises(LinkError, match="CERTIFICATE_VERIFY_FAILED"):
         await links.dial("127.0.0.1", port, KEY, name="r", tls=ssl.create_default_context())

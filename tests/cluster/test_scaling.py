@@ -1,6 +1,7 @@
 """Decisions about the number of replicas, their reasons, and the alarm of an autoscaler that cannot see."""
 
 import json
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -102,7 +103,9 @@ def test_ray_metrics_become_a_state_of_the_fleet():
     assert seen_of(context({}, running=0)) == (None, 0)
 
 
-def test_rays_policy_decides_once_in_an_interval(tmp_path, caplog):
+def test_rays_policy_decides_once_in_an_interval(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("ray.serve"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="ray.serve")
     policy = FleetPolicy(**json.loads(json.dumps(arguments(tmp_path, interval_s=1000.0))))
     assert policy(context(METRICS)) == (4, {})
     assert policy(context({})) == (4, {}) and len(newest(tmp_path, 9)) == 1

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 
 from transect import SamplingParams
-from transect.cluster.fleet import Fleet
+from transect.cluster.fleet import RemoteReplicas
 from transect.cluster.host import Host
 
 PROMPT = list(range(65, 85))
@@ -19,7 +19,7 @@ class Small:
         self.fleet = None
 
     async def open(self, count):
-        self.fleet = await Fleet.listen(self.settings)
+        self.fleet = await RemoteReplicas.listen(self.settings)
         self.port = self.fleet.port
         await asyncio.gather(*(self.add(f"replica-{index}") for index in range(count)))
         await self.until(lambda: len(self.fleet.alive()) == count)
@@ -34,7 +34,7 @@ class Small:
     async def reopen(self):
         """Replace the router by a new one on the same port, as after its death."""
         links = dataclasses.replace(self.settings.links, port=self.port)
-        self.fleet = await Fleet.listen(dataclasses.replace(self.settings, links=links))
+        self.fleet = await RemoteReplicas.listen(dataclasses.replace(self.settings, links=links))
 
     def engine(self, name):
         return next(each for each in self.fleet.engines if each.name == name and each.death is None)

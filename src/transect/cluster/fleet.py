@@ -1,4 +1,4 @@
-"""``Fleet``: replicas on any machine as one engine. They dial in, and leave, while requests run.
+"""``RemoteReplicas``: replicas on any machine as one engine. They dial in, and leave, while requests run.
 
 It is ``Replicas`` with places that come and go: the router, the fail-over and the checks are those of one machine
 (``engine/frontends/replicas.py``). Who starts replicas, and starts them again, is not decided here: Ray, Kubernetes,
@@ -46,8 +46,8 @@ RATE_MEMORY = 0.999
 """Share of the highest measured rate that is kept at each report."""
 
 
-class Fleet(Replicas):
-    """Made by ``await Fleet.open(settings)``; ended by ``await fleet.shutdown()``."""
+class RemoteReplicas(Replicas):
+    """Made by ``await RemoteReplicas.open(settings)``; ended by ``await fleet.shutdown()``."""
 
     def __init__(self, settings: FleetSettings, text: ModelText, pooling: Any) -> None:
         super().__init__(settings.engine, [])
@@ -56,6 +56,8 @@ class Fleet(Replicas):
         self._key = settings.key()
         self._server: asyncio.Server | None = None
         self._supervisor: Any = self  # replicas are started again elsewhere; see ``restarts`` and ``hopes``
+        self._watching: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
         self._alone_since = time.monotonic()
@@ -75,7 +77,7 @@ class Fleet(Replicas):
         """Routes that the server has besides its own."""
 
     @classmethod
-    async def open(cls, settings: FleetSettings, sock: socket.socket | None = None) -> Fleet:
+    async def open(cls, settings: FleetSettings, sock: socket.socket | None = None) -> RemoteReplicas:
         """Listen for replicas, and wait for the first one. The decisions about their number are written to the log; the
         program that starts replicas reads them as the metric ``transect_fleet_wanted_replicas``.
 
@@ -101,7 +103,7 @@ class Fleet(Replicas):
         return fleet
 
     @classmethod
-    async def listen(cls, settings: FleetSettings, sock: socket.socket | None = None) -> Fleet:
+    async def listen(cls, settings: FleetSettings, sock: socket.socket | None = None) -> RemoteReplicas:
         """Listen for replicas without waiting for one. Arguments and errors are those of ``open``."""
         config, own = settings.engine, settings.links
         find = functools.partial(resolve, config.model, load_format=config.load_format, revision=config.revision)
@@ -144,7 +146,7 @@ class Fleet(Replicas):
         """Stop to listen and to watch."""
         if self._server is not None:
             self._server.close()
-        tasks = [self._watching, self._reporting, *self._handshakes, *self._leaving]
+        tasks = [*filter(None, [self._watching, self._reporting]), *self._handshakes, *self._leaving]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -286,7 +288,7 @@ class Fleet(Replicas):
                     async with asyncio.timeout(REPORT_S):
                         engine.link.say(self._load(index, engine, await engine.stats()))
                 except TimeoutError:  # a long step
-                    engine.link.say(links.Alive())
+                    engine.link.say(links.Heartbeat())
 
     async def _decide(self, decider: Decider) -> None:
         wanted = decider.least
@@ -298,11 +300,11 @@ class Fleet(Replicas):
             wanted = decider.decide(time.time(), seen, wanted).replicas
             await asyncio.sleep(decider.interval_s)
 
-    def _load(self, index: int, engine: AsyncEngine, stats: SchedulerStats) -> links.Load:
+    def _load(self, index: int, engine: AsyncEngine, stats: SchedulerStats) -> links.LoadReport:
         rate = self._rates.setdefault(engine, _Rate(stats))
         rate.learn(stats)
         waiting, running = stats.waiting + stats.preempted, stats.running
-        return links.Load(self._router.load(index), waiting, running, stats.kv_usage, rate.highest, self.rate)
+        return links.LoadReport(self._router.load(index), waiting, running, stats.kv_usage, rate.highest, self.rate)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

@@ -184,7 +184,7 @@ class Host:
         self._drained = asyncio.Event()
         self._retiring = False
         self._tasks: list[asyncio.Task[None]] = []
-        self.load: tuple[float, links.Load] | None = None
+        self.load: tuple[float, links.LoadReport] | None = None
         """The router's last report of this replica's work, and its time on the monotonic clock; None before one."""
 
     @classmethod
@@ -251,7 +251,7 @@ class Host:
             pause = min(2 * pause, LONGEST_REDIAL_S)
 
     def _heard(self, message: links.Message) -> None:
-        if isinstance(message, links.Load):
+        if isinstance(message, links.LoadReport):
             self.load = time.monotonic(), message
         elif isinstance(message, links.Drained):
             self._drained.set()
@@ -261,7 +261,7 @@ class Host:
         while True:
             link = self._link
             if link is not None:
-                link.say(links.Alive())
+                link.say(links.Heartbeat())
                 if time.monotonic() - link.heard > SILENT_REPORTS + self.settings.links.lost_after_s:
                     log.warning("transect: replica %s: the router is silent, and is dialled again", self.name)
                     link.cut()
@@ -287,7 +287,7 @@ class Host:
         await relay.shutdown()
 
 
-def fresh(load: tuple[float, links.Load] | None, within_s: float) -> dict[str, float] | None:
+def fresh(load: tuple[float, links.LoadReport] | None, within_s: float) -> dict[str, float] | None:
     """Return the numbers of a report that is at most ``within_s`` seconds old; None if there is none."""
     if load is None or time.monotonic() - load[0] > within_s:
         return None

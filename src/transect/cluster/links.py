@@ -67,7 +67,7 @@ class Refusal(msgspec.Struct, tag="refusal"):
     reason: str
 
 
-class Alive(msgspec.Struct, tag="alive"):
+class Heartbeat(msgspec.Struct, tag="heartbeat"):
     """Sign of life of a replica's host, which does not depend on the engine's steps."""
 
 
@@ -85,7 +85,7 @@ class Drained(msgspec.Struct, tag="drained"):
     """The replica has no request any more."""
 
 
-class Load(msgspec.Struct, tag="load"):
+class LoadReport(msgspec.Struct, tag="load"):
     """Work of the replica as known to the router, sent once a second."""
 
     queued_tokens: int
@@ -100,7 +100,7 @@ class Load(msgspec.Struct, tag="load"):
     """Requests per second of the whole fleet."""
 
 
-Message = Challenge | Hello | Welcome | Refusal | Alive | Ended | Retiring | Drained | Load
+Message = Challenge | Hello | Welcome | Refusal | Heartbeat | Ended | Retiring | Drained | LoadReport
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode

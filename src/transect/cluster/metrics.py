@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..server.http.clients import check_operator
 from .scaling import BLIND, is_blind, newest
-
-if TYPE_CHECKING:
-    from .fleet import Fleet
 
 routes = APIRouter(tags=["operations"], responses={403: {"description": "for the operator's key"}})
 
@@ -25,7 +22,7 @@ async def fleet_state(request: Request) -> dict[str, Any]:
     return state_of(request.app.state.serving.engine)
 
 
-def state_of(fleet: Fleet) -> dict[str, Any]:
+def state_of(fleet: Any) -> dict[str, Any]:
     """Return the state of a fleet as plain values."""
     settings = fleet.settings
     decisions = newest(settings.place, 5)
@@ -41,7 +38,7 @@ def state_of(fleet: Fleet) -> dict[str, Any]:
     }
 
 
-def blind(fleet: Fleet) -> bool:
+def blind(fleet: Any) -> bool:
     """Return True if the autoscaler of a fleet cannot see; not in the first two intervals."""
     interval = fleet.settings.scaling.interval_s
     if time.monotonic() - fleet.began < 2 * interval:
@@ -52,7 +49,7 @@ def blind(fleet: Fleet) -> bool:
 class FleetCollector:
     """Metrics of each replica, as known to the router."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Any) -> None:
         self._fleet = fleet
 
     def collect(self) -> Iterator[Metric]:
@@ -73,12 +70,11 @@ class FleetCollector:
                 if each["state"] != "gone":
                     family.add_metric([each["name"]], float(each[key]))
             yield family
-        family = CounterMetricFamily("transect_fleet_handed_over", "Requests that continued on another replica")
-        family.add_metric([], fleet.handed_over)
-        yield family
-        family = CounterMetricFamily("transect_fleet_refused_links", "Connections of replicas that were refused")
-        family.add_metric([], fleet.refused)
-        yield family
+        for name, text, count in (
+            ("transect_fleet_handed_over", "Requests that continued on another replica", fleet.handed_over),
+            ("transect_fleet_refused_links", "Connections of replicas that were refused", fleet.refused),
+        ):
+            yield CounterMetricFamily(name, text, value=count)
         last = next(iter(newest(fleet.settings.place)), None)
         if last is not None:
             text = "Replicas that the autoscaler wants"

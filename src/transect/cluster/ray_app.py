@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from ..engine.frontends.streams import EngineDeadError
@@ -27,7 +27,7 @@ from ..server.app import create_app
 from ..server.operations.request_log import configure
 from ..server.process import bind, serve_until
 from . import metrics
-from .fleet import Fleet
+from .fleet import RemoteReplicas
 from .host import Host, fresh
 from .ray_policy import FleetPolicy
 from .router import address, bind_links, ready_line
@@ -61,7 +61,7 @@ def queued(stats: dict[str, Any] | None) -> float:
 
 
 @serve.ingress()
-class Router:
+class RouterActor:
     """The router in an actor.
 
     Args:
@@ -70,7 +70,9 @@ class Router:
         replicas: handle of the replicas in the same application, which Ray starts therefore; they dial in.
     """
 
-    async def __init__(self, settings: FleetSettings, listens: bool, replicas: Any = None) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, settings: FleetSettings, listens: bool, replicas: Any = None
+    ) -> None:
         configure(settings.server.request_log, settings.server.log_level)
         self.settings, self._stop = settings, asyncio.Event()
         linking = await patiently(lambda: bind_links(settings))
@@ -78,7 +80,7 @@ class Router:
         sock = None
         if listens:
             sock = await patiently(lambda: bind(settings.server.host, settings.server.port))
-        self.fleet = await Fleet.listen(settings, linking)
+        self.fleet = await RemoteReplicas.listen(settings, linking)
         self._link_address = address(linking)
         self._serving = None if sock is None else asyncio.create_task(self._serve(sock))
         self._app: Any = None
@@ -86,7 +88,7 @@ class Router:
     async def _serve(self, sock: Any) -> int:
         await self.fleet.first()
 
-        def ready(fleet: Fleet) -> None:
+        def ready(fleet: RemoteReplicas) -> None:
             line = ready_line(self.settings, fleet, sock)
             self.url = line.split(" ready on ")[1].split()[0]
             log.warning(line)
@@ -138,7 +140,7 @@ class Router:
         await self.fleet.shutdown()
 
 
-class Replica:
+class ReplicaActor:
     """A replica in an actor, with an engine process of its own.
 
     Args:
@@ -147,7 +149,7 @@ class Replica:
         router: name of the application of the router.
     """
 
-    async def __init__(self, settings: FleetSettings, generation: int, router: str) -> None:
+    async def __init__(self, settings: FleetSettings, generation: int, router: str) -> None:  # type: ignore[misc]
         self.settings, self._router = settings, router
         self._host: Any = None
         name = serve.get_replica_context().replica_id.unique_id
@@ -215,7 +217,8 @@ def router_app(settings: FleetSettings, listens: bool = True, replicas: Any = No
     options: dict[str, Any] = {"num_cpus": 0}
     if settings.ray.router_on_head:
         options["resources"] = {"node:__internal_head__": 0.001}
-    made = serve.deployment(Router).options(
+    deployment: Any = serve.deployment(RouterActor)
+    made = deployment.options(
         name=ROUTER,
         num_replicas=1,
         ray_actor_options=options,
@@ -223,9 +226,10 @@ def router_app(settings: FleetSettings, listens: bool = True, replicas: Any = No
         health_check_period_s=settings.ray.health_period_s,
         health_check_timeout_s=settings.ray.health_timeout_s,
         graceful_shutdown_timeout_s=settings.server.grace_s + 10.0,
-        request_router_config=RequestRouterConfig(
-            request_router_class=FewestTokens, request_routing_stats_period_s=settings.ray.health_period_s
-        ),
+        request_router_config={
+            "request_router_class": FewestTokens,
+            "request_routing_stats_period_s": settings.ray.health_period_s,
+        },
     )
     return _versioned(made, 1).bind(settings, listens, replicas)
 
@@ -257,7 +261,8 @@ def replicas_app(settings: FleetSettings, router: str, generation: int = 1, coun
         downscale_delay_s=0.0,
         policy=AutoscalingPolicy(policy_function=FleetPolicy, policy_kwargs=decider),
     )
-    made = serve.deployment(Replica).options(
+    deployment: Any = serve.deployment(ReplicaActor)
+    made = deployment.options(
         name=REPLICAS,
         ray_actor_options=actor,
         max_replicas_per_node=own.per_node,
@@ -265,7 +270,7 @@ def replicas_app(settings: FleetSettings, router: str, generation: int = 1, coun
         health_check_period_s=period,
         health_check_timeout_s=settings.ray.health_timeout_s,
         graceful_shutdown_timeout_s=own.drain_timeout_s + 15.0,
-        request_router_config=RequestRouterConfig(request_routing_stats_period_s=period),
+        request_router_config={"request_routing_stats_period_s": period},
         autoscaling_config=scaling,
     )
     return _versioned(made, generation).bind(settings, generation, router)

@@ -24,7 +24,7 @@ from .settings import FleetSettings
 
 STATE = "state.json"
 """Name of the file in a fleet's folder with its generation and its Ray cluster."""
-START_S, STOP_S = 60.0, 30.0
+START_S, STOP_S = 240.0, 30.0
 """Seconds for a Ray cluster of this machine to start, and to end."""
 PROBE_S = 3.0
 """Seconds for a Ray cluster to accept a connection."""
@@ -136,6 +136,7 @@ def _start_here(settings: FleetSettings, say: Say) -> str:
     until = time.monotonic() + START_S
     while b"Ray runtime started" not in file.read_bytes():
         if process.poll() is not None or time.monotonic() > until:
+            process.terminate()
             raise ValueError(f"a Ray cluster could not be started on this machine: see {file}")
         time.sleep(0.1)
     _keep(settings, address=address, ray_pid=process.pid)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..server.operations.request_log import configure
 from ..server.process import bind, bind_unix, serve, url_of
-from .fleet import Fleet
+from .fleet import RemoteReplicas
 from .host import Find, Host
 from .settings import FleetSettings
 
@@ -39,7 +39,7 @@ def run_router(settings: FleetSettings) -> int:
     def ready(fleet: Any) -> None:
         print(ready_line(settings, fleet, sock), flush=True)
 
-    return asyncio.run(serve(lambda: Fleet.open(settings, linking), options, sock, ready=ready))
+    return asyncio.run(serve(lambda: RemoteReplicas.open(settings, linking), options, sock, ready=ready))
 
 
 def bind_links(settings: FleetSettings) -> socket.socket:
@@ -61,7 +61,7 @@ def address(sock: socket.socket) -> str:
     return f"{host}:{port}"
 
 
-def ready_line(settings: FleetSettings, fleet: Fleet, sock: socket.socket) -> str:
+def ready_line(settings: FleetSettings, fleet: RemoteReplicas, sock: socket.socket) -> str:
     """Return the line that says that the fleet takes requests."""
     info = fleet.info
     scheme = "http" if settings.server.ssl_certfile is None else "https"

@@ -55,11 +55,12 @@ class Decider:
         folder: str | None,
     ) -> None:
         self.interval_s, self.least, self.most = interval_s, least, most
-        self._policy: Policy = {
-            "backlog": lambda: Backlog(target_s, tokens_per_s or 0.0),
-            "concurrency": lambda: Concurrency(each),
-            "fixed": lambda: Fixed(least),
-        }[policy]()
+        policies: dict[str, Policy] = {
+            "backlog": Backlog(target_s, tokens_per_s or 0.0),
+            "concurrency": Concurrency(each),
+            "fixed": Fixed(least),
+        }
+        self._policy = policies[policy]
         self._scaler = Scaler(self._policy, least, most, patience_s)
         self._folder = None if folder is None else Path(folder)
         self.last: Decision | None = None
