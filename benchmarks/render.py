@@ -22,6 +22,7 @@ from benchmarks.checks import numerics, speed_of_trees, structure
 from benchmarks.engine import (
     batching,
     cpu_vs_llamacpp,
+    eagle,
     grammars,
     jump_ahead,
     long_prompts,
@@ -57,6 +58,7 @@ from benchmarks.tables import offload as offload_tables
 from benchmarks.tables import ops as ops_tables
 from benchmarks.tables import pretrain as pretrain_tables
 from benchmarks.tables import scaling as scaling_tables
+from benchmarks.tables import search as search_tables
 from benchmarks.tables import streaming as streaming_tables
 from benchmarks.tables import train as train_tables
 from benchmarks.tables import tuning as tuning_table
@@ -512,7 +514,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speculation-gpu": lambda: speculation.grid_table(_load("h200/speculation_grid.json")),
     "speculation-cpu": lambda: speculation.grid_table(_load("cpu/speculation_grid.json")),
     "speculation-tasks": lambda: speculation.tasks_table(_load("cpu/speculation_tasks.json")),
+    "eagle": lambda: eagle.eagle_table(_load("cpu/eagle.json")),
     "rollout": lambda: rollout.rollout_table(_load("cpu/rollout.json")),
+    "search": lambda: search_tables.table(_load("cpu/search.json")),
     "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),

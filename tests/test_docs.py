@@ -27,6 +27,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LEVELS = sorted(file.parent for file in (ROOT / "src" / "transect").rglob("*/__init__.py"))
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LONG = (
+    'transect generate smollm2-135m "What is 3 + 4?" --chat --search majority --n 8 --budget 400 --max-tokens 24',
     "transect eval smollm2-135m --text docs/measure/eval.md --window 256",
     "transect inspect softmax --target sm_90",
     "transect plan training llama-3.1-8b --gpus 8 --gpu h100-80gb",

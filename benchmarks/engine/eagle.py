@@ -110,7 +110,10 @@ def train(options: argparse.Namespace) -> None:
 def measure(options: argparse.Namespace) -> None:
     """Measure acceptance and speed of the new and of the trained head."""
     found: dict[str, Any] = {"model": MODEL, "training": json.loads((options.folder / "training.json").read_text())}
-    found |= {"environment": record.environment(), "command": record.command("benchmarks/engine/eagle.py")}
+    found |= {
+        "environment": record.environment(),
+        "command": record.command("benchmarks/engine/eagle.py").replace(str(options.folder), "DIRECTORY"),
+    }
     found["heads"] = {}
     for name in ("new", "run/last"):
         path = str(options.folder / name)
@@ -143,19 +146,17 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def eagle_table(result: dict[str, Any]) -> str:
-    """Format the acceptance and the speed of both heads, by temperature."""
+    """Format the acceptance of both heads, by temperature."""
     training = result["training"]
     lines = [
-        "| head | temperature | first draft accepted | first two | all three | fixed 3 over off | chosen over off "
-        "| same tokens |",
-        "|---" * 8 + "|",
+        "| head | temperature | first draft accepted | first two | all three | same tokens |",
+        "|---" * 6 + "|",
     ]
     for name, cells in result["heads"].items():
         for temperature, cell in cells.items():
             shares = " | ".join(f"{share:.0%}" for share in cell["accepted"])
-            speeds = " | ".join(f"{cell[each]['over_off']['median']:.2f}" for each in ("fixed 3", "chosen"))
             equal = "yes" if cell["chosen"]["equal"] and cell["fixed 3"]["equal"] else "NO"
-            lines.append(f"| {name} | {temperature} | {shares} | {speeds} | {equal} |")
+            lines.append(f"| {name} | {temperature} | {shares} | {equal} |")
     machine = result["environment"]
     trained = f"{training['steps']} steps of {training['tokens_a_step']} tokens, {training['seconds'] / 60:.0f} minutes"
     where = f"{machine['cores']} cores of an {machine['processor']}, torch {machine['packages']['torch']}"

@@ -100,23 +100,25 @@ def test_every_path_on_a_cpu_says_if_it_promises_bits(models, path):
 @pytest.mark.parametrize("path", [path for path, (_, _, exact) in PATHS.items() if exact])
 def test_promised_bits_do_not_depend_on_the_batch_nor_on_chunks(models, path):
     name, settings, _ = PATHS[path]
-    alone = {key: each for prompt in PROMPTS for key, each in answers(models[name], [prompt], **settings).items()}
+    alone = answers(models[name], PROMPTS, together=False, **settings)
     assert alone == answers(models[name], PROMPTS, max_num_batched_tokens=24, max_num_seqs=5, **settings)
 
 
 PROMPTS = [tuple(5 + 7 * i % 50 + j % 9 for j in range(length)) for i, length in enumerate((3, 40, 17, 71, 1, 28, 33))]
 
 
-def answers(model, prompts, **settings):
-    """Tokens and log-probabilities by prompt."""
+def answers(model, prompts, together=True, **settings):
+    """Tokens and log-probabilities by prompt; if not ``together``, each prompt begins when the one before has ended.
+    No two prompts begin with the same token, so none finds another's blocks."""
     core = build_engine(EngineConfig(model=model, **settings, **COMMON)).core
     params = SamplingParams(max_tokens=12, seed=1, logprobs=3, ignore_eos=True)
-    for prompt in prompts:
-        core.add(Request(str(prompt), prompt, params, eos_token_ids=()))
     found = {}
-    while core.has_work:
-        for output in core.step():
-            found.setdefault(output.request_id, []).extend(zip(output.new_token_ids, output.logprobs, strict=True))
+    for group in [prompts] if together else [[prompt] for prompt in prompts]:
+        for prompt in group:
+            core.add(Request(str(prompt), prompt, params, eos_token_ids=()))
+        while core.has_work:
+            for output in core.step():
+                found.setdefault(output.request_id, []).extend(zip(output.new_token_ids, output.logprobs, strict=True))
     assert all(len(tokens) == 12 for tokens in found.values())
     return found
 

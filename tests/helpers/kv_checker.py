@@ -436,21 +436,19 @@ class HeadDevice:
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
-        self._computed: dict[int, tuple[list[int], list]] = {}
-        """By the first block of a sequence: its list of blocks, and (entry, token) in them."""
+        self._computed: dict[int, tuple[list[int], list[int]]] = {}
+        """By the identity of a list of blocks: that list, and the tokens of its entries."""
 
     def submit(self, batch: ScheduledBatch) -> _HeadHandle:
         for row in batch.rows:
             check(row.end // self._size < len(row.block_ids), "there is no block for the next entry's feature")
             tokens = row.token_ids
             check(len(tokens) == row.num_tokens and row.num_tokens > 0, "a row without tokens")
-            blocks, known = self._computed.get(row.block_ids[0], (row.block_ids, []))
-            if blocks is not row.block_ids:  # of a sequence that had this block before
-                known = []
+            _, known = self._computed.get(id(row.block_ids), (row.block_ids, []))
             check(row.start <= len(known), "entries were left out")
             before = [*row.prompt_token_ids, *row.output_token_ids][: row.start]
             check(all(a in (PLACEHOLDER, b) for a, b in zip(known, before, strict=False)), "entries of wrong tokens")
-            self._computed[row.block_ids[0]] = row.block_ids, [*before, *tokens]
+            self._computed[id(row.block_ids)] = row.block_ids, [*before, *tokens]  # a list that is held keeps its id
         return _HeadHandle(batch)
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,10 @@ def test_a_piece_in_the_engine_gives_the_same_tokens(model: str, tmp_path: Path,
     with placed(get(name), reference(name, tmp_path)) as here:
         mine = python(ANSWERS, asked, **put_in(here))
         assert any(here.calls().values()) and name in here.report()
-    assert json.loads(mine.splitlines()[-1]) == json.loads(python(ANSWERS, asked).splitlines()[-1])
+    shipped = LLM(model, device="cpu", max_model_len=100, **settings)
+    params = SamplingParams(max_tokens=12, ignore_eos=True, **sampling)
+    want = [each.outputs[0].token_ids for _ in range(2) for each in shipped.generate(PROMPTS, params)]
+    assert json.loads(mine.splitlines()[-1]) == want
 
 
 @pytest.mark.parametrize("name", quick_first(["adamw", "lora", "pipeline_schedule", "ring_all_reduce"], ["adamw"]))
@@ -144,7 +148,9 @@ def test_a_kernel_runs_in_the_place_of_the_packages_own(tmp_path: Path, name: st
         assert any(here.calls().values()), here.calls()
 
 
-def test_an_autoscaler_runs_in_the_planners_fleet(tmp_path: Path) -> None:
+def test_an_autoscaler_runs_in_the_planners_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a morning of two minutes: five fleets serve it in turn."""
+    monkeypatch.setattr(planned, "morning", partial(planned.morning, minutes=2))
     text = get("autoscaler").solution
     reference("autoscaler", tmp_path)
     shown = run_here("learn", "use", "autoscaler", "--dir", str(tmp_path))

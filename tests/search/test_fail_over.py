@@ -76,7 +76,7 @@ async def test_a_search_whose_replica_is_killed_has_the_same_tree(start):
     rng = random.Random(7)
     async with await start() as engines:
         whole = {name: await search(engines, name) for name in SEARCHES}
-        for _ in range(20 if proving() else 2):
+        for _ in range(20 if proving() else 1):
             for name, (tree, updates) in whole.items():
                 async with asyncio.timeout(60):
                     while len(engines.alive()) < 2:
@@ -87,6 +87,7 @@ async def test_a_search_whose_replica_is_killed_has_the_same_tree(start):
         assert (await engines.stats()).running == 0, "no branch is left"
 
 
+@pytest.mark.prove
 async def test_a_dropped_choice_is_dropped_where_its_request_goes_on(start):
     """While no replica runs, a choice is aborted; the other choices of the request come from the next replica."""
     async with await start() as engines:

@@ -113,7 +113,7 @@ async def test_a_conversation_keeps_its_version_and_others_are_drawn(client):
         assert len(seen) == 1
     drawn = {(await complete(client)).json()["model"] for _ in range(40)}
     assert drawn == {"one", "two"}
-    session = {(await complete(client, prompt_cache_key="s1")).json()["model"] for _ in range(8)}
+    session = {(await complete(client, metadata={"session_id": "s1"})).json()["model"] for _ in range(8)}
     assert len(session) == 1
 
 

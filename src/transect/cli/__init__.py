@@ -24,7 +24,7 @@
 * ``engine_options.py``: options from settings of engine and server. ``settings.py``: the commands in groups, where
   options may come from, and their help.
   ``environment.py``: variables of the environment.
-  ``session.py``: an engine for the length of a command.
+  ``session.py``: an engine for the length of a command. ``searching.py``: options of searches.
   ``demo_view.py``, ``demo_picture.py``: what the demo shows.
 
 A command's file is imported when its name is given (``settings.LazyGroup``), and imports what is heavy when it runs, so

@@ -77,7 +77,7 @@ def command(
         else:
             token_ids = engine.tokenizer.encode(text, add_special_tokens=True, parse_special=parse_special)
         if asked is None:
-            _, speed = session.run(session.stream(token_ids, params, _show))
+            speed = str(session.run(session.stream(token_ids, params, _show))[1])
         else:
             shown = ShownSearch()
             more: dict[str, Any] = {"messages": messages, "question": text, "judges": judges, "render": render}

@@ -13,6 +13,7 @@ The APIs share:
 * ``capture/``: requests and answers kept with consent, and feedback on them. ``watching``: a request as both see it.
 * ``prompts``: chat templates and tokenizers. ``rendering``, ``encoding``: both in bounded time.
 * ``generation``: the engine requests behind one HTTP request. ``beams``: those of a beam search.
+  ``searching``: those of a test-time search; ``searches``: its judges and settings.
 * ``structured``: the form of an answer. ``answers``: its thoughts, text and tool calls, whole or in pieces.
   ``blocks``: an answer as a list of items, for responses and messages.
 

@@ -1,7 +1,7 @@
 """The person behind a request, as far as the request names one: user, session, and consent to captures.
 
 Headers come before fields of the body. ``X-User-Id`` or the fields ``safety_identifier``, ``user`` and
-``metadata.user_id`` name the user; ``X-Session-Id``, ``prompt_cache_key`` or ``metadata.session_id`` the session.
+``metadata.user_id`` name the user; ``X-Session-Id`` or ``metadata.session_id`` the session.
 ``X-Transect-Capture: no`` (or ``yes``), the field ``store`` and the header ``Sec-GPC: 1`` speak of captures; one no
 outweighs any yes.
 """
@@ -71,10 +71,9 @@ def sender_of(headers: Mapping[str, str], body: Any = None, beginning: str = "")
     metadata = getattr(body, "metadata", None)
     metadata = metadata if isinstance(metadata, dict) else {}
     user = headers.get("x-user-id"), *(getattr(body, name, None) for name in ("safety_identifier", "user"))
-    session = headers.get("x-session-id"), getattr(body, "prompt_cache_key", None)
     return Sender(
         _first(*user, metadata.get("user_id")),
-        _first(*session, metadata.get("session_id")),
+        _first(headers.get("x-session-id"), metadata.get("session_id")),
         beginning or beginning_of(body),
         _consent(headers, getattr(body, "store", None)),
     )

@@ -276,6 +276,8 @@ async def test_the_newest_report_on_drift_is_in_the_metrics(engine, folder):
     ]
     async with serving(engine, folder) as client:
         assert "transect_drift" not in (await client.get("/metrics")).text
+        (folder / "drift.json").write_text('{"tests": [{"name": "x"}], "time": 1, "windows": 1}')
+        assert "transect_drift" not in (await client.get("/metrics")).text  # damaged
         write_report(folder, DriftReport(1.0, 2.0, 256, 1e-3, tests), 3)
         shown = (await client.get("/metrics")).text
     for line in (

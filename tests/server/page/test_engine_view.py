@@ -207,7 +207,7 @@ def test_the_picture_of_the_docs(new_page, smollm2, tmp_path):
     limits = ["--max-num-seqs", "12", "--kv-cache-bytes", str(240 * 10**6)]
     server = StubServer(smollm2.path, *limits, program="transect")
     try:
-        with Load(server, 13, max_tokens=140), Load(server, 3, tail=900, max_tokens=12):
+        with Load(server, 8, max_tokens=40), Load(server, 8, tail=900, max_tokens=70):
             page = new_page(f"{server.url}/#/engine", viewport={"width": 1280, "height": 1480})
             page.wait_for_function(f"() => {MODEL}?.steps.length > 60 && {MODEL}.evicted.size >= 0", timeout=60_000)
             page.wait_for_timeout(9000)

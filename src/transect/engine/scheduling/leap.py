@@ -100,7 +100,7 @@ def _moments(
         before, end = end, end + taken + (0.0 if lag else host)
         found.append(before if lag else end)
         device.busy += taken
-        load = load._replace(keys=load.keys + rows)
+        load = StepLoad(rows, load.keys + rows, 0, rows, 0, rows)
     if found:
         device.steps += len(found)
         device.free_at = end

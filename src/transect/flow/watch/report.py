@@ -67,6 +67,9 @@ def read_report(folder: Path) -> dict[str, Any] | None:
     """Read the newest report; None if there is none, or it is damaged."""
     try:
         report = json.loads((folder / REPORT).read_text())
-        return report if isinstance(report, dict) and isinstance(report.get("tests"), list) else None
-    except (OSError, ValueError):
+        whole = {"time", "windows"} <= report.keys() and all(
+            test["name"] in DRIFT_ALARMS and {"p", "statistic", "alarm"} <= test.keys() for test in report["tests"]
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+    return report if whole else None

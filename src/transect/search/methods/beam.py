@@ -12,7 +12,7 @@ from ...spec.settings import About
 from ..judges import LIKELIHOOD
 from ..tree import Branch, Drop, Extend, Steps, Tree
 from .registry import Options, SearchMethod
-from .steps import best, finish, judge
+from .steps import best, draw, finish, judge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,10 @@ def steps(tree: Tree, options: Beam) -> Steps:
     for number in range(options.steps):
         each = max(options.n // len(beams), 1)
         branches = [branch for beam in beams for branch in tree.fork(beam, each)]
-        last = number == options.steps - 1
-        more = {} if last else {"max_tokens": options.step_tokens, "stop": (options.step,)}
-        yield from finish([Extend(branch, **more) for branch in branches])
+        if number == options.steps - 1:
+            yield from draw(branches)
+        else:
+            yield from finish([Extend(branch, options.step_tokens, (options.step,)) for branch in branches])
         branches = [branch for branch in branches if branch.state == "ended"]
         yield from judge(branches, options.score)
         ranked: list[Branch] = []

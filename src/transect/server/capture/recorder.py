@@ -260,7 +260,7 @@ class Recorder:
             if record["id"] in self._known:
                 self._known[record["id"]].feedback += 1
             return
-        texts = {name: str(record.get(name) or "") for name in ("client", "user", "model", "release")}
-        self._known[record["id"]] = Known(**texts, choices=len(record.get("answers") or ()))
+        client, user, model, release = (str(record.get(name) or "") for name in ("client", "user", "model", "release"))
+        self._known[record["id"]] = Known(client, user, model, release, len(record.get("answers") or ()))
         if len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)

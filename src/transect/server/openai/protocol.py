@@ -223,7 +223,6 @@ class SenderBody(Body):
 
     user: Any = None
     safety_identifier: Any = None
-    prompt_cache_key: Any = None
     metadata: Any = None
     store: Any = None
 

@@ -51,19 +51,23 @@ class PlannedDrafter:
 
     def __init__(self, acceptance: float, outputs: Mapping[int, Iterator[int]]) -> None:
         self.acceptance, self._outputs = acceptance, outputs
+        self._right: dict[int, list[bool]] = {}
+        """Draws by seq_id and position: a position is guessed several times."""
 
     def guess(self, seq_id: int, prompt: tuple[int, ...], output: list[int], most: int) -> Guess:
         """Guess tokens, see ``Drafter``. A position is right or wrong whenever it is guessed."""
         coming = self._outputs[seq_id]
         assert isinstance(coming, Ahead)
-        tokens = []
-        for position, token in enumerate(coming.peek(most), len(output)):
-            right = random.Random(seq_id << 32 | position).random() < self.acceptance
-            tokens.append(token if right else token ^ 1)
+        ahead, first = coming.peek(most), len(output)
+        right = self._right.setdefault(seq_id, [])
+        while len(right) < first + len(ahead):
+            right.append(random.Random(seq_id << 32 | len(right)).random() < self.acceptance)
+        tokens = [token if right[at] else token ^ 1 for at, token in enumerate(ahead, first)]
         return Guess(tuple(tokens), (1.0,) * len(tokens), 4)
 
     def ended(self, seq_id: int, output: list[int]) -> None:
-        """Do nothing; see ``Drafter``."""
+        """Forget the draws of a sequence; see ``Drafter``."""
+        self._right.pop(seq_id, None)
 
 
 class PlannedModel(DrawnDrafts):
@@ -93,6 +97,7 @@ class PlannedModel(DrawnDrafts):
     def ended(self, seq_id: int, output: list[int]) -> None:
         """Forget a sequence."""
         self._computed_to.pop(seq_id, None)
+        self._guesses.ended(seq_id, output)
 
     def _forget_all(self) -> None:
         self._computed_to.clear()

@@ -27,6 +27,7 @@ SOLUTION = f"""from collections import OrderedDict
 {
     excerpt("engine/scheduling/kv_cache.py", "KVCache")
     .replace(": Iterable[int]", "")
+    .replace(" -> Iterable[int]", "")
     .replace(": Iterable[bytes]", "")
     .replace(": Sequence[int]", "")
 }"""
