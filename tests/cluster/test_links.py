@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from transect.cluster import links
-from transect.cluster.links import Link, LinkError
+from transect.cluster.links import FleetLink, LinkError
 
 KEY = b"k" * 32
 
@@ -61,7 +61,7 @@ async def test_a_router_that_does_not_know_the_key_is_left():
     """A program in the router's place, which accepts any proof."""
 
     async def impostor(reader, writer):
-        link = Link(reader, writer)
+        link = FleetLink(reader, writer)
         link.say(links.Challenge(links.PROTOCOL, b"n" * 32))
         await link.hear(links.Hello)
         link.say(links.Welcome(b"p" * 32))
@@ -77,7 +77,7 @@ async def test_a_proof_is_of_no_use_twice():
     said = []
 
     async def router(reader, writer):
-        link = Link(reader, writer)
+        link = FleetLink(reader, writer)
         link.say(links.Challenge(links.PROTOCOL, b"n" * 32))
         said.append(await link.hear(links.Hello))
         link.close()
@@ -95,7 +95,7 @@ async def test_a_proof_is_of_no_use_twice():
             results.append(str(error))
 
     server, port = await listening(real)
-    link = Link(*await asyncio.open_connection("127.0.0.1", port))
+    link = FleetLink(*await asyncio.open_connection("127.0.0.1", port))
     await link.hear(links.Challenge)
     link.say(said[0])
     with pytest.raises(LinkError, match="does not have this fleet's key"):

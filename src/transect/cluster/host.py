@@ -23,7 +23,7 @@ from ..engine.frontends.launch import Launched, launch
 from ..engine.frontends.streams import EngineDeadError
 from ..engine.frontends.supervisor import Supervisor
 from . import links
-from .links import Link, LinkError
+from .links import FleetLink, LinkError
 from .settings import FleetSettings
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Relay:
         self.retired = False
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         """Result of the newest wait for ``Ready``."""
-        self._link: Link | None = None
+        self._link: FleetLink | None = None
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._wait())]
 
     @classmethod
@@ -96,7 +96,7 @@ class Relay:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._launched.abandon()
 
-    async def carry(self, link: Link, heard: Callable[[links.Message], None]) -> None:
+    async def carry(self, link: FleetLink, heard: Callable[[links.Message], None]) -> None:
         """Pass messages between the engine and a router until one of them is gone.
 
         Raises:
@@ -157,7 +157,7 @@ class Relay:
                 self._ready.set_exception(EngineDeadError(reason))
                 self._ready.exception()  # retrieved, also if nobody waits
             if self._link is not None:
-                self._link.say(links.Ended(reason))
+                self._link.say(links.EngineEnded(reason))
                 self._link.close()
 
 
@@ -179,7 +179,7 @@ class Host:
         if settings.links.ssl_ca_file is not None:
             self._tls = ssl.create_default_context(cafile=settings.links.ssl_ca_file)
         self._supervisor: Supervisor | None = None
-        self._link: Link | None = None
+        self._link: FleetLink | None = None
         self._restarted = asyncio.Event()
         self._drained = asyncio.Event()
         self._retiring = False

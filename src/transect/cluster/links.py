@@ -71,7 +71,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat"):
     """Sign of life of a replica's host, which does not depend on the engine's steps."""
 
 
-class Ended(msgspec.Struct, tag="ended"):
+class EngineEnded(msgspec.Struct, tag="ended"):
     """Last message of a replica: its engine has ended, or leaves the fleet."""
 
     reason: str
@@ -100,7 +100,7 @@ class LoadReport(msgspec.Struct, tag="load"):
     """Requests per second of the whole fleet."""
 
 
-Message = Challenge | Hello | Welcome | Refusal | Heartbeat | Ended | Retiring | Drained | LoadReport
+Message = Challenge | Hello | Welcome | Refusal | Heartbeat | EngineEnded | Retiring | Drained | LoadReport
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
@@ -110,7 +110,7 @@ class LinkError(ConnectionError):
     """The link cannot be used; the message says why."""
 
 
-class Link:
+class FleetLink:
     """One end of a connection, after ``dial`` or ``accept``."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -206,7 +206,7 @@ def _about(hello: Hello) -> bytes:
 
 async def dial(
     host: str, port: int, key: bytes, *, name: str, generation: int = 0, pid: int = 0, tls: ssl.SSLContext | None = None
-) -> Link:
+) -> FleetLink:
     """Connect a replica to the router.
 
     Raises:
@@ -215,7 +215,7 @@ async def dial(
     link = None
     try:
         async with asyncio.timeout(HANDSHAKE_S):
-            link = Link(*await asyncio.open_connection(host, port, ssl=tls))
+            link = FleetLink(*await asyncio.open_connection(host, port, ssl=tls))
             challenge = await link.hear(Challenge)
             if challenge.protocol != PROTOCOL:
                 raise LinkError(f"the router has protocol {challenge.protocol} and this replica {PROTOCOL}")
@@ -236,13 +236,13 @@ async def dial(
         raise LinkError(f"no router answers at {host}:{port} ({reason})") from None
 
 
-async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> Link:
+async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> FleetLink:
     """Check a connection at the router's end.
 
     Raises:
         LinkError: it is none of this fleet's replicas; it was closed.
     """
-    link = Link(reader, writer)
+    link = FleetLink(reader, writer)
     try:
         async with asyncio.timeout(HANDSHAKE_S):
             nonce = secrets.token_bytes(32)

@@ -16,13 +16,13 @@ from ..engine.frontends.async_engine import AsyncEngine
 from ..engine.scheduling.outputs import EngineOutput
 from ..text.model_text import ModelText
 from . import links
-from .links import Link, LinkError
+from .links import FleetLink, LinkError
 
 
 class _Far:
     """A link in the place of an engine's process, socket and context."""
 
-    def __init__(self, link: Link, said: Callable[[links.Message], None]) -> None:
+    def __init__(self, link: FleetLink, said: Callable[[links.Message], None]) -> None:
         self._link, self._said = link, said
         self._over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.pid = link.peer.pid
@@ -70,7 +70,7 @@ class _Far:
 class RemoteEngine(AsyncEngine):
     """Made by ``await RemoteEngine.meet(...)`` with a link whose replica was accepted."""
 
-    link: Link
+    link: FleetLink
 
     @classmethod
     async def meet(
@@ -78,7 +78,7 @@ class RemoteEngine(AsyncEngine):
         config: EngineConfig,
         text: ModelText,
         pooling: Pooling,
-        link: Link,
+        link: FleetLink,
         said: Callable[[RemoteEngine, links.Message], None],
     ) -> RemoteEngine:
         """Wait for the engine's ``Ready``, and return the engine.
@@ -99,7 +99,7 @@ class RemoteEngine(AsyncEngine):
         engine._ahead = link.peer.clock - time.monotonic()
 
         def hear(message: links.Message) -> None:
-            if isinstance(message, links.Ended):
+            if isinstance(message, links.EngineEnded):
                 engine._ended = message.reason
             said(engine, message)
 
