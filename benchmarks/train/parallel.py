@@ -418,7 +418,8 @@ def in_processes(
     folder = Path(tempfile.mkdtemp())
     part, words = folder / "rows.json", folder / "words.txt"
     command = [sys.executable, __file__, str(part), "--these", json.dumps(todo)]
-    search = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    folders = (ROOT, ROOT / "src", Path(__file__).parent)
+    search = os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
     limit = min(arguments.limit * len(ways), seconds + arguments.limit)
     count, end = 0, time.perf_counter() + limit
     with words.open("w") as said:

@@ -103,12 +103,14 @@ class Scheduler(Bookkeeping):
         if shared and self.held_back == "places":
             self._yield_places()
         paused = self.budget.rows(self.running, self.waiting).paused if shared else ()
+        self._held_prompt = False
         batch = self._schedule(paused)
         # Sequences whose turn it is may all lack memory.
-        return self._schedule(()) if batch is None and paused else batch
+        return self._schedule((), pause=False) if batch is None and (paused or self._held_prompt) else batch
 
-    def _schedule(self, paused: Collection[int]) -> ScheduledBatch | None:
-        """Plan the next step without the running sequences of ``paused``, by seq_id."""
+    def _schedule(self, paused: Collection[int], pause: bool = True) -> ScheduledBatch | None:
+        """Plan the next step without the running sequences of ``paused``, by seq_id. ``pause``: prompts may have to
+        wait for tokens (``Budget.pause``)."""
         block_size = self.config.block_size
         running, depth = self.running, self.config.pipeline_depth
         most = -(-len(running) // depth)
@@ -167,7 +169,8 @@ class Scheduler(Bookkeeping):
                 seq.length = length + 1
                 seq.last_step = step
                 continue
-            if budget.pause and take > 1:
+            if pause and budget.pause and take > 1:
+                self._held_prompt = True
                 spare += 1
                 continue
             again = False
