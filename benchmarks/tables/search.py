@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import record
+
+
+def tables(results: Iterable[dict[str, Any]]) -> str:
+    """Format the results of several machines."""
+    return "\n\n".join(map(table, results))
 
 
 def table(result: dict[str, Any]) -> str:
@@ -13,9 +19,8 @@ def table(result: dict[str, Any]) -> str:
     parts = {"speed": _speed, "tasks": _tasks, "server": _server}
     found = [line for name, make in parts.items() if name in result for line in make(result[name])]
     machine = result["environment"]
-    return "\n".join(
-        [*found, f"`{result['command']}`: {machine['processor']}, commit {record.cited(machine['commit'])}."]
-    )
+    where = f"{result['device']}, random weights" if result["dummy"] else machine["processor"]
+    return "\n".join([*found, f"`{result['command']}`: {where}, commit {record.cited(machine['commit'])}."])
 
 
 def _row(*cells: object) -> str:
