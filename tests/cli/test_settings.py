@@ -143,8 +143,8 @@ def test_help_in_groups_by_either_name(run):
     code, long, _ = run("serve", "--help")
     assert code == 0 and run("serve", "-h")[1] == long
     titles = re.findall(r"^(\w[\w ]*):$", long, re.M)
-    assert titles == ["Arguments", "Server", "Model and text", "Engine", "GPU", "Options"]
-    server = long[long.index("\nServer:") : long.index("\nModel and text:")]
+    assert titles == ["Arguments", "Server", "Captures and releases", "Model and text", "Engine", "GPU", "Options"]
+    server = long[long.index("\nServer:") : long.index("\nCaptures and releases:")]
     assert "--port" in server and "--dtype" not in server
     assert "TRANSECT_" not in long  # the page of settings has them
 

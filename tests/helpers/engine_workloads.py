@@ -276,8 +276,7 @@ class Run:
             limits = {"max_tokens": config.max_num_batched_tokens, "max_rows": config.max_num_seqs}
             return HeadDrafter(
                 HeadDevice(config.block_size),
-                block_size=config.block_size,
-                grow=self.scheduler.blocks.grow,
+                blocks=self.scheduler.blocks,
                 max_model_len=config.max_model_len,
                 clock=self.clock,
                 **limits,

@@ -169,8 +169,7 @@ def attach(
     if draft is None:
         from .scheduling.drafters.eagle import HeadDrafter
 
-        blocks = scheduler.blocks
-        speculation.model = HeadDrafter(executor, block_size=blocks.block_size, grow=blocks.grow, **shared)
+        speculation.model = HeadDrafter(executor, blocks=scheduler.blocks, **shared)
         return
     speculation.model = ModelDrafter(
         executor,

@@ -110,6 +110,12 @@ class SequenceBlocks:
         seq.block_ids.append(block_id)
         return True
 
+    def shrink(self, seq: Sequence, count: int) -> None:
+        """Release the blocks of ``seq`` after its first ``count``; no step in flight may use them."""
+        surplus = seq.block_ids[count:]
+        del seq.block_ids[count:]
+        self.cache.release(surplus)
+
     def register(self, seq: Sequence, computed: int) -> None:
         """Register the full blocks among the first ``computed`` tokens with the prefix cache. Their KV must be written,
         their tokens known."""

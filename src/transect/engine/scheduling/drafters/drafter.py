@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ....costs.steps import StepLoad
-from ..constraint import Constraint
+
+if TYPE_CHECKING:
+    from ..constraint import Constraint
 
 Timed = tuple[StepLoad, float]
 """The work of a step of a draft model, and its seconds."""

@@ -11,7 +11,7 @@ drafted; so a sequence that drafts for the first time computes all of its entrie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ import msgspec
 from ..batch import Draw, Executor
 from ..constraint import Constraint
 from ..request import Sequence
-from .drawn import Drafting, DrawnDrafts
+from ..sequence_blocks import SequenceBlocks
+from .drawn import Drafting, Drafts, DrawnDrafts
 
 
 @dataclass(slots=True)
@@ -44,15 +45,25 @@ class HeadDrafter(DrawnDrafts):
 
     Args:
         executor: runs the head; it draws at the position after the next (``ahead``).
-        block_size: of the model's KV cache.
-        grow: adds a block to a sequence of the engine; False if none is free.
+        blocks: of the engine's sequences.
         others: see ``DrawnDrafts``.
     """
 
-    def __init__(self, executor: Executor, *, block_size: int, grow: Callable[[Sequence], bool], **others: Any) -> None:
+    def __init__(self, executor: Executor, *, blocks: SequenceBlocks, **others: Any) -> None:
         super().__init__(executor, **others)
-        self._block_size, self._grow = block_size, grow
+        self._blocks = blocks
         self._entries: dict[int, Entries] = {}
+
+    def draft(self, wanted: Iterable[tuple[Sequence, int]]) -> Drafts:
+        """Draft tokens; see ``DrawnDrafts``. Blocks for the drafts alone are released again: the scheduler adds those
+        of the drafts that it takes."""
+        asked = list(wanted)
+        held = [len(seq.block_ids) for seq, _ in asked]
+        try:
+            return super().draft(asked)
+        finally:
+            for (seq, _), count in zip(asked, held, strict=True):
+                self._blocks.shrink(seq, max(count, self._blocks.blocks_for(seq.length)))
 
     def behind(self, seq: Sequence) -> int:
         """Return the number of entries that a first draft for ``seq`` has to compute."""
@@ -71,8 +82,8 @@ class HeadDrafter(DrawnDrafts):
         """Bring the state of a sequence up to its known tokens; see ``DrawnDrafts``."""
         if seq.length < 2:
             return None
-        while len(seq.block_ids) * self._block_size < seq.length + count:
-            if not self._grow(seq):
+        while len(seq.block_ids) < self._blocks.blocks_for(seq.length + count):
+            if not self._blocks.grow(seq):
                 return None
         entries = self._entries.get(seq.seq_id)
         if entries is None or entries.block_ids is not seq.block_ids:  # blocks were lost, or copied
