@@ -35,8 +35,8 @@ from search_tasks import FAMILIES, Family, Task
 import _paths  # noqa: F401
 from benchmarks import record
 from transect import LLM, SamplingParams, Search
+from transect.bench.search_gain import Accuracy, Gain
 from transect.search.extract import extract
-from transect.search.report import Accuracy, Gain
 
 MAX_TOKENS = 24
 VERIFIER = '''

@@ -22,6 +22,7 @@ An engine in this process:
 * ``scaling.py``    sums between ranks, measured as a step has them
 * ``host_link.py``  what the links to the host give, of several devices at the same time
 * ``collectives.py`` what ranks exchange, how fast, and whether it is right
+* ``intervals.py``  confidence intervals; ``search_gain.py``: what a search gains over one answer, with them
 * ``compare_formats.py``: one model in several number formats: perplexity, bits, speed, memory
 * ``energy.py``     joules, from NVML. ``rapl.py``: of a processor, and what they stand for
 * ``environment.py`` machine and versions, for the JSON

@@ -9,5 +9,4 @@
 * ``judges``: sources of scores. ``programs``: functions of the operator's, in a process with limits.
 * ``extract``: short answers in texts.
 * ``result``: the answer and its tree.
-* ``report``: accuracy with intervals, and the gain over one answer.
 """

@@ -3,5 +3,4 @@
 * ``measure.py``: the record of a measure. ``registry.py`` finds them. ``subject.py``: models under test, in one engine.
 * ``perplexity.py``, ``task.py``, ``refusals.py``, ``size.py``, ``speed.py``: the measures, one file each;
   ``answering.py``: questions and checkers that several of them need; ``rates.py``: the bars of rates.
-* ``intervals.py``: confidence intervals.
 """

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from .intervals import Bounds
+from ...bench.intervals import Bounds
 
 
 @dataclass(frozen=True, slots=True)

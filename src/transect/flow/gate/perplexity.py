@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .intervals import ratio_bounds
+from ...bench.intervals import ratio_bounds
 from .measure import GateMeasure, GateVerdict, Samples, TestedModel
 
 TEST = "test"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
-from .intervals import paired_difference, rate_bounds
+from ...bench.intervals import paired_difference, rate_bounds
 from .measure import GateVerdict, Samples
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from .intervals import FEWEST, mean_difference
+from ...bench.intervals import FEWEST, mean_difference
 from .measure import GateMeasure, GateVerdict, Samples, TestedModel
 
 

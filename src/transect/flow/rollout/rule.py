@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..gate.intervals import rate_difference
+from ...bench.intervals import rate_difference
 from .remote import FAST, Counts
 
 PROMOTE, ROLL_BACK, WAIT = "promote", "roll back", "wait"

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from transect.search.report import Accuracy, Gain
+from transect.bench.search_gain import Accuracy, Gain
 
 
 def test_wilsons_interval_of_a_known_case():

@@ -45,7 +45,8 @@ def rate_bounds(hits: float, count: float, confidence: float) -> Bounds:
     rate = hits / count
     middle = (rate + z * z / (2 * count)) / (1 + z * z / count)
     half = z * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count)) / (1 + z * z / count)
-    return max(0.0, middle - half), min(1.0, middle + half)
+    # Without rounding, the ends of no and of all hits are 0 and 1.
+    return max(0.0, middle - half) if hits else 0.0, min(1.0, middle + half) if hits < count else 1.0
 
 
 def paired_difference(one: Sequence[float], other: Sequence[float], confidence: float) -> Bounds:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Z = 1.959964
-"""Quantile of the normal distribution for 95%."""
+from .intervals import normal_quantile, rate_bounds
+
+Z = normal_quantile(0.95)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,7 @@ class Accuracy:
     @property
     def interval(self) -> tuple[float, float]:
         """Wilson's 95% interval."""
-        n, p = self.count, self.value
-        middle = (p + Z**2 / (2 * n)) / (1 + Z**2 / n)
-        half = Z * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2)) / (1 + Z**2 / n)
-        return max(middle - half, 0.0), min(middle + half, 1.0)
+        return rate_bounds(self.right, self.count, 0.95)
 
     def __str__(self) -> str:
         low, high = self.interval

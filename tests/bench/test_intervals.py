@@ -6,7 +6,7 @@ import random
 import pytest
 from scipy import stats
 
-from transect.flow.gate.intervals import (
+from transect.bench.intervals import (
     mean_difference,
     paired_difference,
     rate_bounds,
