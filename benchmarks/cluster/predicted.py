@@ -2,14 +2,15 @@
 
     python benchmarks/cluster/predicted.py [--rounds 3] [--out FILE]
 
-Requests arrive at three replicas at random times (a Poisson process, the same in all runs). At a third of the time one
-engine is killed (SIGKILL), or stopped (SIGSTOP), so that it is half alive. ``transect/plan/fleet.py`` simulates both
-with the shipping scheduler and router. It is given the time of a step and of an engine's start, both measured without a
-disturbance, and the time after which a failure is noticed, by the code and the settings. Then both are measured: the
-router, the hosts and the engine processes are real; tokens are made up (``tests/helpers/stub_engine.py``).
+Requests arrive at three replicas, the same at the same times in all runs, at five sixths of what these can serve; two
+of them cannot. At a third of the time one engine is killed (SIGKILL), or stopped (SIGSTOP), so that it is half alive.
+Like one with a model it takes some seconds to start. ``transect/plan/fleet.py`` simulates both with the shipping
+scheduler and router. It is given the time of a step and of an engine's start, both measured without a disturbance, and
+the time after which a failure is noticed, by the code and the settings. Then both are measured: the router, the hosts
+and the engine processes are real; tokens are made up (``tests/helpers/stub_engine.py``).
 
 Compared are the 99th percentile of the time of whole requests that a disturbance adds, and the replica-seconds that it
-costs. Writes benchmarks/results/cpu/fleet_predicted.json. A round takes about 75 s.
+costs. Writes benchmarks/results/cpu/fleet_predicted.json. A round takes about 110 s.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ sys.path.append(str(HELPERS))
 from small_fleet import Small
 from tiny_llm import save_tiny_llm
 
-REPLICAS, RATE, SECONDS, AT, STEP_S = 3, 8.0, 22.0, 7.0, 0.02
-MIX = Mix(prompt=Lengths.parse("uniform:20-60"), output=Lengths.parse("uniform:60-140"))
+REPLICAS, RATE, SECONDS, AT, STEP_S = 3, 10.0, 24.0, 8.0, 0.02
+PLACES, START_S = 8, 6.0
+"""Sequences of an engine at a time, and further seconds of its start."""
+MIX = Mix(prompt=Lengths.parse("uniform:20-60"), output=Lengths.parse("uniform:60-140"), burstiness=0.25)
 HUNG_S = 1.0
 NOTICED_S = {"kill": 0.05 + 0.02, "stop": HUNG_S + 0.1 + 0.05}
 """Seconds until a failure is noticed: the host sees the end of the process and waits 0.02 s for its last words, the
@@ -57,7 +60,9 @@ def p99(values: list[float]) -> float:
 
 def simulate(asked: list[Asked], step_s: float, intake_s: float, kills: list[Kill]) -> list[float]:
     """Simulate a fleet; return the times of requests, from arrival to last token."""
-    limits = SchedulerConfig(num_blocks=4096, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096, seed=0)
+    limits = SchedulerConfig(
+        num_blocks=4096, max_num_seqs=PLACES, max_num_batched_tokens=512, max_model_len=4096, seed=0
+    )
     model = EngineModel(
         scheduler=limits, seconds=lambda batch: step_s, by_load=lambda load: step_s, intake=intake_s
     )  # fmt: skip
@@ -139,6 +144,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "fleet_predicted.json")
     arguments = parser.parse_args()
     prepare(STEP_S)
+    os.environ |= {"STUB_SEQS": str(PLACES), "STUB_START_S": str(START_S)}
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "model"
         model.mkdir()
