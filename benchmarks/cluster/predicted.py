@@ -10,7 +10,7 @@ the time after which a failure is noticed, by the code and the settings. Then bo
 and the engine processes are real; tokens are made up (``tests/helpers/stub_engine.py``).
 
 Compared are the 99th percentile of the time of whole requests that a disturbance adds, and the replica-seconds that it
-costs. Writes benchmarks/results/cpu/fleet_predicted.json. A round takes about 110 s.
+costs. Writes benchmarks/results/cpu/fleet_predicted.json. A round takes about 150 s.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ sys.path.append(str(HELPERS))
 from small_fleet import Small
 from tiny_llm import save_tiny_llm
 
-REPLICAS, RATE, SECONDS, AT, STEP_S = 3, 10.0, 24.0, 8.0, 0.02
-PLACES, START_S = 8, 6.0
+REPLICAS, RATE, SECONDS, AT, STEP_S = 3, 5.0, 36.0, 12.0, 0.04
+PLACES, START_S = 8, 8.0
 """Sequences of an engine at a time, and further seconds of its start."""
 MIX = Mix(prompt=Lengths.parse("uniform:20-60"), output=Lengths.parse("uniform:60-140"), burstiness=0.25)
 HUNG_S = 1.0
