@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 DecodeSeconds = Callable[[StepLoad], float]
 """Seconds of a step that only decodes."""
 
+Lesson = tuple[StepLoad, float, int]
+"""Work of like steps, their mean seconds, and their number."""
 MOST = 4096
 STRAIGHT = 1e-12
 """Relative distance of a step's time from the chord, from rounding alone."""
@@ -106,13 +108,13 @@ def _moments(
     until: float,
     seconds: DecodeSeconds,
 ) -> list[float]:
-    """Let the device take up to ``most`` steps, and the engine learn from them. Returns the ends of the steps, or with
+    """Let the device take up to ``most`` steps, and note their times. Returns the ends of the steps, or with
     a lag those of the steps before each."""
     host, lag = device.host, core.lag
     rows, keys = len(running), sum(seq.length for seq in running)
     ends = sorted((count, seq.length + count) for seq, count in zip(running, left, strict=True))
     gone = 0
-    lessons: list[tuple[StepLoad, float, int]] = []
+    lessons: list[Lesson] = []
     found: list[float] = []
     end = device.free_at if lag else device.clock.time
     gap = 0.0 if lag else host
@@ -141,7 +143,7 @@ def _moments(
             lessons.append((StepLoad(rows, mean, 0, rows, 0, rows), (end - began) / count, count))
     if found:
         if core._timed:
-            _learn(core, device, lessons)
+            _note(core, device, lessons)
         device.steps += len(found)
         device.free_at = end
         device.clock.advance(max(0.0, found[-1] - device.clock.time))
@@ -149,22 +151,35 @@ def _moments(
     return found
 
 
-def _learn(core: EngineCore, device: VirtualDevice, lessons: list[tuple[StepLoad, float, int]]) -> None:
-    """Let the engine learn from the steps whose tokens are known now. Like steps are learned together. With a lag the
-    step in flight is the first of them, and the last one is still in flight."""
-    times = core.scheduler.times
+def _note(core: EngineCore, device: VirtualDevice, lessons: list[Lesson]) -> None:
+    """Add the steps whose tokens are known now to the lessons of the device. With a lag the step in flight is the first
+    of them, and the last one is still in flight."""
     if core.lag:
         step, (load, seconds, count) = core._in_flight[0], lessons.pop()
         if count > 1:
             lessons.append((load, seconds, count - 1))
         taken = device.free_at - max(step.submitted, core._ended)
-        if lessons and step.batch.again and lessons[0][0].rows == len(step.batch.rows):
-            load, seconds, count = lessons[0]
-            lessons[0] = load, (count * seconds + taken) / (count + 1), count + 1
+        lessons.insert(0, (core._work_of(step.batch), taken, 1))
+    for lesson in lessons:
+        before = device.lessons[-1] if device.lessons else None
+        if before is not None and before[0].rows == lesson[0].rows == lesson[0].tokens == before[0].tokens:
+            device.lessons[-1] = _together(before, lesson)
         else:
-            times.learn(core._work_of(step.batch), taken)
-    for load, seconds, count in lessons:
-        times.learn(load, seconds, count)
+            device.lessons.append(lesson)
+
+
+def _together(one: Lesson, other: Lesson) -> Lesson:
+    """Return the mean of steps that decode the same rows."""
+    count = one[2] + other[2]
+    keys = (one[0].keys * one[2] + other[0].keys * other[2]) // count
+    return one[0]._replace(keys=keys), (one[1] * one[2] + other[1] * other[2]) / count, count
+
+
+def learn(core: EngineCore, device: VirtualDevice) -> None:
+    """Let the engine learn from the steps of leaps, like ones together: to be called before its next step."""
+    for load, seconds, count in device.lessons:
+        core.scheduler.times.learn(load, seconds, count)
+    device.lessons.clear()
 
 
 def _line(rows: int, keys: int, count: int, seconds: DecodeSeconds) -> tuple[float, float | None]:
