@@ -74,7 +74,7 @@ def outcome(engine):
     return moments, (counted, state, stats.generation_tokens, stats.prefix_hit_tokens)
 
 
-@examples(40, 600)
+@examples(25, 600)
 @given(
     st.integers(0, 10**6),
     st.sampled_from((5.0, 50.0, 400.0)),
