@@ -35,7 +35,8 @@ from transect.bench.lengths import Lengths
 from transect.bench.traces.asked import Asked
 from transect.bench.traces.mix import Mix
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
-from transect.plan.fleet import EngineModel, Fleet, Kill
+from transect.plan.disturbances import Kill
+from transect.plan.fleet import EngineModel, Fleet
 
 sys.path.append(str(HELPERS))
 from small_fleet import Small
