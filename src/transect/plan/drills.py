@@ -149,13 +149,13 @@ def predict(
     """
     if unknown := sorted(set(drills) - set(DRILLS)):
         raise ValueError(f"there is no drill {unknown[0]!r}: choose from {', '.join(DRILLS)}")
-    calm = p99(Fleet(model, replicas).run(asked))
+    calm = Fleet(model, replicas).run(asked)
     found = {}
     for name in drills:
         events, lost = DRILLS[name][1](times, replicas, at)
         if name == "cancelled" and leaving:
             events = [*events, *(HangUp(each, frozenset({number})) for number, each in leaving.items())]
-        run = Fleet(model, replicas, events=events).run(asked)
+        run = Fleet(model, replicas, events=events).run(asked) if events else calm
         after = p99(run) if len(run.records) > 1 else math.nan
-        found[name] = Effect(after, after - calm, lost, run.dropped)
+        found[name] = Effect(after, after - p99(calm), lost, run.dropped)
     return found
