@@ -26,7 +26,7 @@ class FleetTimes:
     Attributes:
         noticed: from the death of an engine until the router knows of it.
         engine: start of an engine by its host.
-        replica: start of a whole replica by the cluster, until the router has linked it.
+        replica: start of a whole replica by the cluster, until the router has linked it; ``inf`` if there is no room.
         hung_after: silence of an engine after which its host kills it.
         lost_after: silence of a host after which the router gives it up.
         linked: from the router's start, or a machine's return, until replicas have dialled in.
@@ -51,7 +51,7 @@ class Effect:
     Attributes:
         p99: 99th percentile of the times of requests that were answered, in seconds. added_p99: the same, less that
             of the calm run.
-        lost: replica-seconds in which a replica that should serve did not.
+        lost: replica-seconds in which a replica that should serve did not, up to the last arrival.
         dropped: requests that were broken off or refused.
     """
 
@@ -81,7 +81,7 @@ def _silent(times: FleetTimes, replicas: int, at: float) -> tuple[Sequence[Distu
     return [Kill(at, 0, noticed + times.linked, noticed)], noticed + times.linked
 
 
-def _node(times: FleetTimes, replicas: int, at: float) -> tuple[Sequence[Disturbance], float]:
+def _lost(times: FleetTimes, replicas: int, at: float) -> tuple[Sequence[Disturbance], float]:
     back = times.noticed + times.replica
     return [Kill(at, 0, back, times.noticed)], back
 
@@ -106,7 +106,8 @@ DRILLS: Mapping[str, tuple[str, Cause]] = {
     "kill": ("an engine is killed", _killed),
     "stopped": ("an engine is half alive", _stopped),
     "host": ("a host is silent, and wakes when it is given up", _silent),
-    "node": ("a node with one replica is lost; another has room", _node),
+    "actor": ("a host is killed, and the cluster starts another replica", _lost),
+    "node": ("a node with one replica is lost", _lost),
     "roll": ("all replicas are replaced", _rolled),
     "cancelled": ("scale-down by one replica while clients leave", _fewer),
     "controller": ("the cluster's controller is killed", _nothing),
@@ -155,6 +156,7 @@ def predict(
         events, lost = DRILLS[name][1](times, replicas, at)
         if name == "cancelled" and leaving:
             events = [*events, *(HangUp(each, frozenset({number})) for number, each in leaving.items())]
+        lost = min(lost, replicas * (asked[-1].at - at))
         run = Fleet(model, replicas, events=events).run(asked) if events else calm
         after = p99(run) if len(run.records) > 1 else math.nan
         found[name] = Effect(after, after - p99(calm), lost, run.dropped)
