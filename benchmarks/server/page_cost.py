@@ -1,6 +1,6 @@
 """Measure the cost of a reader of ``/live``, as the page is one: tokens per second with it and without it, in turns.
 
-    python benchmarks/server/page_cost.py [--rounds 22] [--window 1.5] [--readers 1] [--out FILE]
+    python benchmarks/server/page_cost.py [--rounds 36] [--window 1] [--readers 1] [--out FILE]
 
 32 streams of a real model decode on the CPU. Their answers end one after another, so the mean context, and with it the
 time of a step, stays the same. A round is four windows: without, with, with, without; every second round is the other
@@ -43,7 +43,7 @@ from transect.explain.engine.log import LoggedStep, build
 STREAMS, TOKENS = 32, 256
 WARM_S = 14.0
 """Seconds before the first window: longer than an answer takes."""
-SETTLE_S = 0.4
+SETTLE_S = 0.3
 """Seconds at the beginning of a window that do not count: a reader begins with the whole state."""
 KV_BYTES = 2 * 10**9
 """Enough for all streams, so that none is preempted."""
@@ -220,8 +220,8 @@ def compare(rounds: list[list[Window]], log: bytes) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=22)
-    parser.add_argument("--window", type=float, default=1.5, help="seconds of a window")
+    parser.add_argument("--rounds", type=int, default=36)
+    parser.add_argument("--window", type=float, default=1.0, help="seconds of a window")
     parser.add_argument("--readers", type=int, default=1)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "page_cost.json")
