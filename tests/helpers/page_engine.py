@@ -95,6 +95,7 @@ class PageEngine:
         self.sampling_defaults = SamplingDefaults({"temperature": 0.7, "top_p": 0.9}, origin="made up")
         self.running: dict[str, object] = {}
         self.aborted: list[str] = []
+        self.dropped: set[tuple[str, int]] = set()
         self.prompts: list[str] = []
         self.params: list[object] = []
 
@@ -120,8 +121,8 @@ class PageEngine:
 
     async def _updates(self, processor, request_id, params, prompt, word, answers):
         script = self.scripts.get(word)
-        wanted = None if script is None else self.tokenizer.encode(script)
-        length = DRAWN if wanted is None else len(wanted)
+        scripts = script if isinstance(script, list) else [script] * len(answers)  # a list has one for each choice
+        scripted = [None if each is None else self.tokenizer.encode(each) for each in scripts]
         steps = 0
         while request_id in processor:
             await asyncio.sleep(self.step_s)
@@ -131,7 +132,16 @@ class PageEngine:
             if word == "die" and steps == 6:
                 raise EngineDeadError("it is gone")
             for index, tokens in enumerate(answers):
-                if tokens is None or len(tokens) > length:
+                if tokens is None:
+                    continue
+                if (request_id, index) in self.dropped:
+                    answers[index] = None
+                    for update in processor.finish(request_id, choice=index):
+                        yield update
+                    continue
+                wanted = scripted[index % len(scripted)]
+                length = DRAWN if wanted is None else len(wanted)
+                if len(tokens) > length:
                     continue
                 at, seed = len(tokens), params.seed or 0
                 drawn = self._drawn(seed, index, at, tokens)
@@ -171,6 +181,9 @@ class PageEngine:
             None,
             *(SimpleNamespace(token_id=each, logprob=-1.5, rank=1, top=[(each, -1.5)]) for each in prompt[1:]),
         ]
+
+    async def abort(self, request_id, choice=None) -> None:
+        self.dropped.add((request_id, choice))
 
     async def health(self):
         return SimpleNamespace(state="ok", detail=None, pids=(self.pid,))

@@ -176,6 +176,8 @@ class DecisionRing:
         """Time of the newest record, in seconds on the clock of this process."""
         self.count = 0
         """Number of chunks that were put, those that have been dropped included."""
+        self.listeners: list[Callable[[], None]] = []
+        """Callables without arguments that each ``put`` calls."""
         self._chunks: deque[bytes] = deque()
         self._size = 0
 
@@ -191,6 +193,8 @@ class DecisionRing:
         while self._size > self.limit:
             self._size -= len(self._chunks.popleft())
             self.lost = True
+        for listener in self.listeners:
+            listener()
 
     def since(self, count: int, limit: int = RING_BYTES) -> bytes:
         """Return the newest chunks: those after the first ``count``, as far back as they are kept, and at most
