@@ -21,7 +21,7 @@ def beside_streams(clients, prompts, weight=1.0, **limits):
         core.add(of(f"stream {number}", f"stream {number}", first=100 + number, max_tokens=3000))
     for number in range(4):
         core.add(of("lesson", f"lesson {number}", first=50 + number, prompt=10 * number + 1, max_tokens=9))
-    while len(core.scheduler.requests) > clients or core.scheduler.budget._rooms._debts:
+    while len(core.scheduler.requests) > clients or core.scheduler.budget.rooms._debts:
         core.step()
     for number, tokens in enumerate(prompts):
         core.add(of("heavy", f"heavy {number}", weight, first=200 + number, prompt=tokens, max_tokens=1))
@@ -59,7 +59,7 @@ def test_a_client_alone_is_not_limited():
     core.add(request("long", prompt=1000, first=7, max_tokens=2))
     while "long" in core.scheduler.requests:
         core.step()
-        assert not core.scheduler.budget._rooms._debts
+        assert not core.scheduler.budget.rooms._debts
 
 
 def test_parts_sum_up_to_a_share_of_time():

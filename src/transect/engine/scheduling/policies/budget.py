@@ -112,7 +112,7 @@ class StepBudget:
         self._debt = 0.0
         """Seconds by which steps with prompts were longer than the target, less those by which pauses were shorter."""
         self._turns = NO_PAUSES
-        self._rooms = Rooms()
+        self.rooms = Rooms()
         self._next = (0.0, math.inf)
         """Seconds that the next step adds to ``_debt`` if it has prompts, and takes from it if it has none."""
         self._config = config
@@ -137,6 +137,7 @@ class StepBudget:
                 room for waiting ones, which could not use it.
         """
         self._next = (0.0, math.inf)
+        self.rooms.forget()
         if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # no sequence decodes
             most = self._config.max_num_batched_tokens
             prompts = [seq.length - seq.scheduled for seq in running if seq.length - seq.scheduled > 1]
@@ -154,7 +155,7 @@ class StepBudget:
 
     def planned(self, prompts: bool, taken: Mapping[str, int] = {}) -> None:
         """Record a planned step, with prompts or without; ``taken``: prompt tokens of each client."""
-        self._rooms.planned(taken)
+        self.rooms.planned(taken)
         self._share += SMOOTHING * (prompts - self._share)
         more, less = self._next
         if prompts:
@@ -213,7 +214,7 @@ class StepBudget:
         shares = self._shares(room, long, [count for count, _ in prompts], waiting, barred)
         rooms: dict[str, int] = {}
         if not target and self._config.pipeline_depth == 1:
-            rooms = self._rooms.of_step(running, waiting, room, AUTO_RATIO)
+            rooms = self.rooms.of_step(running, waiting, room, AUTO_RATIO)
         return Budget(tokens, self._chunk, shares, rooms=rooms)
 
     def _least(self, beside: StepLoad, context: int, scored: bool) -> float:

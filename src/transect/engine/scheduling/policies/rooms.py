@@ -38,6 +38,9 @@ class Rooms:
         self._debts: dict[str, float] = {}
         """Room that each client has taken beyond ``LEAST`` of each step, in steps; those without are left out."""
         self._room = 0
+        self.limited: dict[str, int] = {}
+        """Clients that are limited in the step that was planned last, with the tokens that each might take."""
+        self._next: dict[str, int] = {}
 
     def of_step(
         self, running: Listed[Sequence], waiting: Iterable[Sequence], room: int, ratio: float
@@ -60,11 +63,16 @@ class Rooms:
             weights[seq.request.spec.client] = seq.request.spec.weight
         self._room = room if len(weights) > 1 else 0
         total = sum(weights.values())
-        return {
+        self._next = {
             client: max(1, int(room * part_of_room(weights[client], total, ratio)))
             for client, debt in self._debts.items()
             if debt > FREE_STEPS and client in weights and streams - {client}
         }
+        return self._next
+
+    def forget(self) -> None:
+        """Forget the next step: it is sized anew."""
+        self._room, self._next = 0, {}
 
     def planned(self, taken: Mapping[str, int]) -> None:
         """Account for a planned step, with the prompt tokens of each client."""
@@ -76,4 +84,5 @@ class Rooms:
             for client, tokens in taken.items():
                 debt = self._debts.get(client, 0.0) + tokens / self._room
                 self._debts[client] = min(debt, FREE_STEPS + 1.0)
-        self._room = 0
+        self.limited = self._next
+        self.forget()
