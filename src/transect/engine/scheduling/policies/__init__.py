@@ -4,6 +4,7 @@
   file.
 * ``places``: a client below its share of places gets one of a client above.
 * ``turns``: sequences of a client take turns, where all of them would make steps long for others.
+* ``rooms``: the part of a step that prompts of one client may take beside streams of others.
 * ``admission``: who may join the queue, by bytes and predicted wait.
 * ``budget``: tokens per step while sequences decode. ``costs/learning`` learns step times.
 * ``filling``: prefill in small chunks beside decoding sequences.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Mapping
 from collections.abc import Sequence as Listed
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from ..request import Sequence
 from ..scheduler_config import SchedulerConfig
 from ..waiting_queue import WaitingQueue
 from .filling import nothing_ends_later
+from .rooms import Rooms
 from .turns import NO_PAUSES, Turns, take_turns
 
 AUTO_RATIO = 2.5
@@ -81,6 +83,8 @@ class Budget(NamedTuple):
     """Shares of prompts, longest prompts first; empty if prompts take tokens in order of rank."""
     pause: bool = False
     """Prompts take no part in the step."""
+    rooms: Mapping[str, int] = {}
+    """Most prompt tokens of each client that is limited (``rooms``)."""
 
 
 class Coming(NamedTuple):
@@ -108,6 +112,7 @@ class StepBudget:
         self._debt = 0.0
         """Seconds by which steps with prompts were longer than the target, less those by which pauses were shorter."""
         self._turns = NO_PAUSES
+        self.rooms = Rooms()
         self._next = (0.0, math.inf)
         """Seconds that the next step adds to ``_debt`` if it has prompts, and takes from it if it has none."""
         self._config = config
@@ -132,6 +137,7 @@ class StepBudget:
                 room for waiting ones, which could not use it.
         """
         self._next = (0.0, math.inf)
+        self.rooms.forget()
         if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # no sequence decodes
             most = self._config.max_num_batched_tokens
             prompts = [seq.length - seq.scheduled for seq in running if seq.length - seq.scheduled > 1]
@@ -147,8 +153,9 @@ class StepBudget:
             return Budget(self.fill_tokens, self._chunk)
         return Budget(self._mixed, self._chunk)
 
-    def planned(self, prompts: bool) -> None:
-        """Record a planned step, with prompts or without."""
+    def planned(self, prompts: bool, taken: Mapping[str, int] = {}) -> None:
+        """Record a planned step, with prompts or without; ``taken``: prompt tokens of each client."""
+        self.rooms.planned(taken)
         self._share += SMOOTHING * (prompts - self._share)
         more, less = self._next
         if prompts:
@@ -160,9 +167,11 @@ class StepBudget:
         """Return the facts of the next step if it were planned now; arguments as of ``of_next``."""
         if not (len(waiting) or cut):
             return Coming(len(running), False)
-        tokens, chunk, _, pause = self.of_next(running, waiting, cut, barred)
+        tokens, chunk, _, pause, rooms = self.of_next(running, waiting, cut, barred)
         if pause:
             return Coming(tokens, True)
+        if rooms:  # prompts of limited clients fill less of the step
+            return Coming(tokens, False)
         here = sum(min(seq.length - seq.scheduled, chunk) for seq in running)
         here += waiting.num_tokens if chunk >= tokens else sum(min(seq.to_compute, chunk) for seq in waiting.in_order())
         return Coming(min(here, tokens), here >= tokens)
@@ -203,7 +212,10 @@ class StepBudget:
         room = tokens - rows
         long = LONG * (usual if usual > 0 else room)
         shares = self._shares(room, long, [count for count, _ in prompts], waiting, barred)
-        return Budget(tokens, self._chunk, shares)
+        rooms: dict[str, int] = {}
+        if not target and self._config.pipeline_depth == 1:
+            rooms = self.rooms.of_step(running, waiting, room, AUTO_RATIO)
+        return Budget(tokens, self._chunk, shares, rooms=rooms)
 
     def _least(self, beside: StepLoad, context: int, scored: bool) -> float:
         """Predict the seconds of the shortest useful step with prompts: one token beyond those that are fixed."""

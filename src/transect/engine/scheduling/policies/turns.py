@@ -2,8 +2,9 @@
 
 Every row of a step makes it longer for all rows. So let each client have as many rows as the one with the fewest, in
 proportion to their weights, and take the time of that step as a reference. A client may have more rows as long as a
-step stays within a multiple of that time. If its rows do not fit, they take turns: those that waited longest come
-first. Clients with as many rows as each other slow each other down alike, and no sequence pauses.
+step stays within a multiple of that time, of which it has its part (``rooms``). If its rows do not fit, they take
+turns: those that waited longest come first. Clients with as many rows as each other slow each other down alike, and no
+sequence pauses.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from ....costs.learning import StepTimes
 from ....costs.steps import StepLoad
 from ..request import Sequence
+from .rooms import part_of_room
 
 
 class Turns(NamedTuple):
@@ -45,7 +47,7 @@ def take_turns(
         waiting: clients of requests that wait for their first step. They, and those of prompts that have begun, count
             as clients with one row: their first tokens come later for every row.
         ratio: longest step, in units of the reference.
-        target: longest step in seconds, in place of ``ratio``; 0 for none.
+        target: longest step in seconds, in place of ``ratio`` and without parts; 0 for none.
     """
     clients = {seq.request.spec.client for seq in running} | set(waiting)
     if len(clients) < 2:
@@ -73,7 +75,10 @@ def take_turns(
 
     reference = seconds_of(least)
     longest = target or ratio * reference
-    limit = reference + max(0.0, longest - reference) * (0.5 if prompts else 1.0)
+    many = sum(weight for client, weight in weights.items() if len(rows[client]) > level * weight)
+    total_weight = sum(weights.values()) + len(clients) - len(rows)
+    part = 1.0 if target else part_of_room(many, total_weight, ratio)
+    limit = reference + max(0.0, longest - reference) * part * (0.5 if prompts else 1.0)
     low, high = least, total + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -84,8 +89,8 @@ def take_turns(
     by_need = sorted(rows, key=lambda client: len(rows[client]) / weights[client])
     for place, client in enumerate(by_need):  # max-min fair: what one does not need is for those with more rows
         mine = rows[client]
-        part = round(low * weights[client] / sum(weights[each] for each in by_need[place:]))
-        count = min(len(mine), max(1, part))
+        share = round(low * weights[client] / sum(weights[each] for each in by_need[place:]))
+        count = min(len(mine), max(1, share))
         low -= count
         if count < len(mine):
             paused += [seq.seq_id for seq in sorted(mine, key=_turn)[count:]]
