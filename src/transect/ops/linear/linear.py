@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...costs.work import Cost
-from ..lang.jit import INTERPRETED, TRITON_TARGETS, available
+from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, runs_triton
 from ..numerics import sample
 from ..registry import Implementation, Op, register
 
@@ -131,6 +131,11 @@ def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
     rows = x.shape[0]
     return matmul.matmul(whole_tile(x), weight, bias, tiling=fixed_tiling(x, weight.shape[0]))[:rows]
+
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``reference`` on any device; a row's result does not depend on the number of rows."""
+    return (triton_fixed_rows if runs_triton(x) else fixed_rows)(x, weight, bias)
 
 
 def whole_tile(x: Tensor) -> Tensor:

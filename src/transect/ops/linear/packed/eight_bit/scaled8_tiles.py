@@ -17,7 +17,7 @@ Source: Micikevicius et al. 2022, arXiv:2209.05433; scales of blocks: DeepSeek-V
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -149,10 +149,14 @@ def choose_tiling(m: int, n: int, k: int, blocks: bool) -> Tiling8:
 
 class Tiles8:
     """``reference`` by the kernels here, with counters of its own: launches of one instance must be on one stream.
-    ``hopper`` runs what it is quicker for."""
+    ``hopper`` runs what it is quicker for. ``unsplit``: K is never split, so that a row's sums do not depend on the
+    number of rows."""
 
-    def __init__(self, *, dependent_launch: bool = False, hopper: HopperRows8 | None = None) -> None:
+    def __init__(
+        self, *, dependent_launch: bool = False, hopper: HopperRows8 | None = None, unsplit: bool = False
+    ) -> None:
         self._counters, self._dependent, self._hopper = Counters(), dependent_launch, hopper
+        self._unsplit = unsplit
 
     def __call__(
         self,
@@ -199,6 +203,7 @@ class Tiles8:
         blocks = scale.ndim == 2
         units = 2 if INTERPRETED else multiprocessors(a.device)
         tiling = tiling or choose_tiling(m, n, k, blocks)
+        tiling = replace(tiling, split=1) if self._unsplit else tiling
         chunks = -(-k // tiling.bk)
         part_k = -(-chunks // tiling.split) * tiling.bk
         split = -(-k // part_k)
@@ -210,6 +215,8 @@ class Tiles8:
         kind = torch.float8_e4m3fn if fp8 else torch.int8
         programs = min(tiles, units) if tiling.flat else tiles
         options: dict[str, Any] = {"launch_pdl": True} if self._dependent else {}
+        if self._unsplit and not INTERPRETED:  # a sum is rounded before the bias, as in scaled8_hopper.cu
+            options["enable_fp_fusion"] = False
         _tiles[(programs, split)](
             describe(a.view(kind), tiling.bm, tiling.bk), describe(codes.view(kind), tiling.bn, tiling.bk), x_scale,
             scale, bias, out, parts, held, m, n, k, part_k, -(-k // BLOCK),
@@ -239,8 +246,10 @@ class Tiles8:
     ) -> Tensor | None:
         if self._hopper is None or scaled8_hopper.refusal(a, codes, scale):
             return None
+        if len(a) < scaled8_hopper.LEAST_ROWS and not self._unsplit:
+            return None
         (m, k), n = a.shape, codes.shape[0]
-        tiling = scaled8_hopper.choose_tiling(m, n, k, gated, multiprocessors(a.device))
+        tiling = scaled8_hopper.choose_tiling(m, n, k, gated, multiprocessors(a.device), self._unsplit)
         if tiling is None:
             return None
         return self._hopper(
