@@ -3,15 +3,16 @@
     python benchmarks/compilers/ladder.py [--rounds 5] [--tuning 128] [--jax PYTHON] [--tvm PYTHON]
     python benchmarks/compilers/ladder.py --device cuda --out RESULTS
 
-Each peer is one file of ``benchmarks/peers`` and runs in a process of its own, by the interpreter that has its packages:
-``--jax`` and ``--tvm`` name those of environments made with
+Each peer is one file of ``benchmarks/peers`` and runs in a process of its own, by the interpreter that has its
+packages: ``--jax`` and ``--tvm`` name those of environments made with
 
     python -m venv /tmp/peers-jax && /tmp/peers-jax/bin/pip install jax
-    python -m venv /tmp/peers-tvm && /tmp/peers-tvm/bin/pip install apache-tvm xgboost-cpu psutil cloudpickle tornado
+    python -m venv /tmp/peers-tvm && /tmp/peers-tvm/bin/pip install apache-tvm \
+        apache-tvm-ffi==0.1.14.post0 xgboost-cpu psutil cloudpickle tornado   # a newer ffi crashes 0.27's search
 
-Every result is compared with float64 before it is timed. The peers take turns, ``--rounds`` times at each rung; a time is
-the median over rounds. The floor of a rung is the larger of its FLOPs at the rate of multiply-adds and its bytes at the
-read bandwidth, both measured on this machine in this run. ``--ladder small`` is a quick check of everything.
+Every result is compared with float64 before it is timed. The peers take turns, ``--rounds`` times at each rung; a
+time is the median over rounds. The floor of a rung is the larger of its FLOPs at the rate of multiply-adds and its
+bytes at the read bandwidth, both measured on this machine in this run. ``--ladder small`` is a quick check of all.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def table(result: dict[str, Any]) -> str:
     lines.append(
         f"`{result['command']}` on {where} ({measured['flops_per_second'] / 1e9:,.0f} GFLOP/s, "
         f"{measured['bytes_per_second'] / 1e9:,.1f} GB/s), {', '.join(f'{k} {v}' for k, v in versions.items())}, "
-        f"{record.made_at([machine])}, medians of {result['rounds']} rounds in turns; in brackets the share of the floor."
+        f"{record.made_at([machine])}, medians of {result['rounds']} rounds in turns; in brackets the share of the "
+        "floor."
     )
     return "\n".join(lines) + "\n"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,10 +42,14 @@ class Transect(Torch):
     def prepare(self, work: Work, weights: Arrays, data: list[Arrays]) -> Prepared:
         own, sets = self.tensors(weights, work), [self.tensors(each, work) for each in data]
         if work.operator == "decoder_step":
-            layer = _gpu_layer if self.device == "cuda" else _cpu_layer
-            return self.prepared(layer(work, own, sets[0]), [{}])
-        run = _gpu_operator(work, own) if self.device == "cuda" else self._cpu_operator(work, own)
-        return self.prepared(run, sets)
+            if self.device == "cuda":
+                with torch.inference_mode():
+                    run = _in_graph(_fused_layer(work, own, sets[0]))
+            else:
+                run = _cpu_layer(work, own, sets[0])
+            return self.prepared(run, [{}])
+        operator = _gpu_operator(work, own) if self.device == "cuda" else self._cpu_operator(work, own)
+        return self.prepared(operator, sets)
 
     def _cpu_operator(self, work: Work, own: dict[str, Tensor]) -> Callable[..., Tensor]:
         from transect.ops.cpu.library import PackedWeight, load
@@ -61,7 +66,7 @@ class Transect(Torch):
         return lambda x: library.linear(x, weight)
 
 
-def _gpu_operator(work: Work, own: dict[str, Tensor]) -> Callable[..., Tensor]:
+def _gpu_operator(work: Work, own: dict[str, Tensor], device: str = "cuda") -> Callable[..., Tensor]:
     registry.all_ops()
     run = registry.get(work.operator).implementations["triton"].load()
     if work.operator == "matmul":
@@ -71,7 +76,7 @@ def _gpu_operator(work: Work, own: dict[str, Tensor]) -> Callable[..., Tensor]:
     if work.operator == "rms_norm":
         return lambda x, norm: run(x, norm, EPS)
     if work.operator == "attention":
-        ends = torch.tensor([0, work.sizes["tokens"]], dtype=torch.int32, device="cuda")
+        ends = torch.tensor([0, work.sizes["tokens"]], dtype=torch.int32, device=device)
         return lambda q, k, v: run(q, k, v, ends, 1 / math.sqrt(q.shape[-1]))
     return run
 
@@ -83,7 +88,7 @@ def _paged(cache: Tensor, like: Tensor) -> Tensor:
     return like.copy_(blocks)
 
 
-def _batch(work: Work, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _batch(work: Work, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return positions, block tables, query starts and lengths of a decode batch at full contexts."""
     rows, context = work.sizes["rows"], work.sizes["context"]
     positions = torch.full((rows,), context - 1, device=device)
@@ -109,7 +114,7 @@ def _cpu_layer(work: Work, own: dict[str, Tensor], data: dict[str, Tensor]) -> C
         layer_norm=0, gated=1, activation=0, rotary_half=s["head"] // 2, kv=kinds[dtype],
         norm_eps=EPS, scale=1 / math.sqrt(s["head"]),
     )  # fmt: skip
-    positions, tables, starts, lengths = _batch(work, "cpu")
+    positions, tables, starts, lengths = _batch(work, data["x"].device)
     k_cache, v_cache = empty_cache((1, tables.numel(), s["kv_heads"], BLOCK, s["head"]), dtype)
     _paged(data["k_cache"], k_cache[0]), _paged(data["v_cache"], v_cache[0])
     frequencies = THETA ** (-torch.arange(0, s["head"], 2, dtype=torch.float64) / s["head"])
@@ -125,9 +130,8 @@ def _cpu_layer(work: Work, own: dict[str, Tensor], data: dict[str, Tensor]) -> C
     return run
 
 
-def _gpu_layer(work: Work, own: dict[str, Tensor], data: dict[str, Tensor]) -> Callable[[], Tensor]:
-    from dataclasses import replace
-
+def _fused_layer(work: Work, own: dict[str, Tensor], data: dict[str, Tensor]) -> Callable[[], Tensor]:
+    """Return the fused stack's layer as a call; on a CPU it needs Triton's interpreter."""
     from transect.checkpoints.load import allocated
     from transect.models.decoder import Decoder
     from transect.models.fused_stack import FusedStack
@@ -136,41 +140,46 @@ def _gpu_layer(work: Work, own: dict[str, Tensor], data: dict[str, Tensor]) -> C
     from transect.spec.model import RopeConfig
     from transect.spec.shapes import PRESETS
 
-    s, device = work.sizes, torch.device("cuda", torch.cuda.current_device())
+    s, x = work.sizes, data["x"]
     config = replace(
         PRESETS["llama-3.1-8b"], n_layers=1, vocab_size=64, dim=s["dim"], ffn_dim=s["ffn"], n_heads=s["heads"],
         n_kv_heads=s["kv_heads"], head_dim=s["head"], norm_eps=EPS, rope=RopeConfig(theta=THETA),
     )  # fmt: skip
-    ops = replace(
-        with_dependent_launch(resolve_ops("cuda", ("triton", "torch"))), stream_products=StreamProducts(device)
-    )
-    model = allocated(Decoder(config, "meta", torch.bfloat16, ops=ops), "cuda")
+    ops = resolve_ops(x.device, ("triton", "torch"))
+    if x.is_cuda:
+        ops = replace(with_dependent_launch(ops), stream_products=StreamProducts(x.device))
+    model = allocated(Decoder(config, "meta", x.dtype, ops=ops), x.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             part = name.removesuffix(".weight").rpartition(".")[2]
-            if name.startswith("layers.0.") and part in own:
+            if name.startswith("layers.0."):
                 parameter.copy_(own[part])
-    positions, tables, starts, lengths = _batch(work, "cuda")
-    caches = model.new_kv_cache(tables.numel(), BLOCK, torch.bfloat16)
-    _paged(data["k_cache"], caches[0][0]), _paged(data["v_cache"], caches[1][0])
+    positions, tables, starts, lengths = _batch(work, x.device)
+    caches = model.new_kv_cache(tables.numel(), BLOCK, x.dtype)
+    for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
+        _paged(data[name], cache[0])
     context = PagedContext(*caches, tables, starts, lengths, ops)
     stack = FusedStack(model, max_positions=s["context"])
-    x, out = data["x"], torch.empty_like(data["x"])
+    return lambda: stack(x, positions, context)
+
+
+def _in_graph(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Capture a call as a CUDA graph, and return its replay."""
     with torch.inference_mode():
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             for _ in range(3):
-                stack(x, positions, context)
+                run()
         side.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out.copy_(stack(x, positions, context))
+            out = run()
 
-    def run() -> Tensor:
+    def replay() -> Tensor:
         graph.replay()
         return out
 
-    return run
+    return replay
 
 
 COMPILER = Transect

@@ -1,7 +1,7 @@
 """TVM: one matrix product as a tensor expression, its schedule found by MetaSchedule on this processor.
 
-The search wants ``xgboost-cpu`` (or ``xgboost``), ``psutil``, ``cloudpickle`` and ``tornado`` beside ``apache-tvm``. The
-best schedule stays in the folder of ``TVM_SCHEDULES``, or in a temporary one.
+The search wants ``xgboost-cpu`` (or ``xgboost``), ``psutil``, ``cloudpickle`` and ``tornado`` beside ``apache-tvm``.
+Schedules stay in the folder of ``TVM_SCHEDULES``, or in a temporary one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from benchmarks.peers.peer import Prepared
 
 def processor(threads: int) -> dict[str, Any]:
     """Return the target: LLVM for the widest vectors of this processor that LLVM and the tuner both know."""
-    flags = open("/proc/cpuinfo").read()
+    flags = Path("/proc/cpuinfo").read_text()
     name = "skylake-avx512" if "avx512bw" in flags else "haswell" if "avx2" in flags else "x86-64"
     return {"kind": "llvm", "mcpu": name, "num-cores": threads}
 
