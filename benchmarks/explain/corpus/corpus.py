@@ -19,13 +19,16 @@ class Program:
     make: Callable[[bool], Work]
     library: str
     held_out: bool = False
+    device: str = "cpu"
 
 
-def program(*kinds: str, library: str = "torch", held_out: bool = False) -> Callable[[Callable[[bool], Work]], Work]:
+def program(
+    *kinds: str, library: str = "torch", held_out: bool = False, device: str = "cpu"
+) -> Callable[[Callable[[bool], Work]], Work]:
     """Enter a program into the corpus."""
 
     def enter(make: Callable[[bool], Work]) -> Callable[[bool], Work]:
-        PROGRAMS[make.__name__] = Program(make.__name__, kinds, make, library, held_out)
+        PROGRAMS[make.__name__] = Program(make.__name__, kinds, make, library, held_out, device)
         return make
 
     return enter  # type: ignore[return-value]

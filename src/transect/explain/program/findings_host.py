@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from .doing import doing_of
-from .finding import Finding, Material
+from .finding import Finding, Material, weighed
 from .gaps import Named
 from .split import SLOW_CALL_S, SYNC, Split
 from .trace import OP
@@ -39,6 +39,8 @@ HOST_ADVICE = {
         "vectorize it with torch (numpy's work shows as Python's here), or move it out of the loop",
     ),
 }
+EVERYWHERE = ("tokenize", "logging", "sleep", "file", "parse", "wait", "process")
+"""Kinds that a stack shows wherever it was sampled, between operators or inside of one."""
 WHOLE = ("stacks", "printing", "saving", "copying", "optimizer")
 """Kinds that include the operators called for them, not only the gaps between these."""
 CHECKS = ("isnan", "ne", "any", "is_nonzero", "item", "_local_scalar_dense")
@@ -54,8 +56,11 @@ def host(material: Material) -> Iterator[Finding]:
     totals: dict[str, list[Named]] = {}
     for each in material.named:
         totals.setdefault(each.doing.kind, []).append(each)
+    plain = material.shares(lambda sample: doing_of(sample.stack).kind)
     for kind, every in totals.items():
         seconds = sum(each.seconds for each in every)
+        if plain and kind in EVERYWHERE and not material.split.on_gpu:
+            seconds = plain.get(kind, 0.0) * material.split.own
         where = max(every, key=lambda each: each.seconds).doing.frame
         place = f"in {where}" if where else "outside of its own lines"
         evidence = f"{1e3 * seconds:.1f} ms between operators, most of it {place}"
@@ -89,7 +94,8 @@ def library(material: Material) -> Iterator[Finding]:
 
 def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
     """Return for each kind in ``WHOLE`` its share of the samples, and the user's line that is most of them."""
-    samples = material.samples.samples if material.samples is not None else []
+    samples = material.stacks
+    shares = weighed(samples, lambda sample: doing_of(sample.stack).kind)
     lines: dict[str, Counter[str]] = {}
     for sample in samples:
         doing = doing_of(sample.stack)
@@ -97,7 +103,7 @@ def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
             lines.setdefault(doing.kind, Counter())[str(doing.frame or "a library")] += 1
     if material.samples is not None and not material.samples.anomalies:
         lines.pop("stacks", None)  # other code wrote a stack down
-    return {kind: (seen.total() / len(samples), seen.most_common(1)[0][0]) for kind, seen in lines.items()}
+    return {kind: (shares.get(kind, 0.0), seen.most_common(1)[0][0]) for kind, seen in lines.items()}
 
 
 def other_threads(material: Material) -> Iterator[Finding]:
