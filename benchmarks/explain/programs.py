@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import _paths  # noqa: F401
 from benchmarks import record
@@ -29,6 +30,8 @@ from transect.hardware.cores import usable_cores
 FOLDER = Path(__file__).resolve().parent / "corpus"
 LARGE = 0.05
 NEAR = 0.3
+PAIRS = 3
+"""Runs of each version, in turns; the fastest counts."""
 
 
 def programs(device: str = "cpu") -> dict[str, Any]:
@@ -45,8 +48,14 @@ def programs(device: str = "cpu") -> dict[str, Any]:
     return {name: each for name, each in corpus.PROGRAMS.items() if each.device == device}
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Time one run, with its output suppressed."""
+def seconds(work: Callable[[], object], steady: bool = False) -> float:
+    """Time one run, or the time between its optimizer steps if ``steady``, with its output suppressed."""
+    if steady:
+        marks: list[float] = []
+        hook = register_optimizer_step_post_hook(lambda *given: marks.append(time.perf_counter()))
+        seconds(work)
+        hook.remove()
+        return marks[-1] - marks[0]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         began = time.perf_counter()
         work()
@@ -68,7 +77,7 @@ def judged(each: Any, ceilings: Any, long_s: float) -> dict[str, Any]:
     took = time.perf_counter() - began
     found = run.result
     assert found is not None
-    pairs = [(seconds(slow), seconds(fast)) for _ in range(3)]
+    pairs = [(seconds(slow, each.steady), seconds(fast, each.steady)) for _ in range(PAIRS)]
     before, after = (min(side) for side in zip(*pairs, strict=True))
     right = [one for one in found.findings if one.kind in each.kinds]
     gain = (before - after) / before if each.kinds else 0.0

@@ -76,6 +76,7 @@ LIBRARIES = (
     ("copying", re.compile(r"/copy\.py:deepcopy$")),
     ("optimizer", re.compile(r"/torch/optim/\w+\.py:_single_tensor_")),
 )
+ADAPTER = re.compile(r"/peft/tuners/\w+/layer\.py$")
 """Kinds of work by the function of a library, including its callees."""
 RUN = ("run", "call", "check_call", "check_output", "getoutput", "getstatusoutput")
 """Functions of ``subprocess`` that start a process and wait for its end."""
@@ -121,7 +122,7 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
             return Doing("host", "tokenize", user)
         if "/logging/" in frame.file and frame.function not in FORKS:
             return Doing("host", "logging", user)
-    kind = _by_library(inner) or _by_line(inner, user)
+    kind = _by_library(inner) or _by_adapter(inner) or _by_line(inner, user)
     if kind == "python" and any(CALLERS.search(frame.file) for frame in inner):
         return Doing("launch", "calls", user)
     return Doing("loading" if kind == "file" else "host", kind, user)
@@ -182,6 +183,12 @@ def loop_at(frame: Frame | None) -> tuple[str, int]:
     spans = _loops(frame.file) if frame is not None else []
     around = [first for first, last in spans if frame is not None and first <= frame.line <= last]
     return (frame.file, around[-1]) if frame is not None and around else ("", 0)
+
+
+def _by_adapter(inner: Sequence[Frame]) -> str:
+    """Return "adapters" in an adapter of peft, but for the layer that it adapts; else an empty string."""
+    frame = next((each for each in inner if ADAPTER.search(each.file) and each.function == "forward"), None)
+    return "adapters" if frame is not None and "base_layer(" not in statement(frame.file, frame.line) else ""
 
 
 def _by_line(inner: Sequence[Frame], user: Frame | None) -> str:

@@ -59,7 +59,8 @@ VALUE_BYTES = 64
 def find(material: Material) -> list[Finding]:
     """Return all findings of interest, best first."""
     found = [each for detector in DETECTORS for each in detector(material)]
-    left = 1.0 - sum(share for share, _ in whole_shares(material).values())  # operators that a library calls are its
+    whole = whole_shares(material).items()  # operators that a library calls are its
+    left = 1.0 - sum(share for kind, (share, _) in whole if kind in {each.kind for each in found})
     found = [replace(each, gain=each.gain * left) if each.kind in CALLING else each for each in found]
     wall = material.split.own or 1.0
     found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
