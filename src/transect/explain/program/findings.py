@@ -16,6 +16,7 @@ from .finding import MANY, Finding, Material
 from .findings_host import collector, crowded, host, library, other_threads, threads, whole_shares
 from .libraries import attention, placed
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, SIZES, cost, floor
+from .sampler import Frame
 from .split import COPIES, SYNC, WAITS, OpStat, Split, of_number, on_the_host
 from .stretches import stretches
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
@@ -28,6 +29,29 @@ RECORDING_S = 1e-6
 """Seconds that autograd adds to an operator, assumed if not measured."""
 REACHED = 0.5
 """Share of a device's rate that a product of some hundred rows roughly reaches."""
+FOR_VALUES = {
+    f"aten::{name}"
+    for name in (
+        *("item", "_local_scalar_dense", "is_nonzero", "select", "unbind", "as_strided", "_to_copy", "to", "copy_"),
+        *("max", "min", "amax", "amin", "sum", "mean", "norm", "linalg_vector_norm", "argmax", "argmin", "any", "all"),
+        *(
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "isnan",
+            "isfinite",
+            "isinf",
+            "equal",
+            "empty",
+            "empty_strided",
+            "detach",
+        ),
+    )
+}
+"""Operators that programs call to read a single value."""
 VALUE_BYTES = 64
 """Largest copy to the host, in bytes, that counts as single values, as ``.item()`` makes it."""
 
@@ -35,11 +59,13 @@ VALUE_BYTES = 64
 def find(material: Material) -> list[Finding]:
     """Return all findings of interest, best first."""
     found = [each for detector in DETECTORS for each in detector(material)]
-    left = 1.0 - sum(share for share, _ in whole_shares(material).values())  # operators that a library calls are its
+    whole = whole_shares(material).items()  # operators that a library calls are its
+    left = 1.0 - sum(share for kind, (share, _) in whole if kind in {each.kind for each in found})
     found = [replace(each, gain=each.gain * left) if each.kind in CALLING else each for each in found]
     wall = material.split.own or 1.0
     found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
-    return list(placed(sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain), material))
+    found = sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain)
+    return [replace(each, gain=min(each.gain, wall)) for each in placed(found, material)]
 
 
 def compiling(material: Material) -> Iterator[Finding]:
@@ -90,8 +116,9 @@ def synchronisation(material: Material) -> Iterator[Finding]:
 
 
 def _sync_launch(split: Split, calls: int) -> float:
-    """Return the launch time in the loop around ``calls`` waits: that of operators called about as often."""
-    inside = sum(op.calls for op in split.ops if calls / 2 <= op.calls <= 2 * calls)
+    """Return the launch time of operators that only make the values of ``calls`` waits: called about as often, they
+    reduce a tensor, compare, or take an element."""
+    inside = sum(op.calls for op in split.ops if calls / 2 <= op.calls <= 2 * calls and op.name in FOR_VALUES)
     every = sum(op.calls for op in split.ops) or 1
     return split.parts["launch"] * inside / every if calls >= MANY else 0.0
 
@@ -109,14 +136,19 @@ def launching(material: Material) -> Iterator[Finding]:
         waits = sum(op.calls for op in split.named("aten::item"))
         seconds = split.parts["launch"] - _sync_launch(split, waits)
     seconds *= 1 - 1 / most.calls
+    fused = seconds * _fusible(split)
+    chained = bool(material.facts.get("chained"))
     yield Finding(
         "launch",
         "many small operators",
         f"{calls} operators; {most.title} {most.calls} times with {most.key.shapes}",
-        seconds,
-        "do the loop's work in one batch; else torch.compile or a CUDA graph",
-        apply=_fewer_calls(material),
-        gains={"compile": seconds * _fusible(split)},
+        fused if chained else seconds,
+        "each call needs the result of the one before: use a module for whole sequences (nn.LSTM, not LSTMCell), or "
+        "torch.compile"
+        if chained
+        else "do the loop's work in one batch; else torch.compile or a CUDA graph",
+        apply="compile" if chained else _fewer_calls(material),
+        gains={"compile": fused},
     )
 
 
@@ -302,8 +334,11 @@ def loading(material: Material) -> Iterator[Finding]:
     seconds = split.parts["loading"] - sum(each.seconds for each in material.named if each.doing.part == "loading")
     if seconds <= 0:
         return
+    plain = material.shares(lambda sample: "loading" if any(map(_loads, sample.stack)) else "")
+    if plain and not split.on_gpu:
+        seconds = plain.get("loading", 0.0) * split.own
     workers = max(1, usable_cores() - 1)
-    rest = split.wall - seconds
+    rest = split.own - seconds
     beside = any("MultiProcessingDataLoader" in key.name for key in split.trace.keys)
     left = 0.0 if beside else max(0.0, seconds / workers - rest)
     advice = (
@@ -311,14 +346,24 @@ def loading(material: Material) -> Iterator[Finding]:
     )
     if beside:
         advice = "more workers, or less work for each sample; persistent_workers=True, and a larger prefetch_factor"
+    waits = any(each.doing.kind in ("sleep", "wait") for each in material.named)
+    if left and not waits:
+        advice += (
+            f" (at most {1e3 * (seconds - left):.1f} ms); a faster __getitem__, or one for whole batches, saves more"
+        )
     yield Finding(
         "loading",
         "the loop waits for the workers that load its data" if beside else "the loop waits for its data",
         f"{1e3 * seconds:.1f} ms in DataLoader.__next__",
-        seconds - left,
+        seconds - left if waits else seconds,
         advice,
         apply="" if beside or usable_cores() < 2 else "loader workers",
+        gains={"loader workers": seconds - left},
     )
+
+
+def _loads(frame: Frame) -> bool:
+    return frame.function == "__next__" and frame.file.endswith("/torch/utils/data/dataloader.py")
 
 
 def transfers(material: Material) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from .doing import doing_of
-from .finding import Finding, Material
+from .finding import ENOUGH, Finding, Material, weighed
 from .gaps import Named
 from .split import SLOW_CALL_S, SYNC, Split
 from .trace import OP
@@ -34,12 +34,15 @@ HOST_ADVICE = {
     "saving": ("checkpoints are written in the loop", "save every N steps, or copy the state and write it in a thread"),
     "copying": ("objects are copied deep in the loop", "keep one copy and write into it: tensor.copy_()"),
     "optimizer": ("the optimizer goes from parameter to parameter", "fused=True, or foreach=True"),
+    "adapters": ("adapters compute beside the weights", "merge them: model.merge_and_unload() for inference"),
     "python": (
         "Python computes between operators",
         "vectorize it with torch (numpy's work shows as Python's here), or move it out of the loop",
     ),
 }
-WHOLE = ("stacks", "printing", "saving", "copying", "optimizer")
+EVERYWHERE = ("tokenize", "logging", "sleep", "file", "parse", "wait", "process")
+"""Kinds that a stack shows wherever it was sampled, between operators or inside of one."""
+WHOLE = ("stacks", "printing", "saving", "copying", "optimizer", "adapters")
 """Kinds that include the operators called for them, not only the gaps between these."""
 CHECKS = ("isnan", "ne", "any", "is_nonzero", "item", "_local_scalar_dense")
 """Operators by which anomaly detection checks each gradient."""
@@ -54,8 +57,11 @@ def host(material: Material) -> Iterator[Finding]:
     totals: dict[str, list[Named]] = {}
     for each in material.named:
         totals.setdefault(each.doing.kind, []).append(each)
+    plain = material.shares(lambda sample: doing_of(sample.stack).kind)
     for kind, every in totals.items():
         seconds = sum(each.seconds for each in every)
+        if plain and kind in EVERYWHERE and not material.split.on_gpu:
+            seconds = plain.get(kind, 0.0) * material.split.own
         where = max(every, key=lambda each: each.seconds).doing.frame
         place = f"in {where}" if where else "outside of its own lines"
         evidence = f"{1e3 * seconds:.1f} ms between operators, most of it {place}"
@@ -72,6 +78,8 @@ def library(material: Material) -> Iterator[Finding]:
     """Find work of library functions, including the operators that they call."""
     split = material.split
     for kind, (count, line) in whole_shares(material).items():
+        if kind == "adapters" and material.facts.get("backward", True):
+            continue
         seconds = count * split.own
         if kind == "stacks":
             checks = sum(op.calls for op in split.named(*(f"aten::{name}" for name in CHECKS)))
@@ -89,7 +97,8 @@ def library(material: Material) -> Iterator[Finding]:
 
 def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
     """Return for each kind in ``WHOLE`` its share of the samples, and the user's line that is most of them."""
-    samples = material.samples.samples if material.samples is not None else []
+    samples = material.stacks
+    shares = weighed(samples, lambda sample: doing_of(sample.stack).kind)
     lines: dict[str, Counter[str]] = {}
     for sample in samples:
         doing = doing_of(sample.stack)
@@ -97,7 +106,7 @@ def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
             lines.setdefault(doing.kind, Counter())[str(doing.frame or "a library")] += 1
     if material.samples is not None and not material.samples.anomalies:
         lines.pop("stacks", None)  # other code wrote a stack down
-    return {kind: (seen.total() / len(samples), seen.most_common(1)[0][0]) for kind, seen in lines.items()}
+    return {kind: (shares.get(kind, 0.0), seen.most_common(1)[0][0]) for kind, seen in lines.items()}
 
 
 def other_threads(material: Material) -> Iterator[Finding]:
@@ -146,15 +155,19 @@ def collector(material: Material) -> Iterator[Finding]:
     """Find time of the garbage collector, if the program does not call it."""
     if material.samples is None or any(each.doing.kind == "collection" for each in material.named):
         return
-    found = material.samples.samples
+    plain = material.plain_samples
+    watched = plain if plain is not None and len(plain.samples) >= ENOUGH else material.samples
+    found = watched.samples
     times = [sample.at for sample in found]
-    every = material.samples.collections
-    before = ((begin, end, bisect_right(times, begin) - 1) for begin, end in every)
+    before = ((begin, end, bisect_right(times, begin) - 1) for begin, end in watched.collections)
     # Modules that are imported make objects once, and no advice on a loop helps.
-    kept = [(begin, end) for begin, end, i in before if i < 0 or doing_of(found[i].stack).kind != "import"]
-    seconds = sum(end - begin for begin, end in kept) * (1 - material.split.share("recompilation"))
-    if seconds:
-        evidence = f"{len(kept)} collections, {1e3 * seconds:.1f} ms"
+    kept = [end - begin for begin, end, i in before if i < 0 or doing_of(found[i].stack).kind != "import"]
+    seconds = sum(kept) - max(kept, default=0.0)  # a single long one is no habit
+    if watched is plain:
+        seconds *= material.split.own / (times[-1] - times[0])
+    seconds *= 1 - material.split.share("recompilation")
+    if seconds > 0:
+        evidence = f"{len(kept)} collections, {1e3 * sum(kept):.1f} ms"
         advice = "gc.freeze() after setting up, or gc.disable() in the loop; make fewer objects"
         yield Finding("collection", "the garbage collector runs often", evidence, seconds, advice)
 
