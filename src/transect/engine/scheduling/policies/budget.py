@@ -163,6 +163,13 @@ class StepBudget:
         else:
             self._debt = max(self._debt - less, -less) if less < math.inf else 0.0
 
+    def decoded(self, steps: int) -> None:
+        """Record ``steps`` planned steps without prompts, none of which waits."""
+        share = self._share
+        for _ in range(steps):
+            share += SMOOTHING * (0.0 - share)
+        self._share, self._debt, self._next = share, 0.0, (0.0, math.inf)
+
     def coming(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool = False) -> Coming:
         """Return the facts of the next step if it were planned now; arguments as of ``of_next``."""
         if not (len(waiting) or cut):
@@ -177,15 +184,19 @@ class StepBudget:
         return Coming(min(here, tokens), here >= tokens)
 
     def _by_time(self, target: float, running: Listed[Sequence], waiting: WaitingQueue, barred: bool) -> Budget:
-        left = [(seq.length - seq.scheduled, seq.scheduled) for seq in running]
-        prompts = [(count, done) for count, done in left if count > 1]
-        felt = [
-            seq.length - seq.scheduled
-            for seq in running
-            if seq.length - seq.scheduled > 1 and not seq.request.spec.in_one_piece
-        ]
-        rows = len(left)
-        decodes = StepLoad(rows - len(prompts), sum(done + 1 for count, done in left if count <= 1))
+        prompts: list[tuple[int, int]] = []
+        felt: list[int] = []
+        rows, keys = len(running), 0
+        for seq in running:
+            done = seq.scheduled
+            count = seq.length - done
+            if count <= 1:
+                keys += done + 1
+                continue
+            prompts.append((count, done))
+            if not seq.request.spec.in_one_piece:
+                felt.append(count)
+        decodes = StepLoad(rows - len(prompts), keys)
         beside = decodes._replace(tokens=rows)
         context = max((done for _, done in prompts), default=0)
         scored = _scored(running, waiting)
@@ -267,7 +278,7 @@ class StepBudget:
         alone = self.times.predict(beside)
 
         def each(tokens: int) -> float:
-            return (self.times.predict(beside._replace(tokens=tokens)) - alone) / (tokens - beside.tokens)
+            return (self.times.with_tokens(beside, tokens) - alone) / (tokens - beside.tokens)
 
         sizes = [knot for knot in KNOTS if beside.tokens < knot < most]
         limit = CHEAP * each(most) if sizes else 0.0
@@ -312,7 +323,7 @@ def _scored(running: Listed[Sequence], waiting: WaitingQueue) -> bool:
     head = waiting.head()
     if head is not None and head.request.spec.params.prompt_logprobs is not None:
         return True
-    return any(seq.request.spec.params.prompt_logprobs is not None and not seq.request.prompt_done for seq in running)
+    return any(not seq.request.prompt_done and seq.request.spec.params.prompt_logprobs is not None for seq in running)
 
 
 def even(tokens: int, rows: int) -> int:
