@@ -8,9 +8,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import pytest
+from stub_server import StubServer
+from tiny_llm import save_tiny_llm
 
 from transect.server.hand_over import Inherited, Successor
 
@@ -93,12 +96,17 @@ class Clients(threading.Thread):
                 try:
                     for post in (kept.post, httpx.post):
                         path = "/v1/completions" if post == kept.post else f"{self.url}/v1/completions"
-                        response = post(path, json=body)
+                        response = post(path, json=body, timeout=120)
                         assert response.status_code == 200, response.text
                         self.count += 1
                     self.servers.add(httpx.get(f"{self.url}/health", timeout=120).json()["server_pid"])
                 except Exception as error:
                     self.errors.append(error)
+
+    def until(self, servers):
+        """Wait until that many servers have answered."""
+        while len(self.servers) < servers and not self.errors:
+            time.sleep(0.05)
 
 
 def test_a_restart_refuses_no_connection_and_cuts_no_stream(smollm2):
@@ -133,3 +141,35 @@ def test_a_restart_refuses_no_connection_and_cuts_no_stream(smollm2):
         old.kill()
         if new is not None:
             os.kill(new, signal.SIGTERM)
+
+
+def test_a_restart_under_systemd_refuses_no_connection_and_cuts_no_stream(tmp_path):
+    """The old server stops accepting and finishes; meanwhile connections wait in the socket for the new one."""
+    save_tiny_llm(tmp_path)
+    body = {"prompt": [1, 2, 3], "max_tokens": 300, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as sock:
+        old, new = StubServer(tmp_path, "--grace", "60", listening=sock), None
+        clients = Clients(old.url)
+        try:
+            assert old.port == sock.getsockname()[1]
+            with socket.create_connection(sock.getsockname()) as silent:
+                clients.start()
+                clients.until(1)
+                with httpx.stream("POST", f"{old.url}/v1/completions", json=body, timeout=120) as response:
+                    lines = response.iter_lines()
+                    received = [next(lines)]
+                    old.process.terminate()
+                    received += lines
+                assert old.process.wait(60) == 0 and silent.recv(1) == b""
+            events = [line.removeprefix("data: ") for line in received if line]
+            assert events.pop() == "[DONE]" and json.loads(events[-1])["usage"]["completion_tokens"] == 300
+            new = StubServer(tmp_path, listening=sock)
+            clients.until(2)
+            clients.stopping.set()
+            clients.join()
+            assert clients.errors == [] and clients.servers == {old.process.pid, new.process.pid}
+        finally:
+            clients.stopping.set()
+            for server in filter(None, (old, new)):
+                server.stop()
