@@ -32,7 +32,7 @@ def check_sums(bill):
 
 
 def test_a_request_that_another_engine_continued_has_one_bill(server):
-    """Two streams, one on each engine: that of the engine that dies goes on in the other, and its bill has both."""
+    """Each engine has a stream. One engine dies, the other continues its stream, and the bill has both engines."""
     body = {"model": "m", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     with contextlib.ExitStack() as stack:
         streams = []
