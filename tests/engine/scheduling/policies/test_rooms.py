@@ -25,10 +25,14 @@ def beside_streams(clients, prompts, weight=1.0, **limits):
         core.step()
     for number, tokens in enumerate(prompts):
         core.add(of("heavy", f"heavy {number}", weight, first=200 + number, prompt=tokens, max_tokens=1))
-    ratios = []
+    ratios, left = [], sum(prompts)
     while len(core.scheduler.requests) > clients:
         core.step()
         load = core.executor.load
+        taken = load.tokens - clients
+        if limit := core.scheduler.budget.rooms.limited.get("heavy"):
+            assert taken >= min(limit, left), "it gets its part"
+        left -= taken
         keys = sum(row.start + 1 for row in core.executor.batches[-1][1].rows if row.num_tokens == 1)
         ratios.append(core.executor.seconds(load.tokens) / (8e-3 + 1e-3 * clients + 3.7e-6 * keys))
     return ratios

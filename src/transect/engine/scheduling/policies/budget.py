@@ -137,7 +137,7 @@ class StepBudget:
                 room for waiting ones, which could not use it.
         """
         self._next = (0.0, math.inf)
-        self.rooms.forget()
+        self.rooms.discard()
         if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # no sequence decodes
             most = self._config.max_num_batched_tokens
             prompts = [seq.length - seq.scheduled for seq in running if seq.length - seq.scheduled > 1]

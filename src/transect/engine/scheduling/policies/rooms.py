@@ -70,8 +70,8 @@ class Rooms:
         }
         return self._next
 
-    def forget(self) -> None:
-        """Forget the next step: it is sized anew."""
+    def discard(self) -> None:
+        """Discard the bounds of the next step."""
         self._room, self._next = 0, {}
 
     def planned(self, taken: Mapping[str, int]) -> None:
@@ -85,4 +85,4 @@ class Rooms:
                 debt = self._debts.get(client, 0.0) + tokens / self._room
                 self._debts[client] = min(debt, FREE_STEPS + 1.0)
         self.limited = self._next
-        self.forget()
+        self.discard()
