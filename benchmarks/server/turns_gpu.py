@@ -11,6 +11,7 @@ About a minute and a half with an 8B model.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -34,6 +35,7 @@ SETTLE_S = 1.5
 """From the beginning of heavy work to the first gap that counts."""
 STREAMS = 4
 VOCAB = 30_000
+CONTEXT = 8192
 
 
 class Client(threading.Thread):
@@ -51,7 +53,7 @@ class Client(threading.Thread):
         self.times: list[float] = []
 
     def run(self) -> None:
-        chance, (count, tokens) = random.Random(self._key), self._prompts
+        chance, (count, tokens) = random.Random(f"{self._key} {id(self)}"), self._prompts
         with httpx.Client(timeout=PATIENCE_S, headers={"Authorization": f"Bearer {self._key}"}) as client:
             while not self.over.is_set():
                 prompt = [[chance.randrange(1, VOCAB) for _ in range(tokens)] for _ in range(count)]
@@ -59,23 +61,23 @@ class Client(threading.Thread):
                 with client.stream("POST", f"{self._url}/v1/completions", json={**body, "stream": True}) as answer:
                     if answer.status_code != 200:
                         raise RuntimeError(answer.read().decode())
-                    for line in answer.iter_lines():
-                        if line.startswith("data: {"):
-                            self.times.append(time.perf_counter())
+                    for piece in answer.iter_raw():  # not by lines: this process must not be what streams wait for
+                        self.times += [time.perf_counter()] * piece.count(b"data: {")
                         if self.over.is_set():
                             break
 
     def gaps(self, began: float, ended: float) -> list[float]:
         """List the seconds between tokens from ``began`` to ``ended``."""
         times = [each for each in list(self.times) if began <= each <= ended]
-        return [after - before for before, after in zip(times, times[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(times)]
 
 
+MANY, LONG = ((200, 16), CONTEXT // 3), ((1, CONTEXT * 7 // 8), 1)
 HEAVY: dict[str, list[tuple[tuple[int, int], int]]] = {
     "alone": [],
-    "200 sequences": [((200, 16), 3000)],
-    "long prompts": [((1, 7000), 1)] * 2,
-    "both": [((200, 16), 3000), ((1, 7000), 1)],
+    "200 sequences": [MANY],
+    "long prompts": [LONG, LONG],
+    "both": [MANY, LONG],
 }
 """Clients of the heavy key beside the streams: (prompts, tokens of each) and tokens of an answer."""
 
@@ -84,7 +86,7 @@ HEAVY: dict[str, list[tuple[tuple[int, int], int]]] = {
 def server(model: str, keys: Path, options: list[str]) -> Iterator[str]:
     """Run ``transect serve`` for the length of the block, and yield its URL."""
     command = [sys.executable, "-m", "transect", "serve", model, "--port", "0", "--load-format", "dummy"]
-    command += ["--served-model-name", "m", "--api-key-file", str(keys), "--max-model-len", "8192"]
+    command += ["--served-model-name", "m", "--api-key-file", str(keys), "--max-model-len", str(CONTEXT)]
     with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -116,7 +118,7 @@ def look(url: str, streams: list[Client], heavy: str, seconds: float) -> dict[st
         "p50": statistics.median(gaps),
         "p99": gaps[len(gaps) * 99 // 100],
         "longest": gaps[-1],
-        "heavy_answers_per_s": count / (ended - began),
+        "heavy_tokens_per_s": count / (ended - began),
     }
 
 
@@ -135,7 +137,7 @@ def main() -> None:
         keys.write_text("\n".join(["heavy", *(f"user-{number}" for number in range(STREAMS))]) + "\n")
         extra = [part if number % 2 else f"--{part}" for number, part in enumerate(options.serve)]
         with server(options.model, keys, extra) as url:
-            streams = [Client(url, f"user-{number}", (1, 20), 6000) for number in range(STREAMS)]
+            streams = [Client(url, f"user-{number}", (1, 20), CONTEXT * 3 // 4) for number in range(STREAMS)]
             for each in streams:
                 each.start()
             time.sleep(SETTLE_S)
