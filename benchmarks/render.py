@@ -19,6 +19,8 @@ from typing import Any
 import _paths  # noqa: F401
 from benchmarks import gpu_queue, record
 from benchmarks.checks import numerics, speed_of_trees, structure
+from benchmarks.compilers import follow
+from benchmarks.compilers import ladder as compilers
 from benchmarks.engine import (
     batching,
     cpu_vs_llamacpp,
@@ -450,7 +452,16 @@ def pretrain_published() -> str:
     return pretrain_tables.beside_published(*runs)
 
 
+def followed(part: str, key: str) -> Callable[[], str]:
+    """Return a function that renders an excerpt of what a compiler made of softmax."""
+    return lambda: follow.page(part, key, _load("cpu/compilers_followed.json"))
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "compilers-ladder": lambda: compilers.table(_load("cpu/compilers.json")),
+    "compilers-planes": lambda: follow.planes_table(_load("cpu/compilers_followed.json"), _load("cpu/compilers.json")),
+    "compilers-roles": lambda: follow.roles_table(_load("cpu/compilers_followed.json")),
+    **{f"compilers-{name}": followed(*place) for name, place in follow.EXCERPTS.items()},
     "operators-reference": operators_reference,
     "operators-results": ops_tables.page,
     "clone": front.clone,

@@ -1,4 +1,5 @@
-"""TVM: one matrix product as a tensor expression, its schedule found by MetaSchedule on this processor.
+"""TVM: a matrix product as a tensor expression, its schedule found by MetaSchedule on this processor; and softmax with
+a schedule written by hand, which ``compilers/follow.py`` shows.
 
 The search wants ``xgboost-cpu`` (or ``xgboost``), ``psutil``, ``cloudpickle`` and ``tornado`` beside ``apache-tvm``.
 Schedules stay in the folder of ``TVM_SCHEDULES``, or in a temporary one.
@@ -36,6 +37,37 @@ def product(m: int, n: int, k: int) -> Any:
     return tvm.IRModule({"main": te.create_prim_func([x, w, y])})
 
 
+def softmax(rows: int, columns: int) -> Any:
+    """Return softmax as TVM's library of operators writes it, without a schedule."""
+    import tvm
+    from tvm import te, topi
+
+    x = te.placeholder((rows, columns), "float32", "x")
+    return tvm.IRModule({"main": te.create_prim_func([x, topi.nn.softmax(x, axis=1)])})
+
+
+def by_rows(module: Any, lanes: int = 16) -> Any:
+    """Schedule softmax by hand: rows in parallel, all four loops of a row together, elements in vectors."""
+    from tvm.s_tir import Schedule
+
+    schedule = Schedule(module)
+    stages = {name: schedule.get_sblock(f"T_softmax_{name}") for name in ("maxelem", "exp", "expsum", "norm")}
+    for name in ("maxelem", "expsum"):  # a result of its own in each lane, then the result of these
+        lane = schedule.split(schedule.get_loops(stages[name])[-1], [None, lanes])[1]
+        stages[f"{name} by lane"] = schedule.rfactor(lane, 0)
+    row, column = schedule.get_loops(stages["norm"])
+    schedule.parallel(row)
+    for name in ("expsum", "expsum by lane", "exp", "maxelem", "maxelem by lane"):
+        schedule.compute_at(stages[name], row)
+    for loop in (column, schedule.get_loops(stages["exp"])[-1]):
+        schedule.vectorize(schedule.split(loop, [None, lanes])[1])
+    for name in ("maxelem by lane", "expsum by lane"):
+        _, lane, part = schedule.get_loops(stages[name])
+        schedule.reorder(part, lane)
+        schedule.vectorize(lane)
+    return schedule.mod
+
+
 def tuned(module: Any, target: Any, trials: int) -> Any:
     """Search for a schedule, and return the scheduled module."""
     from tvm.s_tir import meta_schedule
@@ -69,12 +101,16 @@ class Tvm:
         return {name: metadata.version(name) for name in ("apache-tvm", "apache-tvm-ffi")}
 
     def lacks(self, work: Work) -> str | None:
+        if work.operator == "softmax" and work.dtype == "float32":
+            return None
         if work.operator != "matmul" or work.dtype != "float32":
-            return "raced with the float32 product only"
+            return "raced with the product and softmax in float32 only"
         return None if self.trials else "not tuned: --tuning 0"
 
     def prepare(self, work: Work, weights: Arrays, data: list[Arrays]) -> Prepared:
         tvm = self.tvm
+        if work.operator == "softmax":
+            return self._softmax(work, data)
         module = tuned(product(**{name: work.sizes[name] for name in "mnk"}), self.target, self.trials)
         run = tvm.compile(module, target=self.target)["main"]
         w = tvm.runtime.tensor(weights["w"])
@@ -85,8 +121,23 @@ class Tvm:
             run(xs[copy], w, y)
             return y
 
-        note = f"{self.trials} trials"
-        return Prepared(call, lambda: None, lambda y: y.numpy().astype(np.float64), len(xs), note)
+        return Prepared(call, lambda: None, as_array, len(xs), f"product: {self.trials} trials")
+
+    def _softmax(self, work: Work, data: list[Arrays]) -> Prepared:
+        run = self.tvm.compile(by_rows(softmax(**work.sizes)), target=self.target)["main"]
+        xs = [self.tvm.runtime.tensor(each["x"]) for each in data]
+        y = self.tvm.runtime.tensor(np.zeros_like(data[0]["x"]))
+
+        def call(copy: int) -> Any:
+            run(xs[copy], y)
+            return y
+
+        return Prepared(call, lambda: None, as_array, len(xs), "softmax: a schedule by hand")
+
+
+def as_array(result: Any) -> np.ndarray:
+    """Convert a result to float64."""
+    return result.numpy().astype(np.float64)
 
 
 COMPILER = Tvm
