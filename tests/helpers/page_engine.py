@@ -96,14 +96,21 @@ class PageEngine:
         self.running: dict[str, object] = {}
         self.aborted: list[str] = []
         self.dropped: set[tuple[str, int]] = set()
+        self.adapters: list[str] = []
+        """Name of each request's adapter; an answer to "adapter" has it."""
         self.prompts: list[str] = []
         self.params: list[object] = []
 
-    async def stream(self, prompt_token_ids, params, request_id, *, output_token_ids=None, **_) -> AsyncIterator:
+    async def stream(
+        self, prompt_token_ids, params, request_id, *, output_token_ids=None, adapter=None, **_
+    ) -> AsyncIterator:
+        self.adapters.append("" if adapter is None else adapter.path.name)
         text = self.tokenizer.decode(prompt_token_ids)
         self.prompts.append(text)
         self.params.append(params)
         word = (text.rpartition("[user]")[2].partition("[")[0].split() or [""])[0].lower()
+        if word == "adapter":
+            word = f"adapter {self.adapters[-1]}"
         self.running[request_id] = params
         processor = OutputProcessor(self.tokenizer)
         processor.add(request_id, text, prompt_token_ids, n=params.n, stop=params.stop)
@@ -121,6 +128,8 @@ class PageEngine:
 
     async def _updates(self, processor, request_id, params, prompt, word, answers):
         script = self.scripts.get(word)
+        if word.startswith("adapter "):
+            script = f"This is {word.split()[1]} speaking."
         scripts = script if isinstance(script, list) else [script] * len(answers)  # a list has one for each choice
         scripted = [None if each is None else self.tokenizer.encode(each) for each in scripts]
         steps = 0
@@ -181,6 +190,10 @@ class PageEngine:
             None,
             *(SimpleNamespace(token_id=each, logprob=-1.5, rank=1, top=[(each, -1.5)]) for each in prompt[1:]),
         ]
+
+    async def load_adapter(self, files) -> None: ...
+
+    async def forget_adapter(self, files) -> None: ...
 
     async def abort(self, request_id, choice=None) -> None:
         self.dropped.add((request_id, choice))

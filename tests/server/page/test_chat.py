@@ -198,6 +198,34 @@ def test_two_settings_and_a_second_server_are_compared(page, ask):
         other.stop()
 
 
+def test_two_adapters_are_compared(new_page, ask, tmp_path):
+    for name in ("poet", "clerk"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        (tmp_path / name / "adapter_model.safetensors").write_text(name)
+    server = PageServer(PageEngine(SCRIPTS), allowed_lora_dir=str(tmp_path))
+    try:
+        page = new_page(server.url)
+        page.get_by_role("button", name="Compare").click()
+        dialog = page.get_by_role("dialog")
+        for number, name in enumerate(("poet", "clerk")):
+            lane = dialog.locator("fieldset").nth(number)
+            lane.get_by_label("Name").fill(f"the {name}")
+            lane.get_by_label("Model").select_option(name)
+        dialog.get_by_role("button", name="Compare", exact=True).click()
+        ask(page, "adapter who are you?")
+        page.locator("compare-view").wait_for()
+        assert sorted(server.engine.adapters) == ["clerk", "poet"]
+        assert [(each["model"], each["text"]) for each in answers(page)] == [
+            ("poet", "This is poet speaking."), ("clerk", "This is clerk speaking."),
+        ]  # fmt: skip
+        assert len({each["body"]["seed"] for each in answers(page)}) == 1
+        page.get_by_role("button", name="Difference of log-probabilities").click()
+        page.get_by_text("(+0.000)").nth(1).wait_for()
+    finally:
+        server.stop()
+
+
 def test_a_searchs_tree_grows_beside_its_answer(page, ask, server, monkeypatch):
     """Branches, votes and the winner are drawn while they run, and read with the keys and as a list."""
     page.get_by_role("button", name="Settings").click()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import threading
 import time
@@ -26,6 +27,8 @@ from transect.spec.layouts.spread import Spread
 from transect.train.loop.report import RunLog
 from transect.train.loop.trainer import Trainer
 
+PICTURES = os.environ.get("TRANSECT_PICTURES")
+"""Folder for the pictures of docs; none are kept without it."""
 EXPLAINED = {
     "wall_s": 1.2,
     "plain_s": 1.0,
@@ -153,6 +156,8 @@ def test_a_flow_is_drawn_while_it_runs(new_page, board):
     rates = page.get_by_role("region", name="Rates that the watch compares")
     assert "18 of 90" in rates.inner_text() and page.locator(".interval .worse").count() == 1
     check_accessible(page, "a flow")
+    if PICTURES:
+        page.screenshot(path=Path(PICTURES) / "board-flow.png")
 
 
 def test_a_layout_is_drawn(new_page, board):
@@ -163,6 +168,9 @@ def test_a_layout_is_drawn(new_page, board):
     page.get_by_text("Ranks as a table").click()
     assert page.get_by_role("region", name="Ranks", exact=True).locator("tbody tr").count() == 16
     check_accessible(page, "a layout")
+    if PICTURES:
+        page.get_by_role("heading", name="Layout", exact=True).scroll_into_view_if_needed()
+        page.locator("section", has=page.locator(".ranks")).screenshot(path=Path(PICTURES) / "board-layout.png")
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.prove)])

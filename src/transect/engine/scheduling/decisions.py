@@ -207,6 +207,11 @@ class DecisionRing:
             found.append(chunk)
         return b"".join(reversed(found))
 
+    def newest(self, limit: int) -> tuple[bytes, bool]:
+        """Return the header with at most ``limit`` bytes of the newest chunks, and True if that is the whole log."""
+        found = self.since(0, limit)
+        return self.header + found, not self.lost and len(found) == self._size
+
     def mentioning(self, name: bytes) -> bytes:
         """Return the chunks from the first one that has ``name`` in it; empty if none has."""
         chunks = list(self._chunks)
