@@ -392,7 +392,8 @@ def allocation(material: Material) -> Iterator[Finding]:
     if len(calls) >= MANY:
         seconds = float(sum(split.trace.dur[i] for i in calls))
         advice = "remove torch.cuda.empty_cache(); keep shapes alike; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        yield Finding("allocation", "the allocator asks the driver", f"{len(calls)} calls", seconds, advice)
+        title, evidence = "the allocator asks the driver", f"{len(calls)} calls"
+        yield Finding("allocation", title, evidence, seconds, advice, apply="no empty_cache")
 
 
 def _runtime(split: Split, pattern: str) -> list[int]:

@@ -71,7 +71,8 @@ def host(material: Material) -> Iterator[Finding]:
             title, advice = HOST_ADVICE[kind]
             # Beside a thread that holds the lock it is unknown how long the same Python would take.
             alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
-            yield Finding(kind, title, evidence, seconds * alone, advice)
+            apply = "no collection" if kind == "collection" else ""
+            yield Finding(kind, title, evidence, seconds * alone, advice, apply)
 
 
 def library(material: Material) -> Iterator[Finding]:
@@ -91,7 +92,7 @@ def library(material: Material) -> Iterator[Finding]:
         if split.on_gpu:  # beside what the GPU computes it costs nothing
             seconds = min(seconds, max(0.0, split.issuing - split.busy))
         title, advice = HOST_ADVICE[kind]
-        apply = "fused optimizer" if kind == "optimizer" else ""
+        apply = {"optimizer": "fused optimizer", "stacks": "no anomaly detection"}.get(kind, "")
         yield Finding(kind, title, f"{count:.0%} of the time, most of it in {line}", max(0.0, seconds), advice, apply)
 
 
@@ -169,7 +170,9 @@ def collector(material: Material) -> Iterator[Finding]:
     if seconds > 0:
         evidence = f"{len(kept)} collections, {1e3 * sum(kept):.1f} ms"
         advice = "gc.freeze() after setting up, or gc.disable() in the loop; make fewer objects"
-        yield Finding("collection", "the garbage collector runs often", evidence, seconds, advice)
+        yield Finding(
+            "collection", "the garbage collector runs often", evidence, seconds, advice, apply="no collection"
+        )
 
 
 def threads(material: Material) -> Iterator[Finding]:

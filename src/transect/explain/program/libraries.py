@@ -173,7 +173,8 @@ def attention(material: Material) -> Iterator[Finding]:
         f"shapes was timed: {1e3 * fused:.1f} ms for {most.calls} calls"
     )
     advice = "from_pretrained(..., attn_implementation='sdpa'), or flash_attention_2 on a GPU"
-    yield Finding("attention", "attention writes all of its scores to memory", evidence, seconds, advice)
+    title = "attention writes all of its scores to memory"
+    yield Finding("attention", title, evidence, seconds, advice, apply="fused attention")
 
 
 def _of_scores(op: OpStat, queries: int, keys: int) -> bool:
