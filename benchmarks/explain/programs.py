@@ -124,9 +124,9 @@ def table(result: dict[str, Any]) -> str:
     counts, rows = result["summary"], result["programs"]
     every, held, healthy = counts["all"], counts["held_out"], counts["healthy"]
     lines = [
-        f"{every['right']} of {every['programs']} right first, {every['near']} within 30% of the fix's gain. Of those "
-        f"that were held out: {held['right']} and {held['near']} of {held['programs']}. Healthy programs without a "
-        f"finding above 5%: {healthy['clean']} of {healthy['programs']}.",
+        f"{every['right']} of {every['programs']} right first, {every['near']} within 30% of the fix's gain. "
+        + (f"Of those held out: {held['right']} and {held['near']} of {held['programs']}. " if held["programs"] else "")
+        + f"Healthy programs without a finding above 5%: {healthy['clean']} of {healthy['programs']}.",
         "",
         "| program | library | first finding | right | predicted gain | gain of the fix |",
         "|---|---|---|---|---:|---:|",

@@ -121,7 +121,9 @@ def table(result: dict[str, Any]) -> str:
         lines += [f"**{trace.removeprefix('gpu_').replace('_', ' ')}**", ""]
         lines += ["| tool | summary | largest entries | advice |", "|---|---|---|---|"]
         for tool, answer in answers.items():
-            summary = ", ".join(f"{name} {value}" for name, value in answer["summary"].items())
+            summary = ", ".join(
+                f"{name} {value}" for name, value in answer["summary"].items() if not value.startswith("0%")
+            )
             cells = [summary, "; ".join(answer.get("largest", [])), "; ".join(answer["advice"]) or "none"]
             lines.append(
                 f"| {tool} | " + " | ".join(each.replace("|", "/").replace("\n", " ") for each in cells) + " |"
