@@ -114,15 +114,15 @@ def test_switches_are_off_only_inside():
     assert not seen["no collection"][1] and seen["no collection"][2] != "collect"
     assert gc.isenabled() and isinstance(gc.collect, types.BuiltinFunctionType)
     assert not torch.is_anomaly_enabled()
-    with torch.autograd.detect_anomaly(check_nan=False):
+    with torch.autograd.set_detect_anomaly(True):
         assert torch.is_anomaly_enabled()
 
 
 def test_models_are_built_with_fused_attention():
     from transformers import BertConfig, BertModel
 
-    config = BertConfig(8, 8, 1, 1, 8, attn_implementation="eager")
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     with SWITCHES["fused attention"]():
-        inside = BertModel(config)
-    assert inside.config._attn_implementation == "sdpa"
-    assert BertModel(BertConfig(8, 8, 1, 1, 8, attn_implementation="eager")).config._attn_implementation == "eager"
+        inside = BertModel(BertConfig(**sizes, attn_implementation="eager"))
+    outside = BertModel(BertConfig(**sizes, attn_implementation="eager"))
+    assert inside.config._attn_implementation == "sdpa" and outside.config._attn_implementation == "eager"

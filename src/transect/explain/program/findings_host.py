@@ -11,7 +11,7 @@ import numpy as np
 from .doing import doing_of
 from .finding import ENOUGH, Finding, Material, weighed
 from .gaps import Named
-from .split import SLOW_CALL_S, SYNC, Split
+from .split import SLOW_CALL_S, SMALL_S, SYNC, Split
 from .trace import OP
 
 HOST_ADVICE = {
@@ -47,7 +47,7 @@ WHOLE = ("stacks", "printing", "saving", "copying", "optimizer", "adapters")
 CHECKS = ("isnan", "ne", "any", "is_nonzero", "item", "_local_scalar_dense")
 """Operators by which anomaly detection checks each gradient."""
 UPDATES = ("addcdiv_", "addcmul_", "lerp_", "mul_", "add_", "sqrt", "div_")
-"""Operators of an optimizer update; fused, they move half the bytes."""
+"""Operators of an optimizer update."""
 IDLE = ("wait", "sleep")
 """Kinds in which the main thread has nothing to do."""
 
@@ -87,13 +87,21 @@ def library(material: Material) -> Iterator[Finding]:
             calls = sum(op.calls for op in split.ops) or 1
             seconds += split.parts["sync"] + split.parts["launch"] * checks / calls
         elif kind == "optimizer":
-            update = split.named(*(f"aten::{name}" for name in UPDATES))
-            seconds -= sum(op.calls * (op.floor or 0.0) for op in update) / 2
+            seconds -= _fused_update(split)
         if split.on_gpu:  # beside what the GPU computes it costs nothing
             seconds = min(seconds, max(0.0, split.issuing - split.busy))
         title, advice = HOST_ADVICE[kind]
         apply = {"optimizer": "fused optimizer", "stacks": "no anomaly detection"}.get(kind, "")
         yield Finding(kind, title, f"{count:.0%} of the time, most of it in {line}", max(0.0, seconds), advice, apply)
+
+
+def _fused_update(split: Split) -> float:
+    """Estimate the seconds of a fused update: Adam's passes over its numbers are halved, plain SGD has only one. Large
+    tensors take as long per byte as before."""
+    update = split.named(*(f"aten::{name}" for name in UPDATES))
+    passes = 0.5 if any(op.name != "aten::add_" for op in update) else 1.0
+    large = (op.seconds if op.seconds > op.calls * SMALL_S else op.calls * (op.floor or 0.0) for op in update)
+    return passes * sum(large)
 
 
 def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
