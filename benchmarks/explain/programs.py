@@ -72,7 +72,7 @@ def judged(each: Any, ceilings: Any, long_s: float) -> dict[str, Any]:
     seconds(fast)
     began = time.perf_counter()
     with Explain(ceilings, window_s=long_s / 3) as run:
-        while (lasted := time.perf_counter() - began) < long_s or (lasted < 3 * long_s and not run.done):
+        while (lasted := time.perf_counter() - began) < long_s or (lasted < 8 * long_s and not run.done):
             seconds(slow)
     took = time.perf_counter() - began
     found = run.result

@@ -48,6 +48,10 @@ LIGHTNING = re.compile(r"/(?:pytorch_)?lightning/")
 ACCELERATE = re.compile(r"/accelerate/")
 SENTENCES = re.compile(r"/sentence_transformers/")
 SKLEARN = re.compile(r"/sklearn/")
+GRAPHS = re.compile(r"/torch_geometric/")
+DIFFUSERS = re.compile(r"/diffusers/")
+PICTURES = re.compile(r"/torchvision/transforms/")
+PANDAS = re.compile(r"/pandas/")
 OPTIM = re.compile(r"/torch/optim/")
 SWITCHES = (
     Switch("transformers", GENERATE, CALLS, "generate for several prompts in one call (pad on the left); "
@@ -76,6 +80,12 @@ SWITCHES = (
     Switch("accelerate", ACCELERATE, ("float32 products",), "Accelerator(mixed_precision='bf16')"),
     Switch("scikit-learn", SKLEARN, ("python", "launch"), "call transform or predict once for all rows; n_jobs=-1 "
            "where the estimator has it"),
+    Switch("torch-geometric", GRAPHS, CALLS, "torch_geometric.loader.DataLoader(graphs, batch_size=64): many graphs in one "
+           "call"),
+    Switch("diffusers", DIFFUSERS, CALLS, "num_images_per_prompt or a list of prompts in one call; "
+           "pipe.unet = torch.compile(pipe.unet)"),
+    Switch("torchvision", PICTURES, ("loading", "python"), "transforms.v2 on batches of tensors, after the loader"),
+    Switch("pandas", PANDAS, ("loading", "python"), "torch.from_numpy(frame.to_numpy()) once, then index the tensor"),
     Switch("torch", OPTIM, ("optimizer", "launch"), "the optimizer's fused=True"),
 )  # fmt: skip
 
