@@ -80,8 +80,8 @@ SWITCHES = (
     Switch("accelerate", ACCELERATE, ("float32 products",), "Accelerator(mixed_precision='bf16')"),
     Switch("scikit-learn", SKLEARN, ("python", "launch"), "call transform or predict once for all rows; n_jobs=-1 "
            "where the estimator has it"),
-    Switch("torch-geometric", GRAPHS, CALLS, "torch_geometric.loader.DataLoader(graphs, batch_size=64): many graphs in one "
-           "call"),
+    Switch("torch-geometric", GRAPHS, CALLS, "torch_geometric.loader.DataLoader(graphs, batch_size=64): many graphs in "
+           "one call"),
     Switch("diffusers", DIFFUSERS, CALLS, "num_images_per_prompt or a list of prompts in one call; "
            "pipe.unet = torch.compile(pipe.unet)"),
     Switch("torchvision", PICTURES, ("loading", "python"), "transforms.v2 on batches of tensors, after the loader"),
