@@ -26,7 +26,7 @@ OFTEN = 0.1
 CALLS = ("launch", "small batch", "autograd", "collection", "inefficiency")
 CALLING = ("launch", "small batch", "sync", "autograd")
 """Kinds of findings about calls of operators, from any line."""
-LOOPED = ("python", "launch", "sync")
+LOOPED = ("python", "launch", "sync", "small batch")
 """Kinds of findings about a loop that a batch replaces."""
 
 
@@ -107,7 +107,8 @@ def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
             rest.append(each)
         elif loop in loops:
             first = loops[loop]
-            gain, share = first.gain + each.gain, min(1.0, first.share + each.share)
+            more = 0.0 if each.kind == "small batch" else 1.0  # its operators are those that are called
+            gain, share = first.gain + more * each.gain, min(1.0, first.share + more * each.share)
             evidence = f"{first.evidence}; in the same loop: {each.title} ({each.share:.0%})"
             apply = ", ".join(dict.fromkeys(filter(None, [first.apply, each.apply])))
             loops[loop] = replace(first, gain=gain, share=share, evidence=evidence, apply=apply)
