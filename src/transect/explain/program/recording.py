@@ -83,7 +83,9 @@ class Recording:
         self.span = [time.monotonic(), math.inf]
 
     def stop(self, *, wait: bool = True) -> None:
-        """Stop recording, after the GPU has finished its work if ``wait``."""
+        """Stop recording, after the GPU has finished its work if ``wait``; a second call does nothing."""
+        if self.span[1] < math.inf:
+            return
         if wait and torch.cuda.is_available():
             torch.cuda.synchronize()
         self.span[1] = time.monotonic()
