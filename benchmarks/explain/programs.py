@@ -30,8 +30,9 @@ from transect.hardware.cores import usable_cores
 FOLDER = Path(__file__).resolve().parent / "corpus"
 LARGE = 0.05
 NEAR = 0.3
-PAIRS = 3
-"""Runs of each version, in turns; the fastest counts."""
+PAIRS, MOST_PAIRS, PAIRS_S = 3, 30, 0.6
+"""Fewest and most runs of each version, in turns, of which the fastest counts, and seconds that allow more than the
+fewest."""
 
 
 def programs(device: str = "cpu") -> dict[str, Any]:
@@ -71,13 +72,15 @@ def judged(each: Any, ceilings: Any, long_s: float) -> dict[str, Any]:
     once = min(seconds(slow), seconds(slow))
     seconds(fast)
     began = time.perf_counter()
-    with Explain(ceilings, window_s=long_s / 3) as run:
+    with Explain(ceilings, window_s=long_s) as run:
         while (lasted := time.perf_counter() - began) < long_s or (lasted < 8 * long_s and not run.done):
             seconds(slow)
     took = time.perf_counter() - began
     found = run.result
     assert found is not None
-    pairs = [(seconds(slow, each.steady), seconds(fast, each.steady)) for _ in range(PAIRS)]
+    pairs: list[tuple[float, float]] = []
+    while len(pairs) < PAIRS or (sum(map(sum, pairs)) < PAIRS_S and len(pairs) < MOST_PAIRS):
+        pairs.append((seconds(slow, each.steady), seconds(fast, each.steady)))
     before, after = (min(side) for side in zip(*pairs, strict=True))
     right = [one for one in found.findings if one.kind in each.kinds]
     gain = (before - after) / before if each.kinds else 0.0

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .doing import doing_of
+from .doing import doing_of, in_loader
 from .finding import ENOUGH, Finding, Material, weighed
 from .gaps import Named
+from .sampler import Sample
 from .split import SLOW_CALL_S, SMALL_S, SYNC, Split
 from .trace import OP
 
@@ -42,8 +43,12 @@ HOST_ADVICE = {
 }
 EVERYWHERE = ("tokenize", "logging", "sleep", "file", "parse", "wait", "process")
 """Kinds that a stack shows wherever it was sampled, between operators or inside of one."""
+MOST_LEFT = 1.25
+"""Largest factor of what samples leave to operators."""
 WHOLE = ("stacks", "printing", "saving", "copying", "optimizer", "adapters")
 """Kinds that include the operators called for them, not only the gaps between these."""
+SAMPLED = (*EVERYWHERE, *WHOLE, "loading", "collection", "attention", "padding")
+"""Kinds of findings whose gain is no time of the trace's operators."""
 CHECKS = ("isnan", "ne", "any", "is_nonzero", "item", "_local_scalar_dense")
 """Operators by which anomaly detection checks each gradient."""
 UPDATES = ("addcdiv_", "addcmul_", "lerp_", "mul_", "add_", "sqrt", "div_")
@@ -57,14 +62,17 @@ def host(material: Material) -> Iterator[Finding]:
     totals: dict[str, list[Named]] = {}
     for each in material.named:
         totals.setdefault(each.doing.kind, []).append(each)
-    plain = material.shares(lambda sample: doing_of(sample.stack).kind)
-    for kind, every in totals.items():
+    plain = {} if material.split.on_gpu else material.shares(_kind)
+    for kind in dict.fromkeys([*totals, *(each for each in plain if each in EVERYWHERE)]):
+        every = totals.get(kind, [])
         seconds = sum(each.seconds for each in every)
-        if plain and kind in EVERYWHERE and not material.split.on_gpu:
+        if plain and kind in EVERYWHERE:
             seconds = plain.get(kind, 0.0) * material.split.own
-        where = max(every, key=lambda each: each.seconds).doing.frame
+        where = max(every, key=lambda each: each.seconds).doing.frame if every else None
         place = f"in {where}" if where else "outside of its own lines"
         evidence = f"{1e3 * seconds:.1f} ms between operators, most of it {place}"
+        if not every:
+            evidence = f"{plain[kind]:.0%} of the samples without profiling"
         if kind == "compile" or kind in WHOLE:
             continue  # ``compiling`` and ``library`` have them
         if kind in HOST_ADVICE:
@@ -73,6 +81,28 @@ def host(material: Material) -> Iterator[Finding]:
             alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
             apply = "no collection" if kind == "collection" else ""
             yield Finding(kind, title, evidence, seconds * alone, advice, apply)
+
+
+def rest_share(material: Material) -> float:
+    """Return the factor by which time in the trace is too long where samples without profiling show more time in kinds
+    that they determine than the trace does."""
+    plain = {} if material.split.on_gpu else material.shares(_sampled)
+    if not plain:
+        return 1.0
+    own = material.split.own or 1.0
+    traced = sum(each.seconds for each in material.named if each.doing.kind in EVERYWHERE)
+    loading = sum(each.seconds for each in material.named if each.doing.part == "loading")
+    traced += material.split.parts["loading"] - loading
+    return min(MOST_LEFT, (1.0 - plain.get("sampled", 0.0)) / max(0.01, 1.0 - traced / own))
+
+
+def _sampled(sample: Sample) -> str:
+    return "sampled" if in_loader(sample.stack) or doing_of(sample.stack).kind in EVERYWHERE else ""
+
+
+def _kind(sample: Sample) -> str:
+    """Return the kind of a sample's work; empty for a loader's, which is a finding of its own."""
+    return "" if in_loader(sample.stack) else doing_of(sample.stack).kind
 
 
 def library(material: Material) -> Iterator[Finding]:
