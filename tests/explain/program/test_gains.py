@@ -3,14 +3,17 @@
 import gc
 import linecache
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from transect.explain.program.doing import doing_of, loop_at, statement
+from transect.explain.program.doing import Doing, doing_of, loop_at, statement
 from transect.explain.program.finding import Finding, Material, weighed
+from transect.explain.program.findings_host import rest_share
+from transect.explain.program.gaps import Named
 from transect.explain.program.libraries import fused_seconds, placed
 from transect.explain.program.overhead import LARGEST_S, segment_costs
 from transect.explain.program.sampler import Frame, Sample, StackSamples
@@ -71,6 +74,16 @@ def test_what_one_batch_replaces_is_one_finding(source, backward, kinds):
     assert [each.kind for each in merged] == kinds
     assert merged[0].share == pytest.approx(0.6 if backward else 0.9)
     assert merged[0].where.startswith("script.py:8 in work")
+
+
+def test_operators_get_what_samples_leave(source):
+    lines = [5] * 60 + [8] * 40
+    samples = [Sample(0.002 * i, (Frame(source, "work", line),), 0) for i, line in enumerate(lines)]
+    split = types.SimpleNamespace(on_gpu=False, own=1.0, parts={"loading": 0.0})
+    named = [Named(Doing("host", "parse", None), 0.2, 1)]
+    material = Material(split, None, named, plain_samples=StackSamples(samples=samples))
+    assert rest_share(material) == pytest.approx(0.5, abs=0.01)
+    assert rest_share(replace(material, plain_samples=None)) == 1.0
 
 
 def test_calls_that_need_the_result_of_the_one_before_are_a_chain():
