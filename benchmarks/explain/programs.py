@@ -72,7 +72,7 @@ def judged(each: Any, ceilings: Any, long_s: float) -> dict[str, Any]:
     once = min(seconds(slow), seconds(slow))
     seconds(fast)
     began = time.perf_counter()
-    with Explain(ceilings, window_s=long_s) as run:
+    with Explain(ceilings, window_s=long_s, cores=torch.get_num_threads()) as run:  # other cores are not theirs
         while (lasted := time.perf_counter() - began) < long_s or (lasted < 8 * long_s and not run.done):
             seconds(slow)
     took = time.perf_counter() - began
