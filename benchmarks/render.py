@@ -535,6 +535,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "explain-side-by-side": lambda: side_by_side.table(_load("cpu/explain_side_by_side.json")),
     "explain-faults-gpu": lambda: explain_faults.table(_load("h200/explain_faults.json")),
     "worked-gelu": lambda: explain_tables.gelu(_load("h200/explain_gelu.json")),
+    "explain-apply-cpu": lambda: "".join(map(explain_apply.table, _recorded("cpu/explain_apply.json"))),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),
     "plan-validation-cpu": lambda: plan_validation.cpu_table(_load("cpu/plan_validation.json")),
     "plan-clocked": lambda: plan_clocked.table(_load("cpu/plan_clocked.json")),
