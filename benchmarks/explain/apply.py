@@ -163,7 +163,7 @@ def main() -> None:
         "environment": record.environment() | gpu,
         "rows": [],
     }
-    on_gpu = [name for name in SCRIPTS if name != "one core"]
+    on_gpu = [name for name in SCRIPTS if name not in ON_CPU[1:]]
     for name in options.names or (on_gpu if gpu else ON_CPU):
         try:
             result["rows"] += tried(name, options.device, limits)
