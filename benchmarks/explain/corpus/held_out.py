@@ -1,5 +1,6 @@
 """Programs that were written last, after which nothing of what explains them was changed."""
 
+import json
 import os
 import tempfile
 import warnings
@@ -391,3 +392,32 @@ class Rows(Dataset):
 def table_read_row_by_row(fast):
     net, data = mlp(24, 32, 1), Rows(fast)
     return lambda: train(net, ((x,) for x in DataLoader(data, batch_size=16)))
+
+
+@program("launch", "sync")
+def pairs_compared_one_by_one(fast):
+    texts, pictures = torch.randn(2, 48, 32).unbind()
+
+    def work():
+        with torch.inference_mode():
+            if fast:
+                nn.functional.cosine_similarity(texts[:, None], pictures[None], dim=-1).argmax(1)
+            else:
+                for text in texts:
+                    max(range(48), key=lambda j: nn.functional.cosine_similarity(text, pictures[j], dim=0).item())
+
+    return work
+
+
+@program("file", "parse", "loading")
+def settings_read_from_a_file_each_step(fast):
+    net, x, path = mlp(64, 64, 8), torch.randn(64, 64), Path(tempfile.mkdtemp(), "settings.json")
+    path.write_text(json.dumps({"rates": {f"layer {i}": 0.001 * i for i in range(3000)}}))
+    kept = json.loads(path.read_text())
+
+    def work():
+        for _ in range(60):
+            settings = kept if fast else json.loads(path.read_text())
+            train(net, [(x,)], lr=settings["rates"]["layer 1"])
+
+    return work

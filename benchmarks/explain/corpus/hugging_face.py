@@ -161,7 +161,7 @@ def accelerate_reads_each_loss(fast):
     helper = Accelerator(cpu=True)
     net = torch.nn.Linear(16, 16)
     net, optimizer, loader = helper.prepare(
-        net, torch.optim.SGD(net.parameters(), 1e-3), DataLoader(torch.randn(50, 64, 16).unbind(), batch_size=None)
+        net, torch.optim.SGD(net.parameters(), 1e-3), DataLoader(torch.randn(50, 256, 16).unbind(), batch_size=None)
     )
 
     def work():

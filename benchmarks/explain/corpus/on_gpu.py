@@ -17,7 +17,8 @@ HALF = torch.bfloat16
 
 def bert(kind=HALF, **options):
     config = BertConfig(vocab_size=30000, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, **options)
-    return BertModel(config).to("cuda", kind).eval()
+    with torch.device("cuda"):
+        return BertModel(config).to(kind).eval()
 
 
 def llama(layers=12):
@@ -25,7 +26,8 @@ def llama(layers=12):
         vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=16,
         num_key_value_heads=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to("cuda", HALF).eval()
+    with torch.device("cuda"):
+        return LlamaForCausalLM(config).to(HALF).eval()
 
 
 def images(net, batches, after=lambda loss: None):

@@ -102,6 +102,11 @@ def user_stack(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     return tuple(f for f in itertools.takewhile(lambda f: not f.file.endswith(RUNS), stack) if OURS not in f.file)
 
 
+def in_loader(stack: tuple[Frame, ...]) -> bool:
+    """Return True if a stack is in a ``DataLoader``."""
+    return any(each.function == "__next__" and each.file.endswith("/utils/data/dataloader.py") for each in stack)
+
+
 @functools.lru_cache(maxsize=10_000)
 def doing_of(stack: tuple[Frame, ...]) -> Doing:
     """Classify a stack, given innermost frame first."""

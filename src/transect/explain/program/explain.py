@@ -32,7 +32,7 @@ from .report import Explanation
 from .sampler import StackSamples
 from .script import Input, Script, ScriptFailed
 from .split import Split, split_trace, trace_seconds
-from .steady import Steady, Steps
+from .steady import FIRST_S, Steady, Steps
 from .timing import timed
 from .trace import KERNEL, OP, Trace
 
@@ -125,6 +125,13 @@ class Explain:
             plain_samples=steady.plain_samples,
         )
         self.result = self._explain(steps=steady.steps)
+        if self.limited:
+            self.result.split.notes.append(f"no step repeats: only the first {FIRST_S:g} seconds are explained")
+
+    @property
+    def limited(self) -> bool:
+        """True if only the beginning of a program without steps was recorded."""
+        return self._steady.limited and self._steady.steps is None
 
     @property
     def done(self) -> bool:
@@ -223,7 +230,13 @@ def explain_script(script: Script, run: Explain, *, again_s: float = 0.0) -> Exp
         ending = script.run()
     assert run.result is not None
     found = replace(run.result, interrupted=ending.interrupted)
-    if found.steps is None and 0 < found.split.wall <= again_s and not ending.interrupted and not ending.failed:
+    if (
+        found.steps is None
+        and not run.limited
+        and 0 < found.split.wall <= again_s
+        and not ending.interrupted
+        and not ending.failed
+    ):
         found = run.again(script, found)
     if ending.interrupted:
         found.split.notes.append("the script was interrupted: this is what ran until then")

@@ -12,11 +12,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ...hardware.cores import usable_cores
+from .doing import doing_of, in_loader
 from .finding import MANY, Finding, Material
-from .findings_host import collector, crowded, host, library, other_threads, threads, whole_shares
+from .findings_host import (
+    IDLE,
+    SAMPLED,
+    collector,
+    crowded,
+    host,
+    library,
+    other_threads,
+    rest_share,
+    threads,
+    whole_shares,
+)
 from .libraries import attention, placed
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, SIZES, cost, floor
-from .sampler import Frame
 from .split import COPIES, SYNC, WAITS, OpStat, Split, of_number, on_the_host
 from .stretches import stretches
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
@@ -61,7 +72,11 @@ def find(material: Material) -> list[Finding]:
     found = [each for detector in DETECTORS for each in detector(material)]
     whole = whole_shares(material).items()  # operators that a library calls are its
     left = 1.0 - sum(share for kind, (share, _) in whole if kind in {each.kind for each in found})
-    found = [replace(each, gain=each.gain * left) if each.kind in CALLING else each for each in found]
+    rest = rest_share(material)
+    scale = {
+        each.kind: (1.0 if each.kind in SAMPLED else rest) * (left if each.kind in CALLING else 1.0) for each in found
+    }
+    found = [replace(each, gain=each.gain * scale[each.kind]) for each in found]
     wall = material.split.own or 1.0
     found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
     found = sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain)
@@ -181,6 +196,8 @@ def _fewer_calls(material: Material) -> str:
 
 def small_batch(material: Material) -> Iterator[Finding]:
     """Find a product with few rows that is repeated: the weights are read every time."""
+    if material.facts.get("chained"):
+        return  # there is nothing to put together
     gain, evidence, worst = 0.0, "", 0.0
     rates = {name: REACHED * rate for name, rate in material.ceilings.flops_per_second.items()}
     reached = replace(material.ceilings, flops_per_second=rates)
@@ -334,7 +351,7 @@ def loading(material: Material) -> Iterator[Finding]:
     seconds = split.parts["loading"] - sum(each.seconds for each in material.named if each.doing.part == "loading")
     if seconds <= 0:
         return
-    plain = material.shares(lambda sample: "loading" if any(map(_loads, sample.stack)) else "")
+    plain = material.shares(lambda sample: "loading" if in_loader(sample.stack) else "")
     if plain and not split.on_gpu:
         seconds = plain.get("loading", 0.0) * split.own
     workers = max(1, usable_cores() - 1)
@@ -346,11 +363,10 @@ def loading(material: Material) -> Iterator[Finding]:
     )
     if beside:
         advice = "more workers, or less work for each sample; persistent_workers=True, and a larger prefetch_factor"
-    waits = any(each.doing.kind in ("sleep", "wait") for each in material.named)
+    inside = [sample for sample in material.stacks if in_loader(sample.stack)]
+    waits = 2 * sum(doing_of(sample.stack).kind in IDLE for sample in inside) > len(inside) or not inside
     if left and not waits:
-        advice += (
-            f" (at most {1e3 * (seconds - left):.1f} ms); a faster __getitem__, or one for whole batches, saves more"
-        )
+        advice = f"a faster __getitem__, or one for whole batches; {advice}, {1e3 * (seconds - left):.1f} ms at most"
     yield Finding(
         "loading",
         "the loop waits for the workers that load its data" if beside else "the loop waits for its data",
@@ -360,10 +376,6 @@ def loading(material: Material) -> Iterator[Finding]:
         apply="" if beside or usable_cores() < 2 else "loader workers",
         gains={"loader workers": seconds - left},
     )
-
-
-def _loads(frame: Frame) -> bool:
-    return frame.function == "__next__" and frame.file.endswith("/torch/utils/data/dataloader.py")
 
 
 def transfers(material: Material) -> Iterator[Finding]:
@@ -392,7 +404,8 @@ def allocation(material: Material) -> Iterator[Finding]:
     if len(calls) >= MANY:
         seconds = float(sum(split.trace.dur[i] for i in calls))
         advice = "remove torch.cuda.empty_cache(); keep shapes alike; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        yield Finding("allocation", "the allocator asks the driver", f"{len(calls)} calls", seconds, advice)
+        title, evidence = "the allocator asks the driver", f"{len(calls)} calls"
+        yield Finding("allocation", title, evidence, seconds, advice, apply="no empty_cache")
 
 
 def _runtime(split: Split, pattern: str) -> list[int]:

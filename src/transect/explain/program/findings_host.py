@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .doing import doing_of
+from .doing import doing_of, in_loader
 from .finding import ENOUGH, Finding, Material, weighed
 from .gaps import Named
-from .split import SLOW_CALL_S, SYNC, Split
+from .sampler import Sample
+from .split import SLOW_CALL_S, SMALL_S, SYNC, Split
 from .trace import OP
 
 HOST_ADVICE = {
@@ -42,12 +43,16 @@ HOST_ADVICE = {
 }
 EVERYWHERE = ("tokenize", "logging", "sleep", "file", "parse", "wait", "process")
 """Kinds that a stack shows wherever it was sampled, between operators or inside of one."""
+MOST_LEFT = 1.25
+"""Largest factor of what samples leave to operators."""
 WHOLE = ("stacks", "printing", "saving", "copying", "optimizer", "adapters")
 """Kinds that include the operators called for them, not only the gaps between these."""
+SAMPLED = (*EVERYWHERE, *WHOLE, "loading", "collection", "attention", "padding")
+"""Kinds of findings whose gain is no time of the trace's operators."""
 CHECKS = ("isnan", "ne", "any", "is_nonzero", "item", "_local_scalar_dense")
 """Operators by which anomaly detection checks each gradient."""
 UPDATES = ("addcdiv_", "addcmul_", "lerp_", "mul_", "add_", "sqrt", "div_")
-"""Operators of an optimizer update; fused, they move half the bytes."""
+"""Operators of an optimizer update."""
 IDLE = ("wait", "sleep")
 """Kinds in which the main thread has nothing to do."""
 
@@ -57,21 +62,47 @@ def host(material: Material) -> Iterator[Finding]:
     totals: dict[str, list[Named]] = {}
     for each in material.named:
         totals.setdefault(each.doing.kind, []).append(each)
-    plain = material.shares(lambda sample: doing_of(sample.stack).kind)
-    for kind, every in totals.items():
+    plain = {} if material.split.on_gpu else material.shares(_kind)
+    for kind in dict.fromkeys([*totals, *(each for each in plain if each in EVERYWHERE)]):
+        every = totals.get(kind, [])
         seconds = sum(each.seconds for each in every)
-        if plain and kind in EVERYWHERE and not material.split.on_gpu:
+        if plain and kind in EVERYWHERE:
             seconds = plain.get(kind, 0.0) * material.split.own
-        where = max(every, key=lambda each: each.seconds).doing.frame
+        where = max(every, key=lambda each: each.seconds).doing.frame if every else None
         place = f"in {where}" if where else "outside of its own lines"
         evidence = f"{1e3 * seconds:.1f} ms between operators, most of it {place}"
+        if not every:
+            evidence = f"{plain[kind]:.0%} of the samples without profiling"
         if kind == "compile" or kind in WHOLE:
             continue  # ``compiling`` and ``library`` have them
         if kind in HOST_ADVICE:
             title, advice = HOST_ADVICE[kind]
             # Beside a thread that holds the lock it is unknown how long the same Python would take.
             alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
-            yield Finding(kind, title, evidence, seconds * alone, advice)
+            apply = "no collection" if kind == "collection" else ""
+            yield Finding(kind, title, evidence, seconds * alone, advice, apply)
+
+
+def rest_share(material: Material) -> float:
+    """Return the factor by which time in the trace is too long where samples without profiling show more time in kinds
+    that they determine than the trace does."""
+    plain = {} if material.split.on_gpu else material.shares(_sampled)
+    if not plain:
+        return 1.0
+    own = material.split.own or 1.0
+    traced = sum(each.seconds for each in material.named if each.doing.kind in EVERYWHERE)
+    loading = sum(each.seconds for each in material.named if each.doing.part == "loading")
+    traced += material.split.parts["loading"] - loading
+    return min(MOST_LEFT, (1.0 - plain.get("sampled", 0.0)) / max(0.01, 1.0 - traced / own))
+
+
+def _sampled(sample: Sample) -> str:
+    return "sampled" if in_loader(sample.stack) or doing_of(sample.stack).kind in EVERYWHERE else ""
+
+
+def _kind(sample: Sample) -> str:
+    """Return the kind of a sample's work; empty for a loader's, which is a finding of its own."""
+    return "" if in_loader(sample.stack) else doing_of(sample.stack).kind
 
 
 def library(material: Material) -> Iterator[Finding]:
@@ -86,13 +117,21 @@ def library(material: Material) -> Iterator[Finding]:
             calls = sum(op.calls for op in split.ops) or 1
             seconds += split.parts["sync"] + split.parts["launch"] * checks / calls
         elif kind == "optimizer":
-            update = split.named(*(f"aten::{name}" for name in UPDATES))
-            seconds -= sum(op.calls * (op.floor or 0.0) for op in update) / 2
+            seconds -= _fused_update(split)
         if split.on_gpu:  # beside what the GPU computes it costs nothing
             seconds = min(seconds, max(0.0, split.issuing - split.busy))
         title, advice = HOST_ADVICE[kind]
-        apply = "fused optimizer" if kind == "optimizer" else ""
+        apply = {"optimizer": "fused optimizer", "stacks": "no anomaly detection"}.get(kind, "")
         yield Finding(kind, title, f"{count:.0%} of the time, most of it in {line}", max(0.0, seconds), advice, apply)
+
+
+def _fused_update(split: Split) -> float:
+    """Estimate the seconds of a fused update: Adam's passes over its numbers are halved, plain SGD has only one. Large
+    tensors take as long per byte as before."""
+    update = split.named(*(f"aten::{name}" for name in UPDATES))
+    passes = 0.5 if any(op.name != "aten::add_" for op in update) else 1.0
+    large = (op.seconds if op.seconds > op.calls * SMALL_S else op.calls * (op.floor or 0.0) for op in update)
+    return passes * sum(large)
 
 
 def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
@@ -169,7 +208,9 @@ def collector(material: Material) -> Iterator[Finding]:
     if seconds > 0:
         evidence = f"{len(kept)} collections, {1e3 * sum(kept):.1f} ms"
         advice = "gc.freeze() after setting up, or gc.disable() in the loop; make fewer objects"
-        yield Finding("collection", "the garbage collector runs often", evidence, seconds, advice)
+        yield Finding(
+            "collection", "the garbage collector runs often", evidence, seconds, advice, apply="no collection"
+        )
 
 
 def threads(material: Material) -> Iterator[Finding]:

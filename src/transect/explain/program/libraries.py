@@ -26,7 +26,7 @@ OFTEN = 0.1
 CALLS = ("launch", "small batch", "autograd", "collection", "inefficiency")
 CALLING = ("launch", "small batch", "sync", "autograd")
 """Kinds of findings about calls of operators, from any line."""
-LOOPED = ("python", "launch", "sync")
+LOOPED = ("python", "launch", "sync", "small batch")
 """Kinds of findings about a loop that a batch replaces."""
 
 
@@ -48,6 +48,10 @@ LIGHTNING = re.compile(r"/(?:pytorch_)?lightning/")
 ACCELERATE = re.compile(r"/accelerate/")
 SENTENCES = re.compile(r"/sentence_transformers/")
 SKLEARN = re.compile(r"/sklearn/")
+GRAPHS = re.compile(r"/torch_geometric/")
+DIFFUSERS = re.compile(r"/diffusers/")
+PICTURES = re.compile(r"/torchvision/transforms/")
+PANDAS = re.compile(r"/pandas/")
 OPTIM = re.compile(r"/torch/optim/")
 SWITCHES = (
     Switch("transformers", GENERATE, CALLS, "generate for several prompts in one call (pad on the left); "
@@ -76,6 +80,12 @@ SWITCHES = (
     Switch("accelerate", ACCELERATE, ("float32 products",), "Accelerator(mixed_precision='bf16')"),
     Switch("scikit-learn", SKLEARN, ("python", "launch"), "call transform or predict once for all rows; n_jobs=-1 "
            "where the estimator has it"),
+    Switch("torch-geometric", GRAPHS, CALLS, "torch_geometric.loader.DataLoader(graphs, batch_size=64): many graphs in "
+           "one call"),
+    Switch("diffusers", DIFFUSERS, CALLS, "num_images_per_prompt or a list of prompts in one call; "
+           "pipe.unet = torch.compile(pipe.unet)"),
+    Switch("torchvision", PICTURES, ("loading", "python"), "transforms.v2 on batches of tensors, after the loader"),
+    Switch("pandas", PANDAS, ("loading", "python"), "torch.from_numpy(frame.to_numpy()) once, then index the tensor"),
     Switch("torch", OPTIM, ("optimizer", "launch"), "the optimizer's fused=True"),
 )  # fmt: skip
 
@@ -97,7 +107,8 @@ def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
             rest.append(each)
         elif loop in loops:
             first = loops[loop]
-            gain, share = first.gain + each.gain, min(1.0, first.share + each.share)
+            more = 0.0 if each.kind == "small batch" else 1.0  # its operators are those that are called
+            gain, share = first.gain + more * each.gain, min(1.0, first.share + more * each.share)
             evidence = f"{first.evidence}; in the same loop: {each.title} ({each.share:.0%})"
             apply = ", ".join(dict.fromkeys(filter(None, [first.apply, each.apply])))
             loops[loop] = replace(first, gain=gain, share=share, evidence=evidence, apply=apply)
@@ -173,7 +184,8 @@ def attention(material: Material) -> Iterator[Finding]:
         f"shapes was timed: {1e3 * fused:.1f} ms for {most.calls} calls"
     )
     advice = "from_pretrained(..., attn_implementation='sdpa'), or flash_attention_2 on a GPU"
-    yield Finding("attention", "attention writes all of its scores to memory", evidence, seconds, advice)
+    title = "attention writes all of its scores to memory"
+    yield Finding("attention", title, evidence, seconds, advice, apply="fused attention")
 
 
 def _of_scores(op: OpStat, queries: int, keys: int) -> bool:

@@ -27,6 +27,8 @@ from .trace_file import read_trace
 
 PROBES = 2000
 """Operators run to measure the profiler's own cost."""
+LAYERS = 40
+"""Layers of the model that is run to measure what recording by autograd costs."""
 RECORDED = 3
 """Operators of a layer that autograd records: the transposed weight, the product, and ReLU."""
 HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
@@ -83,7 +85,9 @@ class Recording:
         self.span = [time.monotonic(), math.inf]
 
     def stop(self, *, wait: bool = True) -> None:
-        """Stop recording, after the GPU has finished its work if ``wait``."""
+        """Stop recording, after the GPU has finished its work if ``wait``; a second call does nothing."""
+        if self.span[1] < math.inf:
+            return
         if wait and torch.cuda.is_available():
             torch.cuda.synchronize()
         self.span[1] = time.monotonic()
@@ -182,8 +186,10 @@ def autograd_seconds(on_gpu: bool) -> float:
         if on_gpu:
             torch.cuda.synchronize()
         began = time.perf_counter()
-        for _ in range(PROBES):
-            torch.relu(layer(x))
+        for _ in range(PROBES // LAYERS):
+            y = x
+            for _ in range(LAYERS):  # the results of a model's layers are kept until its end
+                y = torch.relu(layer(y))
         return time.perf_counter() - began
 
     recorded, plain = [], []

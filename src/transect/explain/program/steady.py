@@ -7,8 +7,10 @@ In between, the Python stack of some steps is sampled without a profiler, which 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from .steps import KINDS, Mark, StepWatch, UnprofiledSteps
 
 MOST_AFTER = 50
 """Most steps that are timed after the window."""
+FIRST_S = 10.0
+"""Longest first recording in seconds: a program may call operators for hours without a step."""
 SAMPLES = 200
 """Samples of the Python stack that are taken without a profiler, if a second is enough for them."""
 SOME = 20
@@ -82,6 +86,12 @@ class Steady:
         self._step: Mark | None = None
         self._sampler: StackSampler | None = None
         self._sampling = 0.0
+        self._limit = threading.Timer(FIRST_S, self._ask)
+        self._limit.daemon = True
+        self._stopping = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._cut)
+        self._over = False
+        self.limited = False
+        """True if the first recording ended before the program, at ``FIRST_S``, without a step."""
         self._state = "first"
         self._least_s = min(0.05, window_s / 3)  # steps after the window are timed as well
         self._before, self._after = UnprofiledSteps(self._least_s), UnprofiledSteps()
@@ -102,6 +112,19 @@ class Steady:
             self.watch.stop()
             raise
         self._began = time.perf_counter()
+        if self._window_s and threading.current_thread() is threading.main_thread():
+            self._limit.start()
+
+    def _ask(self) -> None:
+        """Ask the main thread, where the profiler runs, to call ``_cut`` between two instructions."""
+        ctypes.pythonapi.Py_AddPendingCall(self._stopping, None)
+
+    def _cut(self, given: object) -> int:
+        """End a first recording that finds no step."""
+        if self._state == "first" and os.getpid() == self._process and not self._over:
+            self._first.stop(wait=False)
+            self.limited = True
+        return 0
 
     def _seen(self, mark: Mark) -> None:
         if os.getpid() != self._process:  # a worker that was forked
@@ -176,6 +199,8 @@ class Steady:
     def stop(self, *, wait: bool = True) -> None:
         """End all recordings and choose the one to explain."""
         ended = time.perf_counter()
+        self._over = True
+        self._limit.cancel()
         self.watch.stop()
         if self._state == "first":
             self._first.stop(wait=wait)
