@@ -73,7 +73,8 @@ def predictions() -> str:
         f"Predicted, not measured: `transect memory {MODEL} --serve --gpu CARD --context {2 * CHAT} {limits}`, with"
     )
     lines.append(
-        f"a card's data sheet and the coefficients of an H200. One chat of {CHAT:,} tokens; the longest context that fits."
+        "a card's data sheet and the coefficients of an H200. "
+        f"One chat of {CHAT:,} tokens; the longest context that fits."
     )
     return "\n".join(lines) + "\n"
 

@@ -20,8 +20,8 @@ from ....costs.storage import Layouts, Storage, storage_for, storage_held
 from ....costs.units import GIB
 from ....hardware.device import target_of
 from ....hardware.targets import PROCESSOR, Target
-from ....ops.attention.paged.cache_codes import refusal as cache_refusal
 from ....models.weights.kinds import invariant_layout
+from ....ops.attention.paged.cache_codes import refusal as cache_refusal
 from ....ops.lang.jit import has_dependent_launch
 from ....ops.linear.stream_products import StreamProducts
 from ....ops.opset import OpSet, resolve_ops, with_dependent_launch

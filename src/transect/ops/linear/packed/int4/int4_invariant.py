@@ -2,8 +2,8 @@
 
 Each weight is rounded to bfloat16 once, and products are added in the order of k, in steps of 16, by Hopper's
 tensor-core instruction. Two ways do this, with the same bits: ``int4_tiles.cu``, whose blocks take whole tiles here, so
-that K is never split; and the weight rebuilt in the dtype of x and multiplied by ``linear.invariant_linear``, which runs
-more rows, other dtypes and other devices.
+that K is never split; and the weight rebuilt in the dtype of x and multiplied by ``linear.invariant_linear``, for more
+rows, other dtypes and other devices.
 
 Shapes as in ``int4_matmul.py``. Bound by bytes for few rows.
 """
