@@ -4,8 +4,8 @@
 
 Requests arrive at three replicas on Ray at random times (a Poisson process, the same in all runs), so many that two
 replicas cannot serve them: a queue grows while one is missing. ``transect/plan/drills.py`` simulates each drill with
-the shipping scheduler and router, as ``transect plan drills`` does. It is given the time of a step and the times of starts,
-all measured in a calm fleet, and the limits of the settings. Then the drill happens: router, hosts, engine processes
+the shipping scheduler and router, as ``transect plan drills`` does. It is given the times of a step and of starts, all
+measured in a calm fleet, and the limits of the settings. Then the drill happens: router, hosts, engine processes
 and Ray are real; tokens are made up (``tests/helpers/stub_engine.py``).
 
 Compared are the 99th percentile of the time of whole requests, what the drill adds to it, the replica-seconds that it
