@@ -12,7 +12,7 @@ Transect, llama.cpp, ik_llama.cpp, OpenVINO GenAI and ONNX Runtime GenAI, each b
     /tmp/peers/onnxruntime_genai/bin/pip install onnxruntime-genai onnx-ir torch transformers safetensors gguf
 
 All but ONNX Runtime read the same GGUF file; for that one the file is written as a Hugging Face folder and rounded to 4
-bits in blocks of 32 by its own builder. Every setting of ``benchmarks/peers`` is tried once, and the best one of each
+bits in blocks of 32 by its own builder. Every entry of ``SETTINGS`` is tried once, and the best one of each
 work runs in the rounds. ``--shapes`` writes files of random 4-bit weights (Q4_0) of larger models first. An engine that
 cannot be had or cannot read a file is left out, with the reason.
 """
@@ -60,7 +60,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "onnxruntime_genai": ({},),
 }
-"""Settings to try, the first one is the default; the engines' files say what they are."""
+"""Settings to try. ``kv_cache_dtype``: K and V of 8 bits. ``repack_tensors``: rows of weights are interleaved when the
+file is read. OpenVINO's first one computes in bfloat16 where the processor can, with K and V of 8 bits."""
 
 
 def measure(engine: str, path: Path, settings: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -157,11 +158,9 @@ def table(result: dict[str, Any]) -> str:
             cells = []
             for work, floor in found["floor"].items():
                 rate = each["work"][work]
-                spread = (
-                    f" ({rate['min']:.0f} to {rate['max']:.0f})" if rate["runs"] > 1 and rate["median"] >= 10 else ""
-                )
-                shown = f"{rate['median']:.0f}" if rate["median"] >= 10 else f"{rate['median']:.1f}"
-                cells.append(f"{shown}{spread} | {rate['median'] / floor:.0%}")
+                low, middle, high = (f"{rate[key]:.3g}" for key in ("min", "median", "max"))
+                spread = f" ({low} to {high})" if rate["runs"] > 1 else ""
+                cells.append(f"{middle}{spread} | {rate['median'] / floor:.0%}")
             lines.append(f"| {model} | {ENGINES[engine]} | {' | '.join(cells)} |")
     lines += ["", *(f"* {note}" for note in notes), ""] if notes else [""]
     machine = result["environment"]

@@ -1,7 +1,7 @@
 """The work that engines are asked for on a CPU, and one engine in a process of its own.
 
-``cpu_vs_llamacpp.py`` and ``cpu_peers.py`` start this file with the interpreter that has the engine's packages. It needs
-nothing else: neither torch nor Transect.
+``cpu_vs_llamacpp.py`` and ``cpu_peers.py`` start this file with the interpreter that has the engine's packages. It
+needs nothing else: neither torch nor Transect.
 """
 
 from __future__ import annotations

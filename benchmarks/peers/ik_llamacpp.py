@@ -1,4 +1,4 @@
-"""ik_llama.cpp, a fork of llama.cpp with other CPU kernels, through the C interface that ``ik-llama-cpp-python`` brings."""
+"""ik_llama.cpp, a fork of llama.cpp with other CPU kernels, through the C interface of ``ik-llama-cpp-python``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ from typing import Any
 import numpy as np
 from ik_llama_cpp import _ctypes_api as llama
 
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {"flash_attn": True, "repack_tensors": True},
-    {"flash_attn": True, "repack_tensors": False},
-    {"flash_attn": False, "repack_tensors": True},
-)
-"""``flash_attn``: of the context; ``repack_tensors``: rows of weights are interleaved when the file is read."""
 PACKAGES = ("ik-llama-cpp-python",)
 
 

@@ -1,7 +1,7 @@
 """ONNX Runtime GenAI, on a folder that its model builder wrote: 4-bit weights in blocks of 32.
 
-The builder reads a Hugging Face folder, which ``hugging_face_folder`` writes from a GGUF file by transformers, and needs
-torch and transformers beside ``onnxruntime-genai`` and ``onnx-ir``:
+The builder reads a Hugging Face folder, which ``hugging_face_folder`` writes from a GGUF file by transformers, and
+needs torch and transformers beside ``onnxruntime-genai`` and ``onnx-ir``:
 
     python -m onnxruntime_genai.models.builder -m MODEL -i FOLDER -o OUT -p int4 -e cpu -c CACHE \\
         --extra_options hf_token=false int4_accuracy_level=4
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-SETTINGS: tuple[dict[str, Any], ...] = ({},)
 PACKAGES = ("onnxruntime", "onnxruntime-genai")
 
 

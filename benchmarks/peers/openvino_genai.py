@@ -9,11 +9,6 @@ import numpy as np
 import openvino
 import openvino_genai
 
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {"PERFORMANCE_HINT": "LATENCY"},
-    {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f16"},
-)
-"""The first one computes in bfloat16 where the processor can, with K and V of 8 bits."""
 PACKAGES = ("openvino", "openvino-genai")
 
 

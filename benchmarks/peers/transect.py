@@ -56,6 +56,5 @@ def _serve(model: str, threads: int, port: int) -> list[str]:
 
 
 SERVER = Server("Transect", _serve)
-SETTINGS: tuple[dict[str, Any], ...] = ({},)
 PACKAGES = ("torch",)
 ENGINE = Transect
