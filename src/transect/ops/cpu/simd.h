@@ -9,6 +9,9 @@
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#if defined(__ARM_FEATURE_SVE)
+#include <arm_sve.h>
+#endif
 #endif
 
 namespace transect {
@@ -22,9 +25,11 @@ constexpr int LANES = 8;
 #elif defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS >= 256  // -msve-vector-bits
 constexpr int LANES = __ARM_FEATURE_SVE_BITS >= 512 ? 16 : 8;
 #define TRANSECT_ISA "SVE"
+#define TRANSECT_SVE
 #elif defined(__aarch64__)
 constexpr int LANES = 4;
 #define TRANSECT_ISA "NEON"
+#define TRANSECT_NEON
 #else
 constexpr int LANES = 4;
 #define TRANSECT_ISA "plain"
@@ -45,10 +50,13 @@ inline vf fma(vf a, vf b, vf c) {
   if constexpr (LANES == 16) return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
   if constexpr (LANES == 8) return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__aarch64__)
-  if constexpr (LANES == 4) return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(TRANSECT_NEON)
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(TRANSECT_SVE)
+  typedef svfloat32_t sv __attribute__((arm_sve_vector_bits(__ARM_FEATURE_SVE_BITS)));
+  return (vf)(sv)svmla_f32_x(svptrue_b32(), (sv)c, (sv)a, (sv)b);
 #endif
-  return a * b + c;  // -ffp-contract=fast: one instruction of SVE
+  return a * b + c;
 }
 
 inline vf sqrt(vf x) {
@@ -174,8 +182,8 @@ inline vf load_f16(const f16* p) {
   if constexpr (LANES == 16) return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__)
   if constexpr (LANES == 8) return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-#elif defined(__aarch64__)
-  if constexpr (LANES == 4) return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+#elif defined(TRANSECT_NEON)
+  return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #endif
   vf v;
   for (int i = 0; i < LANES; i++) v[i] = from_f16(p[i]);
