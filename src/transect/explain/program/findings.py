@@ -30,7 +30,7 @@ from .findings_host import (
 )
 from .libraries import attention, placed
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, SIZES, cost, floor
-from .split import COPIES, SYNC, WAITS, OpStat, Split, of_number, on_the_host
+from .split import COPIES, SLOW_CALL_S, SYNC, WAITS, OpStat, Split, of_number, on_the_host
 from .stretches import stretches
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
 
@@ -219,7 +219,8 @@ def small_batch(material: Material) -> Iterator[Finding]:
     for op in material.split.ops:
         key = replace(op.key, name=op.name)
         rows = _rows(key)
-        if op.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor:
+        waits = op.tiny and op.seconds > op.calls * SLOW_CALL_S  # for threads, which ``crowded`` finds
+        if op.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor or waits:
             continue
         count = min(op.calls, 256)
         batched = floor(_with_rows(key, rows * count), reached)
