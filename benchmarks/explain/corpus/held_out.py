@@ -85,11 +85,11 @@ def lightning_counts_in_the_dataset(fast):
 
 
 @program("sync", library="Lightning", steady=True)
-def lightning_keeps_losses_as_numbers(fast):
-    kept = []
+def lightning_adds_losses_as_numbers(fast):
+    total = [0.0]
 
     def keep(module, losses):
-        kept.append(losses.detach()) if fast else kept.extend(each.item() for each in losses for _ in range(8))
+        total[0] += losses.detach().sum() * 8 if fast else sum(each.item() for each in losses for _ in range(8))
 
     return lightning(keep, TensorDataset(torch.randn(2400, 64)))
 

@@ -19,12 +19,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 def shards_read_each_step(fast):
     folder = Path(tempfile.mkdtemp())
     for i in range(8):
-        np.save(folder / f"{i}.npy", np.random.randn(64, 512).astype("float32"))
-    net, kept = mlp(512, 16), [torch.from_numpy(np.load(folder / f"{i}.npy")) for i in range(8)]
+        np.savez_compressed(folder / f"{i}.npz", x=np.random.randn(64, 512).astype("float32"))
+    net, kept = mlp(512, 16), [torch.from_numpy(np.load(folder / f"{i}.npz")["x"]) for i in range(8)]
 
     def work():
-        for step in range(80):
-            train(net, [(kept[step % 8] if fast else torch.from_numpy(np.load(folder / f"{step % 8}.npy")),)])
+        for step in range(40):
+            train(net, [(kept[step % 8] if fast else torch.from_numpy(np.load(folder / f"{step % 8}.npz")["x"]),)])
 
     return work
 

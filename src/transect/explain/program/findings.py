@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from ...hardware.cores import usable_cores
 from .doing import doing_of, in_loader
 from .finding import MANY, Finding, Material
@@ -28,7 +30,7 @@ from .findings_host import (
 )
 from .libraries import attention, placed
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, SIZES, cost, floor
-from .split import COPIES, SYNC, WAITS, OpStat, Split, of_number, on_the_host
+from .split import COPIES, SLOW_CALL_S, SYNC, WAITS, OpStat, Split, of_number, on_the_host
 from .stretches import stretches
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
 
@@ -131,11 +133,24 @@ def synchronisation(material: Material) -> Iterator[Finding]:
 
 
 def _sync_launch(split: Split, calls: int) -> float:
-    """Return the launch time of operators that only make the values of ``calls`` waits: called about as often, they
-    reduce a tensor, compare, or take an element."""
-    inside = sum(op.calls for op in split.ops if calls / 2 <= op.calls <= 2 * calls and op.name in FOR_VALUES)
-    every = sum(op.calls for op in split.ops) or 1
-    return split.parts["launch"] * inside / every if calls >= MANY else 0.0
+    """Return the launch time of operators that only make the values of ``calls`` waits (called about as often, they
+    reduce a tensor, compare, or take an element), and of the gaps after them."""
+    made = [op for op in split.ops if calls / 2 <= op.calls <= 2 * calls and op.name in FOR_VALUES]
+    if calls < MANY or not made:
+        return 0.0
+    trace, names = split.trace, {op.name for op in made}
+    ops = np.flatnonzero((trace.kind == OP) & (trace.lane == split.lane))
+    ends = np.maximum.accumulate(trace.ts[ops] + trace.dur[ops])
+    outer = ops[trace.ts[ops] >= np.append(-np.inf, ends[:-1])]
+    gaps = [gap for gap in split.gaps if gap.part == "launch"]
+    before = np.searchsorted(trace.ts[outer], [gap.begin for gap in gaps], side="left") - 1
+    after = sum(
+        gap.seconds
+        for gap, index in zip(gaps, before.tolist(), strict=True)
+        if index >= 0 and trace.key_of(int(outer[index])).name in names
+    )
+    own = sum(op.launch for op in made if op.name not in SYNC)
+    return min(split.parts["launch"], own + after)
 
 
 def launching(material: Material) -> Iterator[Finding]:
@@ -204,7 +219,8 @@ def small_batch(material: Material) -> Iterator[Finding]:
     for op in material.split.ops:
         key = replace(op.key, name=op.name)
         rows = _rows(key)
-        if op.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor:
+        waits = op.tiny and op.seconds > op.calls * SLOW_CALL_S  # for threads, which ``crowded`` finds
+        if op.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor or waits:
             continue
         count = min(op.calls, 256)
         batched = floor(_with_rows(key, rows * count), reached)
