@@ -232,6 +232,7 @@ async def test_a_request_that_kills_replicas_ends_after_its_third(small):
             pass
 
 
+@pytest.mark.prove
 async def test_a_slow_replica_gets_less_and_a_session_keeps_its_replica(small, monkeypatch):
     await small.open(1)
     monkeypatch.setenv("STUB_STEP_S", "0.02")

@@ -43,6 +43,8 @@ def _inputs(context: StepContext) -> Mapping[str, Any]:
 def _plan(context: StepContext) -> str:
     if not context.tables["promote"].automatic:
         return "leave the candidate for a person to promote"
+    if "gate" not in context.before and "watch" not in context.tables:
+        return "promote the candidate if it passes the gate"
     if "watch" not in context.before and "watch" in context.tables:
         return "promote the candidate or roll it back, by the rule of the watch"
     return "promote the candidate" if _decision(context)[0] else "roll the candidate back"
