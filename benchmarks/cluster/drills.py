@@ -268,7 +268,7 @@ async def run(own: FleetSettings, url: str, arguments: argparse.Namespace) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = "kills stopped host roll scale cancelled controller blind metrics node router".split()
+    every = [name for name in vars(Drills) if not name.startswith("_")]
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--only", type=lambda text: text.split(","), default=every)
     parser.add_argument("--model", default="smollm2-135m")

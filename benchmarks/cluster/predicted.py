@@ -1,4 +1,4 @@
-"""Predict the drills of a fleet before they happen, cause them on Ray, and compare.
+"""Predict the drills of a fleet, cause them on Ray, and compare the effects.
 
     python benchmarks/cluster/predicted.py [--only kill,stopped] [--out FILE]
 
