@@ -75,6 +75,7 @@ class Measured:
         request, and the calm run's 99th percentile."""
         await self.load.until_ready(REPLICAS)
         back = {name: await getattr(self, name)() for name in ("kill", "actor", "router")}
+        back["router"] /= REPLICAS
         print(
             time.strftime("%H:%M:%S"),
             "calm starts",
@@ -224,9 +225,14 @@ class Measured:
     async def whole(self) -> None:
         """Wait until the fleet is as it was."""
         until = time.monotonic() + RETRY_S
-        while not processes(self.own, CONTROLLER) and time.monotonic() < until:
-            await asyncio.sleep(0.1)
-        await asyncio.to_thread(ray_cluster.scale, self.own, REPLICAS, print)
+        while True:
+            try:
+                await asyncio.to_thread(ray_cluster.scale, self.own, REPLICAS, print)
+                break
+            except Exception:  # of many kinds: the controller is being started
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(0.5)
         await self.load.until_ready(REPLICAS)
 
 

@@ -35,7 +35,7 @@ def _inputs(context: StepContext) -> Mapping[str, Any]:
         "settings": asdict(context.tables["promote"]),
         "version": context.output("register", "version"),
         "digest": context.output("register", "digest"),
-        "promote": _decision(context)[0],
+        "promote": list(_decision(context)),
         "release": context.output("release", "weights"),
     }
 
@@ -55,8 +55,8 @@ def _shares(context: StepContext, promoted: bool) -> dict[str, float]:
 
 
 def _lost(context: StepContext, outcome: StepOutcome) -> str:
-    if not context.is_last or not context.tables["promote"].automatic:
-        return ""
+    if not context.tables["promote"].automatic:
+        return ""  # else checked always: a new watch has given the candidate its share again
     catalog = context.tables["register"].catalog(context)
     current = catalog.current(context.model)
     promoted, version = outcome.passed, str(context.output("register", "version"))
