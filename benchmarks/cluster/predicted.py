@@ -1,12 +1,13 @@
-"""Predict the drills of a fleet before they happen, cause them on Ray, and compare.
+"""Predict the drills of a fleet, cause them on Ray, and compare the effects.
 
     python benchmarks/cluster/predicted.py [--only kill,stopped] [--out FILE]
 
-Requests arrive at three replicas on Ray at random times (a Poisson process, the same in all runs), so many that two
-replicas cannot serve them: a queue grows while one is missing. ``transect/plan/drills.py`` simulates each drill with
-the shipping scheduler and router, as ``transect plan drills`` does. It is given the times of a step and of starts, all
-measured in a calm fleet, and the limits of the settings. Then the drill happens: router, hosts, engine processes
-and Ray are real; tokens are made up (``tests/helpers/stub_engine.py``).
+Requests arrive at three replicas on Ray, the same ones at the same random times in all runs, so many that two replicas
+cannot serve them: a queue grows while one is missing. An engine takes some seconds to start, like one with a model.
+``transect/plan/drills.py`` simulates each drill with the shipping scheduler and router, as ``transect plan drills``
+does. It is given the time of a step and the times of starts, all measured in a calm fleet, and the limits of the
+settings. Then the drill happens: router, hosts, engine processes and Ray are real; tokens are made up
+(``tests/helpers/stub_engine.py``).
 
 Compared are the 99th percentile of the time of whole requests, what the drill adds to it, the replica-seconds that it
 costs, and the requests that it drops. A drill that adds nothing is compared by its percentile. Writes
@@ -52,9 +53,9 @@ from transect.plan.fleet import EngineModel
 sys.path.append(str(HELPERS))
 from tiny_llm import save_tiny_llm
 
-REPLICAS, PLACES, STEP_S, START_S = 3, 8, 0.04, 3.0
-RATE, SECONDS, AT = 9.0, 16.0, 3.0
-MIX = Mix(prompt=Lengths.parse("uniform:20-60"), output=Lengths.parse("uniform:30-70"))
+REPLICAS, PLACES, STEP_S, START_S = 3, 8, 0.04, 5.0
+RATE, SECONDS, AT = 10.0, 18.0, 3.0
+MIX = Mix(prompt=Lengths.parse("uniform:20-60"), output=Lengths.parse("uniform:30-70"), burstiness=0.25)
 HUNG_S, LOST_S, NOTICED_S = 1.0, 2.0, 0.03
 """Limits of the settings, and the seconds from the end of an engine's process until the router knows: the host waits
 0.02 s for its last words."""
@@ -74,7 +75,13 @@ class Measured:
         request, and the calm run's 99th percentile."""
         await self.load.until_ready(REPLICAS)
         back = {name: await getattr(self, name)() for name in ("kill", "actor", "router")}
-        print("calm starts", {name: round(value, 2) for name, value in back.items()}, flush=True)
+        back["router"] /= REPLICAS
+        print(
+            time.strftime("%H:%M:%S"),
+            "calm starts",
+            {name: round(value, 2) for name, value in back.items()},
+            flush=True,
+        )
         firsts: list[float] = []
         gaps: list[float] = []
         times, _, _ = await self.run("calm", firsts, gaps)
@@ -218,15 +225,20 @@ class Measured:
     async def whole(self) -> None:
         """Wait until the fleet is as it was."""
         until = time.monotonic() + RETRY_S
-        while not processes(self.own, CONTROLLER) and time.monotonic() < until:
-            await asyncio.sleep(0.1)
-        await asyncio.to_thread(ray_cluster.scale, self.own, REPLICAS, print)
+        while True:
+            try:
+                await asyncio.to_thread(ray_cluster.scale, self.own, REPLICAS, print)
+                break
+            except Exception:  # of many kinds: the controller is being started
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(0.5)
         await self.load.until_ready(REPLICAS)
 
 
 def requests(drill: str) -> tuple[list[Asked], dict[int, float]]:
     """Draw the load, and for the drill ``cancelled`` the seconds at which some clients of long answers leave."""
-    asked = MIX.generate(RATE, int(RATE * SECONDS), seed=1)
+    asked = MIX.generate(RATE, int(RATE * SECONDS), seed=2)
     if drill != "cancelled":
         return asked, {}
     long = [Asked(AT - 1.0 + 0.01 * n, 40, 2000) for n in range(LEAVING)]

@@ -136,7 +136,7 @@ async def test_requests_wait_for_a_replica_and_give_up_in_time(small):
     assert (await small.run("waits"))[2] == "length"
 
 
-async def test_the_router_reports_the_load_to_replicas(small, monkeypatch):
+async def test_the_load_of_replicas_reaches_them_and_top(small, monkeypatch):
     monkeypatch.setenv("STUB_STEP_S", "0.02")
     await small.open(2)
     await small.until(lambda: all(host.load is not None for host in small.hosts.values()))
@@ -151,6 +151,24 @@ async def test_the_router_reports_the_load_to_replicas(small, monkeypatch):
     await small.until(lambda: busy.load[1].queued_tokens == 0)
     shown = {each["name"]: each for each in small.fleet.replicas()}
     assert set(shown) == {"replica-0", "replica-1"} and {each["state"] for each in shown.values()} == {"ready"}
+    sock, stop, ready = bind("127.0.0.1", 0), asyncio.Event(), asyncio.Event()
+    serving = asyncio.create_task(
+        serve_until(stop, small.fleet, small.settings.server, sock, lambda fleet: ready.set())
+    )
+    await ready.wait()
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    await asyncio.gather(*(small.run(f"{number}", max_tokens=10) for number in range(4)))
+    done = await asyncio.to_thread(run_here, "top", url, "--once")
+    assert done.returncode == 0, done.stderr
+    assert "replica-0\nlast" in done.stdout and "replica-1\nlast" in done.stdout
+    await small.hosts.pop("replica-1").retire(0.0)
+    await small.until(lambda: len(small.fleet.alive()) == 1)
+    await small.until(lambda: {"ready", "gone"} == {each["state"] for each in small.fleet.replicas()})
+    done = await asyncio.to_thread(run_here, "top", url, "--once", "--json")
+    names = {json.loads(line)["engine"] for line in done.stdout.splitlines()}
+    assert names == {"replica-0", "replica-1 (gone)"}
+    stop.set()
+    await serving
 
 
 async def test_a_replica_that_dials_in_again_replaces_itself(small):
@@ -231,6 +249,7 @@ async def test_a_request_that_kills_replicas_ends_after_its_third(small):
             pass
 
 
+@pytest.mark.prove
 async def test_a_slow_replica_gets_less_and_a_session_keeps_its_replica(small, monkeypatch):
     await small.open(1)
     monkeypatch.setenv("STUB_STEP_S", "0.02")
@@ -254,25 +273,3 @@ async def test_a_slow_replica_gets_less_and_a_session_keeps_its_replica(small, m
         async for _ in small.fleet.stream(prompt, params, f"turn {turn}", session="s"):
             places.append(small.having(f"turn {turn}"))
     assert len(set(places)) == 1
-
-
-async def test_top_shows_each_replica_by_its_name(small):
-    await small.open(2)
-    sock, stop, ready = bind("127.0.0.1", 0), asyncio.Event(), asyncio.Event()
-    serving = asyncio.create_task(
-        serve_until(stop, small.fleet, small.settings.server, sock, lambda fleet: ready.set())
-    )
-    await ready.wait()
-    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    await asyncio.gather(*(small.run(f"{number}") for number in range(4)))
-    done = await asyncio.to_thread(run_here, "top", url, "--once")
-    assert done.returncode == 0, done.stderr
-    assert "replica-0\nlast" in done.stdout and "replica-1\nlast" in done.stdout
-    await small.hosts.pop("replica-1").retire(0.0)
-    await small.until(lambda: len(small.fleet.alive()) == 1)
-    await small.until(lambda: {"ready", "gone"} == {each["state"] for each in small.fleet.replicas()})
-    done = await asyncio.to_thread(run_here, "top", url, "--once", "--json")
-    names = {json.loads(line)["engine"] for line in done.stdout.splitlines()}
-    assert names == {"replica-0", "replica-1 (gone)"}
-    stop.set()
-    await serving

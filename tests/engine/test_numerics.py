@@ -112,12 +112,6 @@ def test_every_path_on_a_cpu_says_if_it_promises_bits(models, path):
 
 
 QUICK = ("C++ layers", "C++ layers, int8", "C++ products, deterministic", "torch, deterministic")
-    "C++ layers",
-    "C++ layers, int8",
-    "C++ products, deterministic",
-    "torch, deterministic",
-    "an adapter beside int8",
-)
 
 
 @pytest.mark.parametrize("path", quick_first([path for path, (_, _, exact) in PATHS.items() if exact], QUICK))

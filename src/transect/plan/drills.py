@@ -61,61 +61,63 @@ class Effect:
     dropped: int = 0
 
 
-Cause = Callable[[FleetTimes, int, float], tuple[Sequence[Disturbance], float]]
-"""From the times of a fleet, its number of replicas and the moment: the disturbances, and the replica-seconds lost."""
+Cause = Callable[[FleetTimes, float, int], tuple[Sequence[Disturbance], float]]
+"""From the times of a fleet, the moment and the replica that is hit: the disturbances, and the seconds for which a
+replica is lost."""
 
 
-def _killed(times: FleetTimes, replicas: int, at: float) -> tuple[Sequence[Disturbance], float]:
+def _killed(times: FleetTimes, at: float, hit: int) -> tuple[Sequence[Disturbance], float]:
     back = times.noticed + WATCH_S / 2 + times.engine
-    return [Kill(at, 0, back, times.noticed)], back
+    return [Kill(at, hit, back, times.noticed)], back
 
 
-def _stopped(times: FleetTimes, replicas: int, at: float) -> tuple[Sequence[Disturbance], float]:
+def _stopped(times: FleetTimes, at: float, hit: int) -> tuple[Sequence[Disturbance], float]:
     noticed = times.hung_after + WATCH_S / 2 + times.noticed
     back = noticed + WATCH_S / 2 + times.engine
-    return [Kill(at, 0, back, noticed)], back
+    return [Kill(at, hit, back, noticed)], back
 
 
-def _silent(times: FleetTimes, replicas: int, at: float) -> tuple[Sequence[Disturbance], float]:
+def _silent(times: FleetTimes, at: float, hit: int) -> tuple[Sequence[Disturbance], float]:
     noticed = times.lost_after + WATCH_S / 2
-    return [Kill(at, 0, noticed + times.linked, noticed)], noticed + times.linked
+    return [Kill(at, hit, noticed + times.linked, noticed)], noticed + times.linked
 
 
-def _lost(times: FleetTimes, replicas: int, at: float) -> tuple[Sequence[Disturbance], float]:
+def _lost(times: FleetTimes, at: float, hit: int) -> tuple[Sequence[Disturbance], float]:
     back = times.noticed + times.replica
-    return [Kill(at, 0, back, times.noticed)], back
+    return [Kill(at, hit, back, times.noticed)], back
 
 
-def _rolled(times: FleetTimes, replicas: int, at: float) -> tuple[Sequence[Disturbance], float]:
+def _rolled(times: FleetTimes, at: float, hit: int) -> tuple[Sequence[Disturbance], float]:
     return [Roll(at, times.replica, times.drain)], 0.0
 
 
-def _fewer(times: FleetTimes, replicas: int, at: float) -> tuple[Sequence[Disturbance], float]:
-    return [Leave(at, 0, times.drain)], 0.0
+def _fewer(times: FleetTimes, at: float, hit: int) -> tuple[Sequence[Disturbance], float]:
+    return [Leave(at, hit, times.drain)], 0.0
 
 
-def _router(times: FleetTimes, replicas: int, at: float) -> tuple[Sequence[Disturbance], float]:
-    return [RouterDeath(at, times.router + times.linked)], replicas * (times.router + times.linked)
+def _router(times: FleetTimes, at: float, hit: int) -> tuple[Sequence[Disturbance], float]:
+    back = times.router + times.linked
+    return [RouterDeath(at, back)], back
 
 
-def _nothing(times: FleetTimes, replicas: int, at: float) -> tuple[Sequence[Disturbance], float]:
+def _nothing(times: FleetTimes, at: float, hit: int) -> tuple[Sequence[Disturbance], float]:
     return [], 0.0
 
 
-DRILLS: Mapping[str, tuple[str, Cause]] = {
-    "kill": ("an engine is killed", _killed),
-    "stopped": ("an engine is half alive", _stopped),
-    "host": ("a host is silent, and wakes when it is given up", _silent),
-    "actor": ("a host is killed, and the cluster starts another replica", _lost),
-    "node": ("a node with one replica is lost", _lost),
-    "roll": ("all replicas are replaced", _rolled),
-    "cancelled": ("scale-down by one replica while clients leave", _fewer),
-    "controller": ("the cluster's controller is killed", _nothing),
-    "blind": ("metrics are cut off from the autoscaler", _nothing),
-    "router": ("the router is killed", _router),
+DRILLS: Mapping[str, tuple[str, Cause, bool]] = {
+    "kill": ("an engine is killed", _killed, True),
+    "stopped": ("an engine is half alive", _stopped, True),
+    "host": ("a host is silent, and wakes when it is given up", _silent, True),
+    "actor": ("a host is killed, and the cluster starts another replica", _lost, True),
+    "node": ("a node with one replica is lost", _lost, True),
+    "roll": ("all replicas are replaced", _rolled, False),
+    "cancelled": ("scale-down by one replica while clients leave", _fewer, True),
+    "controller": ("the cluster's controller is killed", _nothing, False),
+    "blind": ("metrics are cut off from the autoscaler", _nothing, False),
+    "router": ("the router is killed", _router, False),
 }
-"""Titles and causes by name. Streams and routes do not pass through a cluster's controller or its metrics, so the
-drills without a disturbance change nothing."""
+"""By name: title, cause, and True if one replica is hit. Streams do not pass through a cluster's controller or its
+metrics, so drills without a disturbance change nothing."""
 
 
 def p99(run: FleetRun) -> float:
@@ -137,7 +139,7 @@ def predict(
     drills: Sequence[str] = tuple(DRILLS),
     leaving: Mapping[int, float] | None = None,
 ) -> dict[str, Effect]:
-    """Predict the effects of drills.
+    """Predict the effects of drills. Of a drill that hits one replica it is the mean over the replicas.
 
     Args:
         model: of each replica's engine.
@@ -153,11 +155,15 @@ def predict(
     calm = Fleet(model, replicas).run(asked)
     found = {}
     for name in drills:
-        events, lost = DRILLS[name][1](times, replicas, at)
-        if name == "cancelled" and leaving:
-            events = [*events, *(HangUp(each, frozenset({number})) for number, each in leaving.items())]
-        lost = min(lost, replicas * (asked[-1].at - at))
-        run = Fleet(model, replicas, events=events).run(asked) if events else calm
-        after = p99(run) if len(run.records) > 1 else math.nan
-        found[name] = Effect(after, after - p99(calm), lost, run.dropped)
+        effects = []
+        for hit in range(replicas if DRILLS[name][2] else 1):
+            events, lost = DRILLS[name][1](times, at, hit)
+            if name == "cancelled" and leaving:
+                events = [*events, *(HangUp(each, frozenset({number})) for number, each in leaving.items())]
+            lost = min(lost, asked[-1].at - at) * (1 if DRILLS[name][2] else replicas)
+            run = Fleet(model, replicas, events=events).run(asked) if events else calm
+            after = p99(run) if len(run.records) > 1 else math.nan
+            effects.append((after, after - p99(calm), lost, run.dropped))
+        means = [statistics.fmean(each) for each in zip(*effects, strict=True)]
+        found[name] = Effect(*means[:3], round(means[3]))
     return found
