@@ -11,11 +11,8 @@ from ..checkpoints.peft_config import AdapterFiles
 from ..engine.frontends.mailbox import Mailbox
 from ..text.output_processor import Update
 from .machine import Call, EndChoice, Operation, Render, RunRequest, SearchRun
-<<<<<<< HEAD
-from .result import TreeNews
-=======
 from .prices import BranchPrice
->>>>>>> w-fleet
+from .result import TreeNews
 from .tree import Messages
 
 QUOTE_S = 0.1

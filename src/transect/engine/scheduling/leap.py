@@ -1,4 +1,4 @@
-"""Many decode steps at once, in a simulation. While all sequences decode and none waits or comes, nothing is left to
+"""Many decode steps at once, in a simulation. While all sequences decode and none can be admitted, nothing is left to
 decide: each has one token a step, until its last one. ``leap`` brings an engine into the state in which that many calls
 of ``EngineCore.step`` would have left the engine. Blocks are taken, registered and freed in the order of those steps,
 so the prefix cache forgets the same ones; the first and the last token of an answer are committed by the scheduler
@@ -52,13 +52,14 @@ def leap(core: EngineCore, device: VirtualDevice, until: float, seconds: DecodeS
     scheduler, lag = core.scheduler, core.lag
     if (device.free_at if lag else device.clock.time) >= until or not _only_decodes(core):
         return None
-    running = list(scheduler.running)
+    running, waiting = list(scheduler.running), scheduler.waiting
     left = [seq.max_length - seq.length for seq in running]
-    # Where clients share the engine, the end of a sequence may change whose turn it is.
-    alike = scheduler.arrivals.order.shared and len({seq.request.spec.client for seq in running}) > 1
-    if alike and scheduler.budget.rows(running, scheduler.waiting).seconds < math.inf:
-        return None
-    most = min((min if alike else max)(left) - 1 + lag, MOST)
+    until_one_ends = len(waiting) > 0
+    if scheduler.arrivals.order.shared and len({seq.request.spec.client for seq in (*running, *waiting)}) > 1:
+        until_one_ends = True  # it may change whose turn it is
+        if len(waiting) or scheduler.budget.rows(running, waiting).seconds < math.inf:
+            return None
+    most = min((min if until_one_ends else max)(left) - 1 + lag, MOST)
     if most < 1 or (most := _room(scheduler, running, left, most)) < 1:
         return None
     moments = _moments(core, device, running, left, most, until, seconds)
@@ -70,13 +71,13 @@ def _only_decodes(core: EngineCore) -> bool:
     in flight, if there is one, a row for each running sequence."""
     scheduler, lag = core.scheduler, core.lag
     running = scheduler.running
-    if scheduler.speculation is not None or not running or len(scheduler.waiting) or scheduler._cut:
+    if scheduler.speculation is not None or not running or scheduler._cut:
         return False
     if len(core._in_flight) != lag or core._ready or scheduler.blocks.returns_pending or len(running) > core._graph:
         return False
     if lag and not (scheduler._last and scheduler._last[-1] == running):
         return False
-    return all(map(_decodes, running))
+    return all(map(_decodes, running)) and scheduler.admits_none()
 
 
 def _decodes(seq: Sequence) -> bool:
@@ -207,7 +208,9 @@ def _advance(
             _draw(scheduler, device, seq, moments[call - 1])
     scheduler.blocks.step_done(scheduler._step - lag)
     scheduler.budget.decoded(steps)
-    scheduler._cut, scheduler.held_back = False, ""
+    scheduler._cut = False
+    if not len(scheduler.waiting):
+        scheduler.held_back = ""
     again = steps - 1 not in left
     scheduler._last.clear()
     scheduler._last.append(newest)

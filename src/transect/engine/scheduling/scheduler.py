@@ -102,7 +102,13 @@ class Scheduler(Bookkeeping):
 
     def coming(self) -> Coming:
         """Return the facts of the next step if it were planned now."""
-        return self.budget.coming(self.running, self.waiting, self._cut, self.held_back in BARRED)
+        barred, state = self.held_back in BARRED, self._state_of_budget()
+        return self.budget.coming(self.running, self.waiting, self._cut, barred, state)
+
+    def _state_of_budget(self) -> tuple[int, ...]:
+        """Return numbers of which one changes whenever the bounds of the next step may."""
+        waiting = self.waiting.changes
+        return self._step, self.blocks.committed_step, len(self.running), waiting, self._cut, self.held_back in BARRED
 
     def schedule(self) -> ScheduledBatch | None:
         """Plan the next step; None if nothing can run now (no work, or all sequences wait for the step in flight). Each
@@ -123,7 +129,8 @@ class Scheduler(Bookkeeping):
         running, depth = self.running, self.config.pipeline_depth
         most = -(-len(running) // depth)
         active = [seq for seq in running if seq.seq_id not in paused] if paused else running
-        budget = self.budget.of_next(active, self.waiting, self._cut, self.held_back in BARRED)
+        state = None if paused else self._state_of_budget()
+        budget = self.budget.of_next(active, self.waiting, self._cut, self.held_back in BARRED, state)
         spare = budget.tokens - len(active)
         others_wait = len(self.waiting) > 0 and self.arrivals.order.shared and self.held_back not in BARRED
         plan = Plan(self._step + 1, budget)
@@ -425,12 +432,9 @@ class Scheduler(Bookkeeping):
         if seq.last_step > blocks.committed_step:  # preempted while a step of it is in flight
             self.held_back = "flight"
             return None
-        others = self._places + (0 if passed is None else self._places_of(passed))
-        if others + self._places_of(seq) > self.config.max_num_seqs:
-            self.held_back = "places"
-            return None
-        if seq.adapter and self._lacks_slot(seq.adapter):
-            self.held_back = "adapters"
+        others = 0 if passed is None else self._places_of(passed)
+        if (barrier := self._barrier(seq, others)) is not None:
+            self.held_back = barrier
             return None
         computes_all = not state.prompt_done and state.spec.whole_prompt
         cached = blocks.find_prefix(seq)
@@ -456,6 +460,25 @@ class Scheduler(Bookkeeping):
         if take:
             self._plan_row(seq, seq.scheduled + take, plan)
         return take
+
+    def _barrier(self, seq: Sequence, others: int = 0) -> str | None:
+        """Return what ``seq`` lacks until a running sequence ends: places, or a slot for its adapter; None if nothing.
+        ``others``: places that are kept for others."""
+        if self._places + others + self._places_of(seq) > self.config.max_num_seqs:
+            return "places"
+        return "adapters" if seq.adapter and self._lacks_slot(seq.adapter) else None
+
+    def admits_none(self) -> bool:
+        """Return True if no sequence can be admitted before a running one ends, as long as all of these only decode."""
+        head = self.waiting.head()
+        if head is None:
+            return True
+        if self._static or self.held_back not in BARRED:
+            return False
+        if self.cache.enable_prefix_caching:  # blocks that are needed may turn out to be there
+            return self._barrier(head) is not None
+        needed = self.blocks.blocks_for(head.length) + self._watermark
+        return needed > self.cache.num_free or self._barrier(head) is not None
 
     def _lacks_slot(self, adapter: str) -> bool:
         """Return True if sequences with as many other adapters run as there may be."""

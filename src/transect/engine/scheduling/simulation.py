@@ -120,7 +120,7 @@ class SimulatedEngine:
         """Run until the clock reaches ``until``, the time of the next arrival, or until there is no work. A step that
         has begun by then is finished."""
         core, clock = self.core, self.clock
-        while core.has_work:
+        while core.has_work and clock.time < until:
             if self._decodes is not None and self._leap(until, self._decodes):
                 continue
             wait = self._wait_to_plan()

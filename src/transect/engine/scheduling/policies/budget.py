@@ -115,6 +115,8 @@ class StepBudget:
         self.rooms = Rooms()
         self._next = (0.0, math.inf)
         """Seconds that the next step adds to ``_debt`` if it has prompts, and takes from it if it has none."""
+        self._kept: tuple[object, Budget, tuple[float, float]] | None = None
+        """State that the newest bounds were computed in, these bounds, and ``_next`` with them."""
         self._config = config
         self._mixed = min(config.max_mixed_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
         self._chunk = config.max_prefill_chunk or config.max_num_batched_tokens
@@ -128,14 +130,33 @@ class StepBudget:
             self._turns = take_turns(running, waiting.new.by_client, self.times, AUTO_RATIO, config.itl_target)
         return self._turns
 
-    def of_next(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool = False) -> Budget:
+    def of_next(
+        self,
+        running: Listed[Sequence],
+        waiting: WaitingQueue,
+        cut: bool,
+        barred: bool = False,
+        state: tuple[int, ...] | None = None,
+    ) -> Budget:
         """Return the bounds of the next step.
 
         Args:
             cut: the step before left a prompt unfinished.
             barred: the step before had no place or no KV blocks for the head of the queue. Then long prompts leave no
                 room for waiting ones, which could not use it.
+            state: numbers of which one changes whenever the sequences do; bounds for an equal state are not computed
+                again. None if they are not known.
         """
+        if state is None:
+            return self._bounds(running, waiting, cut, barred)
+        key = state, self.times.steps, self.fill_tokens, self._turns
+        if self._kept is None or self._kept[0] != key:
+            found = self._bounds(running, waiting, cut, barred)
+            self._kept = key, found, self._next
+        _, found, self._next = self._kept
+        return found
+
+    def _bounds(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool) -> Budget:
         self._next = (0.0, math.inf)
         self.rooms.discard()
         if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # no sequence decodes
@@ -168,13 +189,21 @@ class StepBudget:
         share = self._share
         for _ in range(steps):
             share += SMOOTHING * (0.0 - share)
+        self.rooms.decoded(steps)
         self._share, self._debt, self._next = share, 0.0, (0.0, math.inf)
 
-    def coming(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool = False) -> Coming:
+    def coming(
+        self,
+        running: Listed[Sequence],
+        waiting: WaitingQueue,
+        cut: bool,
+        barred: bool = False,
+        state: tuple[int, ...] | None = None,
+    ) -> Coming:
         """Return the facts of the next step if it were planned now; arguments as of ``of_next``."""
         if not (len(waiting) or cut):
             return Coming(len(running), False)
-        tokens, chunk, _, pause, rooms = self.of_next(running, waiting, cut, barred)
+        tokens, chunk, _, pause, rooms = self.of_next(running, waiting, cut, barred, state)
         if pause:
             return Coming(tokens, True)
         if rooms:  # prompts of limited clients fill less of the step
