@@ -27,8 +27,7 @@ from ..request import Sequence
 from ..scheduler_config import SchedulerConfig
 from ..waiting_queue import WaitingQueue
 from .filling import nothing_ends_later
-from .rooms import Rooms
-from .turns import NO_PAUSES, Turns, take_turns
+from .turns import NO_PAUSES, Rooms, Turns, take_turns
 
 AUTO_RATIO = 2.5
 """Time of a step with prompts over the time of its decodes alone, if no target in milliseconds is set."""
@@ -84,7 +83,7 @@ class Budget(NamedTuple):
     pause: bool = False
     """Prompts take no part in the step."""
     rooms: Mapping[str, int] = {}
-    """Most prompt tokens of each client that is limited (``rooms``)."""
+    """Most prompt tokens of each client that is limited (``turns``)."""
 
 
 class Coming(NamedTuple):

@@ -6,7 +6,7 @@ from small_engine import request
 from timed_device import Processor, engine
 
 from transect.engine.scheduling.policies.budget import AUTO_RATIO
-from transect.engine.scheduling.policies.rooms import FREE_STEPS, LEAST, Rooms, part_of_room
+from transect.engine.scheduling.policies.turns import FREE_STEPS, LEAST, Rooms, part_of_room
 
 
 def of(client, name, weight=1.0, **options):
