@@ -160,6 +160,11 @@ class Rooms:
         """Discard the bounds of the next step."""
         self._room, self._next = 0, {}
 
+    def decoded(self, steps: int) -> None:
+        """Account for ``steps`` planned steps without prompts."""
+        for _ in range(steps if self._debts else min(steps, 1)):
+            self.planned({})
+
     def planned(self, taken: Mapping[str, int]) -> None:
         """Account for a planned step, with the prompt tokens of each client."""
         for client in list(self._debts):
