@@ -256,7 +256,7 @@ class Replicas(Generates):
                 return
             open_ones = [index for index in living if self.engines[index] not in full] or living
             named = {} if stream.adapter is None else {"adapter": stream.adapter.id}
-            ticket = self._router.send(stream.prompt_token_ids, most, open_ones, **named)
+            ticket = self._router.send(stream.prompt_token_ids, most, open_ones, session=stream.session, **named)
             self.num_routed += 1
             self.routed.append((stream.request_id, stream.client, ticket))
             engine = self._where[stream.request_id] = self.engines[ticket.engine]

@@ -7,8 +7,8 @@ come first). Each is guaranteed one token of the budget. The rest of the budget 
 cuts them into chunks (Sarathi-Serve, Agrawal et al. 2024). So decodes never wait behind prompts, and prompts always
 progress. Then the queue's head is admitted while there are places, budget and KV blocks for all its tokens. No request
 overtakes the head, so every request is served eventually (with ``longest_first``: once no longer ones arrive). One
-exception: if prompts of its length have used their share of the step, others go first, as long as places and blocks for
-the head are left (backfilling, Lifka 1995).
+exception: if prompts of its length or client have used their share of the step, others go first, as long as places and
+blocks for the head are left (backfilling, Lifka 1995).
 
 When a sequence needs a block and none is free, the running sequence of the worst rank is preempted: it returns its
 blocks, keeps its output tokens, and recomputes prompt and output at its next turn. Draws depend on positions, not on
@@ -50,13 +50,17 @@ BARRED = ("kv", "places", "adapters")
 class Plan:
     """A step in the making."""
 
-    __slots__ = ("chunk", "copies", "forks", "rows", "sequences", "shares", "step")
+    __slots__ = ("chunk", "copies", "forks", "rooms", "rows", "sequences", "shares", "step", "taken")
 
     def __init__(self, step: int, budget: Budget) -> None:
         self.step = step
         self.chunk = budget.chunk
         self.shares = [list(share) for share in budget.shares]
         """Remaining tokens of each share, see ``Share``."""
+        self.rooms = dict(budget.rooms)
+        """Remaining prompt tokens of each limited client."""
+        self.taken: dict[str, int] = {}
+        """Prompt tokens of each client."""
         self.rows: list[ScheduledRow] = []
         self.sequences: list[Sequence] = []
         """The sequence of each row."""
@@ -69,14 +73,18 @@ class Plan:
         counts = [row.num_tokens for row in self.rows]
         return sum(count > 1 for count in counts), sum(counts)
 
-    def allows(self, count: int) -> int:
-        """Return the tokens that a prompt with ``count`` tokens to compute may take of the step."""
+    def allows(self, count: int, client: str) -> int:
+        """Return the tokens that a client's prompt with ``count`` tokens to compute may take of the step."""
         left = next((tokens for over, tokens in self.shares if count > over), count)
-        return min(count, left, self.chunk)
+        return min(count, left, self.chunk, self.rooms.get(client, count))
 
-    def take(self, count: int, most: int) -> int:
-        """Give a prompt with ``count`` tokens to compute what it may take, one token to ``most``. Returns how many."""
-        taken = max(1, min(self.allows(count), most))
+    def take(self, count: int, most: int, client: str) -> int:
+        """Give a client's prompt with ``count`` tokens to compute what it may take, one token to ``most``. Returns how
+        many."""
+        taken = max(1, min(self.allows(count, client), most))
+        self.taken[client] = self.taken.get(client, 0) + taken
+        if client in self.rooms:
+            self.rooms[client] = max(0, self.rooms[client] - taken)
         for share in self.shares:
             if count > share[0]:
                 share[1] = max(0, share[1] - taken)
@@ -183,7 +191,7 @@ class Scheduler(Bookkeeping):
             again = False
             if take > 1:
                 ahead = self._ahead(seq) if others_wait else 0
-                take = plan.take(take, 1 + max(0, spare - ahead))
+                take = plan.take(take, 1 + max(0, spare - ahead), seq.request.spec.client)
                 spare -= take - 1
             end = seq.scheduled + take
             if (seq.shared_block is not None or end > len(seq.block_ids) * block_size) and not self._make_room(
@@ -220,7 +228,8 @@ class Scheduler(Bookkeeping):
             self._last.clear()  # rows of the next step do not start where these end
         else:
             self._last.append(sequences)
-        self.budget.planned(not batch.again and any(row.num_tokens - len(row.drafts) > 1 for row in rows))
+        prompts = not batch.again and any(row.num_tokens - len(row.drafts) > 1 for row in rows)
+        self.budget.planned(prompts, plan.taken)
         self._in_flight.append((batch, sequences))
         return batch
 
@@ -389,10 +398,11 @@ class Scheduler(Bookkeeping):
         most, graph = self.config.graph_prompts, self.config.graph_tokens or 0
         prompts, tokens = plan.sizes() if most is not None and len(self.waiting) else (0, 0)
         passed: Sequence | None = None
-        for seq in self.waiting.in_order() if plan.shares else iter(self.waiting.head, None):
+        for seq in self.waiting.in_order() if plan.shares or plan.rooms else iter(self.waiting.head, None):
             if spare <= 0 or (most is not None and prompts >= most and tokens <= graph):
                 break
-            if not plan.allows(seq.to_compute):  # its like have taken their share: it is not held up by shorter ones
+            if not plan.allows(seq.to_compute, seq.request.spec.client):
+                # Its like, or its client, have taken their share: it does not hold up others.
                 passed = passed or seq
                 continue
             used = self._try_admit(seq, spare, plan, passed)
@@ -446,7 +456,7 @@ class Scheduler(Bookkeeping):
             if self.config.enable_prefix_caching and not computes_all:
                 self._prefix_query_tokens += seq.prompt_len
                 self._prefix_hit_tokens += seq.scheduled
-        take = plan.take(seq.length - seq.scheduled, spare) if spare > 0 else 0
+        take = plan.take(seq.length - seq.scheduled, spare, state.spec.client) if spare > 0 else 0
         if take:
             self._plan_row(seq, seq.scheduled + take, plan)
         return take

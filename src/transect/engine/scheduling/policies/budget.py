@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Mapping
 from collections.abc import Sequence as Listed
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from ..request import Sequence
 from ..scheduler_config import SchedulerConfig
 from ..waiting_queue import WaitingQueue
 from .filling import nothing_ends_later
-from .turns import NO_PAUSES, Turns, take_turns
+from .turns import NO_PAUSES, Rooms, Turns, take_turns
 
 AUTO_RATIO = 2.5
 """Time of a step with prompts over the time of its decodes alone, if no target in milliseconds is set."""
@@ -81,6 +82,8 @@ class Budget(NamedTuple):
     """Shares of prompts, longest prompts first; empty if prompts take tokens in order of rank."""
     pause: bool = False
     """Prompts take no part in the step."""
+    rooms: Mapping[str, int] = {}
+    """Most prompt tokens of each client that is limited (``turns``)."""
 
 
 class Coming(NamedTuple):
@@ -108,6 +111,7 @@ class StepBudget:
         self._debt = 0.0
         """Seconds by which steps with prompts were longer than the target, less those by which pauses were shorter."""
         self._turns = NO_PAUSES
+        self.rooms = Rooms()
         self._next = (0.0, math.inf)
         """Seconds that the next step adds to ``_debt`` if it has prompts, and takes from it if it has none."""
         self._kept: tuple[object, Budget, tuple[float, float]] | None = None
@@ -143,6 +147,7 @@ class StepBudget:
                 again. None if they are not known.
         """
         if state is None:
+            self._kept = None
             return self._bounds(running, waiting, cut, barred)
         key = state, self.times.steps, self.fill_tokens, self._turns
         if self._kept is None or self._kept[0] != key:
@@ -153,6 +158,7 @@ class StepBudget:
 
     def _bounds(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool) -> Budget:
         self._next = (0.0, math.inf)
+        self.rooms.discard()
         if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # no sequence decodes
             most = self._config.max_num_batched_tokens
             prompts = [seq.length - seq.scheduled for seq in running if seq.length - seq.scheduled > 1]
@@ -168,8 +174,9 @@ class StepBudget:
             return Budget(self.fill_tokens, self._chunk)
         return Budget(self._mixed, self._chunk)
 
-    def planned(self, prompts: bool) -> None:
-        """Record a planned step, with prompts or without."""
+    def planned(self, prompts: bool, taken: Mapping[str, int] = {}) -> None:
+        """Record a planned step, with prompts or without; ``taken``: prompt tokens of each client."""
+        self.rooms.planned(taken)
         self._share += SMOOTHING * (prompts - self._share)
         more, less = self._next
         if prompts:
@@ -182,6 +189,8 @@ class StepBudget:
         share = self._share
         for _ in range(steps):
             share += SMOOTHING * (0.0 - share)
+        self.rooms.discard()
+        self.rooms.decoded(steps)
         self._share, self._debt, self._next = share, 0.0, (0.0, math.inf)
 
     def coming(
@@ -195,9 +204,11 @@ class StepBudget:
         """Return the facts of the next step if it were planned now; arguments as of ``of_next``."""
         if not (len(waiting) or cut):
             return Coming(len(running), False)
-        tokens, chunk, _, pause = self.of_next(running, waiting, cut, barred, state)
+        tokens, chunk, _, pause, rooms = self.of_next(running, waiting, cut, barred, state)
         if pause:
             return Coming(tokens, True)
+        if rooms:  # prompts of limited clients fill less of the step
+            return Coming(tokens, False)
         here = sum(min(seq.length - seq.scheduled, chunk) for seq in running)
         here += waiting.num_tokens if chunk >= tokens else sum(min(seq.to_compute, chunk) for seq in waiting.in_order())
         return Coming(min(here, tokens), here >= tokens)
@@ -242,7 +253,10 @@ class StepBudget:
         room = tokens - rows
         long = LONG * (usual if usual > 0 else room)
         shares = self._shares(room, long, [count for count, _ in prompts], waiting, barred)
-        return Budget(tokens, self._chunk, shares)
+        rooms: dict[str, int] = {}
+        if not target and self._config.pipeline_depth == 1:
+            rooms = self.rooms.of_step(running, waiting, room, AUTO_RATIO)
+        return Budget(tokens, self._chunk, shares, rooms=rooms)
 
     def _least(self, beside: StepLoad, context: int, scored: bool) -> float:
         """Predict the seconds of the shortest useful step with prompts: one token beyond those that are fixed."""
