@@ -36,7 +36,7 @@ from http_vs_offline import server
 
 import _paths  # noqa: F401
 from benchmarks import record
-from benchmarks.checks.speed_of_trees import T_95
+from transect.bench.intervals import student_quantile
 from transect.engine.scheduling.decisions import read_records
 from transect.explain.engine.log import LoggedStep, build
 
@@ -205,7 +205,7 @@ def compare(rounds: list[list[Window]], log: bytes) -> dict[str, Any]:
     ratios = [after / before for before, after in means]
     logs = [math.log(each) for each in ratios]
     mean, count = statistics.fmean(logs), len(logs)
-    half = T_95.get(count, 2.1) * statistics.stdev(logs) / math.sqrt(count) if count > 1 else math.inf
+    half = student_quantile(0.95, count - 1) * statistics.stdev(logs) / math.sqrt(count) if count > 1 else math.inf
     interval = {"low": math.exp(mean - half), "high": math.exp(mean + half)}
     return {
         "more_ms_per_s": {
