@@ -156,6 +156,7 @@ def test_a_flow_is_drawn_while_it_runs(new_page, board):
     write_flow(board[1] / "flow", watched=True)
     page.get_by_text("Last decision, by promote:").wait_for()
     page.get_by_text("units:2 was rolled back to units:1").first.wait_for()
+    assert "rolled back" in page.locator(".tile", has_text="Canary").inner_text()
     rates = page.get_by_role("region", name="Rates that the watch compares")
     assert "18 of 90" in rates.inner_text() and page.locator(".interval .worse").count() == 1
     check_accessible(page, "a flow")
@@ -168,12 +169,11 @@ def test_a_layout_is_drawn(new_page, board):
     page.get_by_text("replica 1").wait_for()
     assert page.locator(".ranks rect").count() == 16 and page.locator(".ranks text.number").count() == 16
     assert page.locator(".schedule .forward").count() == page.locator(".schedule .backward").count() == 4 * 8
+    if PICTURES:
+        page.locator("section", has=page.locator(".ranks")).screenshot(path=Path(PICTURES) / "board-layout.png")
     page.get_by_text("Ranks as a table").click()
     assert page.get_by_role("region", name="Ranks", exact=True).locator("tbody tr").count() == 16
     check_accessible(page, "a layout")
-    if PICTURES:
-        page.get_by_role("heading", name="Layout", exact=True).scroll_into_view_if_needed()
-        page.locator("section", has=page.locator(".ranks")).screenshot(path=Path(PICTURES) / "board-layout.png")
 
 
 @pytest.mark.prove
