@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import plan_calibrate, plan_serving, plan_workload
+from . import plan_calibrate, plan_drills, plan_serving, plan_workload
 
 if TYPE_CHECKING:
     from ..costs.machine import Machine
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 application.command("serving")(plan_serving.command)
 application.command("calibrate")(plan_calibrate.command)
+application.command("drills")(plan_drills.command)
 application.command("workload")(plan_workload.command)
 
 TOKENS = 2**15

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,9 @@ class SearchResult:
         branch: the chosen one.
         seed: with it, the same request has the same tree.
         drawn: tokens that the engine drew for branches.
-        ended_by: "method", or the budget that was spent: "tokens" or "seconds".
+        ended_by: "method", or the budget that was spent: "tokens" or "seconds"; "cost" if one more branch would not
+            have ended within the seconds.
+        quotes: predicted costs of forks, for methods that ask for them.
     """
 
     search: SearchSettings
@@ -29,6 +31,7 @@ class SearchResult:
     seed: int
     drawn: int
     ended_by: str
+    quotes: Sequence[Mapping[str, Any]] = ()
 
     @property
     def text(self) -> str:
@@ -42,7 +45,8 @@ class SearchResult:
         return {} if votes is None else dict(votes(self.tree, self.search.options))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return settings, votes and branches for JSON. Branches have texts if ``search.details`` is set."""
+        """Return settings, votes and branches for JSON. Branches have texts if ``search.details`` is set; ``forks`` are
+        the predicted costs, where there is a budget in seconds."""
         return {
             **self.search.to_dict(),
             "seed": self.seed,
@@ -50,6 +54,7 @@ class SearchResult:
             "ended_by": self.ended_by,
             "chosen": self.branch.id,
             "votes": dict(self.votes),
+            **({"forks": list(self.quotes)} if self.search.budget.seconds is not None else {}),
             "branches": [_described(branch, self.search.details) for branch in self.tree.branches],
         }
 

@@ -25,12 +25,16 @@ bills = APIRouter(tags=["operations"], responses={404: {"description": "no such 
 def decision_rings(request: Request, past: bool = False) -> list[DecisionRing]:
     """Return the decision log of each engine that has run a step. ``past``: those of replaced engines too."""
     engine = request.app.state.serving.engine
-    rings = [getattr(each, "decisions", None) for each in getattr(engine, "engines", (engine,))]
-    rings += getattr(engine, "past_decisions", ()) if past else ()
-    found = [ring for ring in rings if ring is not None and ring.header]
+    found = [each.decisions for each in _logged(engine)] + [*(getattr(engine, "past_decisions", ()) if past else ())]
     if not found:
         raise ApiError(404, "this engine keeps no log of decisions, or has run no step yet", code="no_decisions")
     return found
+
+
+def _logged(engine: Any) -> list[Any]:
+    """List the engines that keep a log and have run a step."""
+    every = getattr(engine, "engines", (engine,))
+    return [each for each in every if getattr(each, "decisions", None) is not None and each.decisions.header]
 
 
 @bills.get("/v1/requests/{request_id}/bill")
@@ -85,8 +89,8 @@ def _bill(works: list[tuple[DecisionRunLog, StepWork]], name: str, choice: int) 
 async def decisions(request: Request, engine: int = 0) -> Response:
     """Return the newest records of an engine's decision log, as a file that ``transect explain`` reads.
 
-    Headers: a flag that no record was dropped since the start, seconds since the newest record, and the number of
-    engines.
+    Headers: a flag that no record was dropped since the start, seconds since the newest record, the number of
+    engines, and the name of this one, if it is a replica of a fleet.
     """
     check_operator()
     rings = decision_rings(request)
@@ -98,4 +102,7 @@ async def decisions(request: Request, engine: int = 0) -> Response:
         "X-Decisions-Idle": f"{time.monotonic() - ring.touched:.3f}",
         "X-Decisions-Engines": str(len(rings)),
     }
+    one = _logged(request.app.state.serving.engine)[engine]
+    if name := getattr(one, "name", ""):
+        headers["X-Decisions-Engine"] = name if one.death is None else f"{name} (gone)"
     return Response(bytes(ring), media_type="application/octet-stream", headers=headers)
