@@ -94,7 +94,8 @@ def read_live(address: tuple[str, int], pipe: Connection) -> None:
                 text += first.recv(65536)
         name = text.partition(b'"id":"')[2].partition(b'"')[0].decode()
         with opened(f"?follow={name}") as second:
-            while pipe not in select.select([second, pipe], [], [])[0]:
+            sources: list[Any] = [second, pipe]
+            while pipe not in select.select(sources, [], [])[0]:
                 chunk = second.recv(1 << 18)
                 counts = [counts[0] + len(chunk), counts[1] + chunk.count(b"data: ")]
         pipe.recv()
