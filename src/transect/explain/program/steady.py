@@ -204,6 +204,8 @@ class Steady:
         ended = time.perf_counter()
         self._over = True
         self._limit.cancel()
+        if self._limit.is_alive():
+            self._limit.join()  # a call that it asked for comes while this object exists
         self.watch.stop()
         if self._state == "first":
             self._first.stop(wait=wait)
