@@ -105,10 +105,11 @@ def _leave_interruptions_out(split: Split, samples: StackSamples | None) -> None
     for group in groups.values():
         usual = float(np.median([gap.seconds for gap in group]))
         long = [gap for gap in group if gap.seconds > INTERRUPTED * usual + SHORT_GAP_S]
-        for gap in long if len(long) <= len(group) / 4 else ():
+        for gap in long if len(long) <= len(group) / 3 else ():
             inside = samples.samples[bisect_left(times, gap.begin) : bisect_right(times, gap.end)]
-            known = any(doing_of(sample.stack).kind not in ("calls", "python") for sample in inside)
-            if len(inside) < 2 and not known and gap.seconds < 2.5 * samples.period:
+            # In a longer gap there would be more samples, if the program had not waited for a core.
+            loose = ("calls", "python") if gap.seconds < 2.5 * samples.period else ("calls",)
+            if len(inside) < 2 and all(doing_of(sample.stack).kind in loose for sample in inside):
                 extra = gap.seconds - usual
                 gap.cost += extra
                 split.parts["profiler"] += extra
