@@ -19,6 +19,8 @@ from typing import Any
 import _paths  # noqa: F401
 from benchmarks import gpu_queue, record
 from benchmarks.checks import numerics, speed_of_trees, structure
+from benchmarks.compilers import follow
+from benchmarks.compilers import ladder as compilers
 from benchmarks.engine import (
     batching,
     cpu_vs_llamacpp,
@@ -334,8 +336,21 @@ def capture_cost() -> str:
         f"Every request captured, {result['streams']} streams from a server whose engine costs nothing: "
         f"{ratio['median']:.3f} of the tokens per second without captures ({ratio['min']:.3f} to {ratio['max']:.3f} in "
         f"{ratio['runs']} rounds, in turns), and {after:.1f} instead of {before:.1f} us of the server's processor time "
-        "per token.\n"
+        f"per token.{_gaps(result)}\n"
         f"{_here(result)}"
+    )
+
+
+def _gaps(result: dict[str, Any]) -> str:
+    """Render the 99th percentile of gaps with captures beside that without; empty if it was not measured."""
+    found = result.get("gap_p99")
+    if found is None:
+        return ""
+    low, high = found["interval"]
+    return (
+        f" With steps of {found['step_ms']:.0f} ms, 99% of the gaps between two pieces of a stream are below "
+        f"{found['capturing_ms']:.2f} ms instead of {found['without_ms']:.2f} ms: a ratio of {found['ratio']:.3f} (95% "
+        f"interval {low:.3f} to {high:.3f})."
     )
 
 
@@ -452,7 +467,16 @@ def pretrain_published() -> str:
     return pretrain_tables.beside_published(*runs)
 
 
+def followed(part: str, key: str) -> Callable[[], str]:
+    """Return a function that renders an excerpt of what a compiler made of softmax."""
+    return lambda: follow.page(part, key, _load("cpu/compilers_followed.json"))
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "compilers-ladder": lambda: compilers.table(_load("cpu/compilers.json")),
+    "compilers-planes": lambda: follow.planes_table(_load("cpu/compilers_followed.json"), _load("cpu/compilers.json")),
+    "compilers-roles": lambda: follow.roles_table(_load("cpu/compilers_followed.json")),
+    **{f"compilers-{name}": followed(*place) for name, place in follow.EXCERPTS.items()},
     "operators-reference": operators_reference,
     "operators-results": ops_tables.page,
     "clone": front.clone,
