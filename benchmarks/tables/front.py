@@ -119,8 +119,8 @@ def figures() -> str:
 SUPPORT = """| | measured | emulated or compiled in the tests | untested | not supported |
 |---|---|---|---|---|
 {cpu}
-| GPU | NVIDIA H200 and H100 (`sm_90`; most figures are of an H200) | A100 (`sm_80`), AMD MI300 (`gfx942`) | other NVIDIA \
-GPUs | Metal, Vulkan, Intel GPUs |
+| GPU | NVIDIA H200 and H100 (`sm_90`; most figures are of an H200) | A100 (`sm_80`), AMD MI300 (`gfx942`) | other \
+NVIDIA GPUs | Metal, Vulkan, Intel GPUs |
 | several GPUs | 2 x H200, 2 x H100 in one host | | more than two; several hosts with GPUs | |
 """
 
