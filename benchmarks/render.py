@@ -491,7 +491,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     ),
     "cpu-peers": once_recorded("cpu/cpu_peers.json", "benchmarks/engine/cpu_peers.py", cpu_peers.table),
     "cpu-peers-shapes": once_recorded(
-        "cpu/cpu_peers_shapes.json", "benchmarks/engine/cpu_peers.py --shapes 1.7b,4b,mixture", cpu_peers.table
+        "cpu/cpu_peers_shapes.json",
+        "benchmarks/engine/cpu_peers.py --shapes 1.7b,4b,mixture --rounds 1 --repeats 1 --settings 1",
+        cpu_peers.table,
     ),
     "compilers-roles": lambda: follow.roles_table(_load("cpu/compilers_followed.json")),
     **{f"compilers-{name}": followed(*place) for name, place in follow.EXCERPTS.items()},
