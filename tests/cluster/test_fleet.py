@@ -94,8 +94,7 @@ async def test_a_new_router_gets_the_running_engines(small):
     assert {host.pid for host in small.hosts.values()} == pids
     stats = await small.fleet.stats()
     assert stats.running == 0 and stats.finished["abort"] >= 1
-    used = [engine for engine in small.fleet.engines if engine.decisions.count]  # a log begins with the first step
-    assert used and all(engine.decisions.header for engine in used)
+    assert all(engine.decisions.header for engine in small.fleet.engines)
 
 
 @pytest.mark.prove

@@ -6,8 +6,8 @@ promised.
 
 Run as ``python -m stub_engine ENDPOINT`` in place of ``transect.engine.frontends.process``. ``STUB_STEP_S`` of the
 environment is the time of a step in seconds, ``STUB_VOCAB`` the vocabulary; with ``STUB_EXACT=0`` no bits are promised,
-and with ``STUB_HANGS`` it is never ready. ``STUB_BLOCKS`` and ``STUB_SEQS`` are its KV blocks and places, and
-``STUB_START_S`` seconds that its start takes besides.
+and with ``STUB_HANGS`` it is never ready. ``STUB_START_S`` are further seconds of its start, ``STUB_BLOCKS`` and
+``STUB_SEQS`` its KV blocks and places.
 """
 
 from __future__ import annotations

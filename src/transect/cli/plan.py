@@ -241,17 +241,5 @@ def schedule(
         for rank, line in enumerate(drawn(times)):
             print(f"  {rank}  {line.rstrip()}")
     if json:
-        print(
-            encoder.dumps(
-                {
-                    each: {
-                        "length": times.length,
-                        "bubbles": times.bubbles,
-                        "kept": times.kept,
-                        "actions": [[[str(a), begin, end] for a, begin, end in rank] for rank in times.spans],
-                    }
-                    for each, times in found.items()
-                }
-            )
-        )
+        print(encoder.dumps({each: times.to_dict() for each, times in found.items()}))
     return 0

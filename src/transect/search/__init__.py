@@ -8,5 +8,5 @@
 * ``rows``: training data from searches.
 * ``judges``: sources of scores. ``programs``: functions of the operator's, in a process with limits.
 * ``extract``: short answers in texts.
-* ``result``: the answer and its tree.
+* ``result``: the answer and its tree, also while it grows.
 """

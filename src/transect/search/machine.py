@@ -255,14 +255,14 @@ class SearchRun:
         """Return counts for a stream: branches by state, tokens, votes."""
         states = [branch.state for branch in self.tree.branches]
         votes = self.search.method.votes
-        return {
-            "method": self.search.method.name,
-            "alive": states.count("alive"),
-            "ended": states.count("ended"),
-            "dropped": states.count("dropped"),
-            "tokens": self.drawn,
-            **({} if votes is None else {"votes": dict(votes(self.tree, self.search.options))}),
-        }
+        counts = {state: states.count(state) for state in ("alive", "ended", "dropped")}
+        voted = {} if votes is None else {"votes": dict(votes(self.tree, self.search.options))}
+        return {"method": self.search.method.name, **counts, "tokens": self.drawn, **voted}
+
+    @property
+    def running(self) -> dict[int, int]:
+        """Number of tokens drawn so far for each running branch, by its id; ``Branch.tokens`` gets them at its end."""
+        return {work.branch.id: len(work.tokens) for work in self._works.values()}
 
     # ---- virtual time ------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""``SearchResult``: the answer of a search, and its tree as plain data."""
+"""``SearchResult``: the answer of a search, and its tree as plain data, also while it grows."""
 
 from __future__ import annotations
 
@@ -57,6 +57,22 @@ class SearchResult:
             **({"forks": list(self.quotes)} if self.search.budget.seconds is not None else {}),
             "branches": [_described(branch, self.search.details) for branch in self.tree.branches],
         }
+
+
+class TreeNews:
+    """Descriptions of branches that have changed since the last look, for streams that draw a growing tree."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, dict[str, Any]] = {}
+
+    def take(self, tree: Tree, running: Mapping[int, int]) -> list[dict[str, Any]]:
+        """Return new and changed branches without texts. ``running``: tokens of running branches, by id."""
+        found = [_described(branch, False) for branch in tree.branches]
+        for each in found:
+            each["tokens"] += running.get(each["id"], 0)
+        changed = [each for each in found if each != self._told.get(each["id"])]
+        self._told.update((each["id"], each) for each in changed)
+        return changed
 
 
 def _described(branch: Branch, texts: bool) -> dict[str, Any]:

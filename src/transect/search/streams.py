@@ -12,6 +12,7 @@ from ..engine.frontends.mailbox import Mailbox
 from ..text.output_processor import Update
 from .machine import Call, EndChoice, Operation, Render, RunRequest, SearchRun
 from .prices import BranchPrice
+from .result import TreeNews
 from .tree import Messages
 
 QUOTE_S = 0.1
@@ -42,6 +43,8 @@ class Performs(Protocol):
 async def follow(run: SearchRun, engine: Performs) -> AsyncGenerator[dict[str, Any], None]:
     """Run a search to its end, and yield its progress; afterwards ``run.result`` is set.
 
+    With ``details`` in its settings, progress names the branches that have changed.
+
     Closing the generator ends all engine requests. Errors of the engine are raised here.
 
     Raises:
@@ -54,6 +57,7 @@ async def follow(run: SearchRun, engine: Performs) -> AsyncGenerator[dict[str, A
     began = quoted = loop.time()
     end = None if seconds is None else began + seconds
     version, shown = -1, 0.0
+    tree_news = TreeNews()
 
     def start(work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
@@ -74,7 +78,8 @@ async def follow(run: SearchRun, engine: Performs) -> AsyncGenerator[dict[str, A
             now = loop.time()
             if run.version != version or now - shown >= PROGRESS_S or run.done:
                 version, shown = run.version, now
-                yield run.progress()
+                more = {"branches": tree_news.take(run.tree, run.running)} if run.search.details else {}
+                yield run.progress() | more
             if run.done:
                 return
             if end is not None and now >= end:

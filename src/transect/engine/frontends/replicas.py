@@ -64,7 +64,7 @@ async def start_engines(
 
 def config_of(config: EngineConfig, index: int) -> EngineConfig:
     """Derive the configuration of one replica: its GPUs, its share of the cores and of a cache's default size, and its
-    own decision log."""
+    own decision log, which has the given name if there is one replica."""
     threads = config.threads or max(1, config.cpu_threads() // config.ranks)
     file = config.decision_log
     return dataclasses.replace(
@@ -72,7 +72,7 @@ def config_of(config: EngineConfig, index: int) -> EngineConfig:
         data_parallel_size=1,
         first_device=config.first_device + index * (config.ranks // config.data_parallel_size),
         threads=threads,
-        decision_log=None if file is None else f"{file}.{index}",
+        decision_log=file if file is None or config.replicas == 1 else f"{file}.{index}",
         hung_after_s=config.silence_s,
     )
 

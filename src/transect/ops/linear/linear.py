@@ -30,7 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...costs.work import Cost
-from ..lang.jit import INTERPRETED, TRITON_TARGETS, available
+from ...hardware.device import target_of
+from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, runs_triton
 from ..numerics import sample
 from ..registry import Implementation, Op, register
 
@@ -110,7 +111,7 @@ def fixed_tiling(x: Tensor, outputs: int, gated: bool = False) -> ManyRowsTiling
         return SMALL
     if x.element_size() == 4:
         return ManyRowsTiling(bm=64 if rows > 32 else 16, bn=64, bk=32, warps=4)
-    hopper = torch.cuda.get_device_capability(x.device)[0] >= 9
+    hopper = target_of(x.device).bulk_copies
     narrow = outputs <= 8192
     if rows <= 64:
         tiling = ManyRowsTiling(bm=64, bn=32 if narrow else 64, bk=128, warps=4, stages=5 if narrow else 4)
@@ -121,7 +122,7 @@ def fixed_tiling(x: Tensor, outputs: int, gated: bool = False) -> ManyRowsTiling
     else:
         tiling = ManyRowsTiling(bm=128, bn=128 if gated else 256, bk=64, warps=8, stages=4, halves=not gated)
     if not hopper:
-        return replace(tiling, bn=min(tiling.bn, 128), bk=64, stages=3, halves=False)
+        return replace(tiling, bn=min(tiling.bn, 64 if gated else 128), bk=64, stages=3, halves=False)
     return replace(tiling, persistent=True)
 
 
@@ -131,6 +132,11 @@ def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
     rows = x.shape[0]
     return matmul.matmul(whole_tile(x), weight, bias, tiling=fixed_tiling(x, weight.shape[0]))[:rows]
+
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``reference`` on any device; a row's result does not depend on the number of rows."""
+    return (triton_fixed_rows if runs_triton(x) else fixed_rows)(x, weight, bias)
 
 
 def whole_tile(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ FOR_OPERATORS: dict[int | str, dict[str, Any]] = {403: {"description": "for the 
 bills = APIRouter(tags=["operations"], responses={404: {"description": "no such request, or it ended too long ago"}})
 
 
-def _rings(request: Request, past: bool = False) -> list[DecisionRing]:
+def decision_rings(request: Request, past: bool = False) -> list[DecisionRing]:
     """Return the decision log of each engine that has run a step. ``past``: those of replaced engines too."""
     engine = request.app.state.serving.engine
     found = [each.decisions for each in _logged(engine)] + [*(getattr(engine, "past_decisions", ()) if past else ())]
@@ -47,7 +47,7 @@ async def request_bill(request: Request, request_id: str, choice: int = 0) -> di
     serving: Serving = request.app.state.serving
     if not serving.owners.may_see(request_id):
         raise ApiError(404, NOT_YOURS, param="request_id", code="request_not_found")
-    rings = _rings(request, past=True)
+    rings = decision_rings(request, past=True)
     name = bare_id(request_id).encode()
 
     def work() -> dict[str, Any]:
@@ -93,7 +93,7 @@ async def decisions(request: Request, engine: int = 0) -> Response:
     engines, and the name of this one, if it is a replica of a fleet.
     """
     check_operator()
-    rings = _rings(request)
+    rings = decision_rings(request)
     if not 0 <= engine < len(rings):
         raise ApiError(404, f"engine must be 0 to {len(rings) - 1}, got {engine}", param="engine")
     ring = rings[engine]
