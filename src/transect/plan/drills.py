@@ -164,6 +164,6 @@ def predict(
             run = Fleet(model, replicas, events=events).run(asked) if events else calm
             after = p99(run) if len(run.records) > 1 else math.nan
             effects.append((after, after - p99(calm), lost, run.dropped))
-        means = [statistics.fmean(each) for each in zip(*effects, strict=True)]
-        found[name] = Effect(*means[:3], round(means[3]))
+        after, added, lost, dropped = (statistics.fmean(each) for each in zip(*effects, strict=True))
+        found[name] = Effect(after, added, lost, round(dropped))
     return found
