@@ -50,8 +50,6 @@ def drills(result: Mapping[str, Any]) -> str:
 
 def predicted(result: Mapping[str, Any]) -> str:
     """Render predictions of drills beside their measurements."""
-    if "drills" not in result:
-        return "Not measured yet."
     lines = [
         "| drill | p99, predicted | measured | added, predicted | measured "
         "| replica-seconds lost, predicted | measured | dropped, predicted | measured |",
