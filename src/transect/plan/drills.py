@@ -152,7 +152,7 @@ def predict(
     """
     if unknown := sorted(set(drills) - set(DRILLS)):
         raise ValueError(f"there is no drill {unknown[0]!r}: choose from {', '.join(DRILLS)}")
-    calm = Fleet(model, replicas).run(asked)
+    calm = Fleet(model, replicas).run([each for number, each in enumerate(asked) if number not in (leaving or {})])
     found = {}
     for name in drills:
         effects = []
