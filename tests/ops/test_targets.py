@@ -73,7 +73,7 @@ def test_products_of_bfloat16(target: Target, monkeypatch: pytest.MonkeyPatch) -
             self.shape = shape
 
     ran = {m: call(Matrix(m, 4096), Matrix(28672, 4096), dependent_launch=True) for m in (1, 16, 64)}
-    assert (ran[1], ran[16]) == ("cuda", "cuda")
+    assert (ran[1], ran[16]) == ("cuda", "cuda" if target.large_blocks else "triton")
     assert ran[64] in (("hopper", "cublas") if target.hopper else ("triton",))
     for n, k in SIZES:
         for m in (1, 8, 16):
