@@ -83,13 +83,15 @@ def targets() -> str:
         room = f"{target.block_bytes // 1024} KiB"
         rows = result["targets"].get(name)
         if rows is None:
-            lines.append(f"| `{name}` | {target.cards} | {room} | | | untested |")
+            lines.append(
+                f"| `{name}` | {target.cards} | {room} | | | {'measured' if name in MEASURED else 'untested'} |"
+            )
             continue
         wrong = faults(name, rows)
         notes += [f"* `{name}`: {fault}" for fault in wrong]
         state = "measured" if name in MEASURED else "compiled"
         state += f", {len(wrong)} exceptions below" if wrong else ""
-        sources = str(len(rows["cuda"])) if rows["cuda"] else "none"
+        sources = str(len(rows["cuda"])) if rows["cuda"] else "" if target.nvidia else "none"
         lines.append(f"| `{name}` | {target.cards} | {room} | {len(rows['triton'])} | {sources} | {state} |")
     machine = result["environment"]
     versions = f"Triton {machine['packages']['triton']}, nvcc {result['nvcc']}"
