@@ -50,7 +50,7 @@ def command(
 
         if shapes or launcher or rows or load or ship or json is not None:
             raise ValueError("--shapes, --launcher, --rows, --load, --ship and --json are for an operator or a model")
-        return tune_card.tune(seconds, keep, report)
+        return tune_card.tune(seconds, keep, report, show)
     if report is not None:
         raise ValueError("--report is of a card, without operators and models; those have --json")
     if len(ops) == 1 and ops[0] not in {op.name for op in all_ops()}:

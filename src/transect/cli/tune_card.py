@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,8 @@ SECONDS, LEAST_SECONDS = 45.0, 2.0
 MOST_WORKERS = 8
 
 
-def tune(seconds: float | None, keep: bool, report: Path | None) -> None:
-    """Search ``UNITS`` for ``seconds`` in total, show and keep the fastest, and write a report of the card.
+def tune(seconds: float | None, keep: bool, report: Path | None, show: Callable[[Found], None]) -> None:
+    """Search ``UNITS`` for ``seconds`` in total, ``show`` and keep the fastest, and write a report of the card.
 
     Raises:
         ValueError: there is no GPU, or no kernels for it.
@@ -38,7 +39,6 @@ def tune(seconds: float | None, keep: bool, report: Path | None) -> None:
     from ..ops import tuning
     from ..ops.registry import all_ops
     from ..ops.tools import search, search_worker
-    from .tune import show
 
     if not torch.cuda.is_available():
         raise ValueError("tuning measures on the GPU, and torch finds none here; the rules of thumb stay in use")
