@@ -164,7 +164,5 @@ def test_names_and_refusals():
     assert engine_settings({"kv_cache_dtype": None}) == {}
     with pytest.raises(ValueError, match="kv_cache_dtype must be auto, fp8"):
         EngineConfig(model="m", kv_cache_dtype="int4")
-    with pytest.raises(ValueError, match="int8 is not for deterministic"):
-        EngineConfig(model="m", kv_cache_dtype="int8", deterministic=True)
     with pytest.raises(ValueError, match="int8 is not for native=True"):
         EngineConfig(model="m", kv_cache_dtype="int8", native=True)

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from effort import quick_first
 from peft_models import make_adapter
 from tiny_checkpoints import make_model, write_gguf
 from tiny_llm import save_tiny_llm
@@ -81,6 +82,19 @@ PATHS = {
     "torch, deterministic": ("layers", {"native": False, "deterministic": True}, True),
     "torch, blocks, deterministic": ("products", {"native": False, "deterministic": True}, True),
     "torch, int8": ("layers", {"native": False, "quantization": "int8", "dtype": "float32"}, False),
+    "torch, int8, deterministic": ("layers", {"native": False, "quantization": "int8", "deterministic": True}, True),
+    "torch, fp8, deterministic": ("layers", {"native": False, "quantization": "fp8", "deterministic": True}, True),
+    "torch, int4, deterministic": ("layers", {"native": False, "quantization": "int4", "deterministic": True}, True),
+    "torch, cache in int8, deterministic": (
+        "layers",
+        {"native": False, "kv_cache_dtype": "int8", "deterministic": True},
+        True,
+    ),
+    "torch, cache in fp8, deterministic": (
+        "layers",
+        {"native": False, "kv_cache_dtype": "fp8", "deterministic": True},
+        True,
+    ),
     "an adapter beside int8": ("adapter", {"quantization": "int8"}, True),
     "an adapter beside int8, float32": ("adapter", {"quantization": "int8", "dtype": "float32"}, True),
     "an adapter in the weights": ("adapter", {}, True),
@@ -97,7 +111,10 @@ def test_every_path_on_a_cpu_says_if_it_promises_bits(models, path):
     assert built.numerics.parts["kernels"].startswith(path.partition(",")[0]) or name == "adapter"
 
 
-@pytest.mark.parametrize("path", [path for path, (_, _, exact) in PATHS.items() if exact])
+QUICK = ("C++ layers", "C++ layers, int8", "C++ products, deterministic", "torch, deterministic")
+
+
+@pytest.mark.parametrize("path", quick_first([path for path, (_, _, exact) in PATHS.items() if exact], QUICK))
 def test_promised_bits_do_not_depend_on_the_batch_nor_on_chunks(models, path):
     name, settings, _ = PATHS[path]
     alone = answers(models[name], PROMPTS, together=False, **settings)
@@ -121,9 +138,3 @@ def answers(model, prompts, together=True, **settings):
                 found.setdefault(output.request_id, []).extend(zip(output.new_token_ids, output.logprobs, strict=True))
     assert all(len(tokens) == 12 for tokens in found.values())
     return found
-
-
-def test_deterministic_is_refused_where_bits_would_depend_on_the_batch(models):
-    config = EngineConfig(model=models["layers"], quantization="int8", deterministic=True, native=False, **COMMON)
-    with pytest.raises(ValueError, match="other bits in other batches: leave out deterministic"):
-        build_engine(config)

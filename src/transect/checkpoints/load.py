@@ -336,7 +336,7 @@ def _load_torch(
     # float32 is the mode in which a request gives the same tokens alone and in any batch
     ops = resolve_ops(device, batch_invariant=deterministic or number_type is torch.float32)
     values = rounded_values(quantization)
-    kinds = kinds_for(quantization, "cpu") if values is None else None
+    kinds = kinds_for(quantization, "cpu", batch_invariant=deterministic) if values is None else None
     packed = quantization is None and source.adapter is None and stream is None and not deterministic
     if packed and number_type is not torch.float32:
         kinds = kinds_for(None, device, layouts=held_layouts(source, gguf=device.type == "cuda"))

@@ -331,10 +331,8 @@ class EngineConfig:
         if form is None or form.cache is None:
             return
         object.__setattr__(self, "kv_cache_dtype", form.name)
-        native = self.native and not form.cache.native
-        if native or self.deterministic:
-            name = "native=True" if native else "deterministic"
-            raise ValueError(f"a KV cache in {form.name} is not for {name}: leave out one of them")
+        if self.native and not form.cache.native:
+            raise ValueError(f"a KV cache in {form.name} is not for native=True: leave out one of them")
 
     def _check_text(self) -> None:
         override = self.override_generation_config

@@ -27,6 +27,7 @@ from ...ops.linear.few_rows.cuda import Beside
 from ...ops.linear.packed.chain import ChainWeights
 from ...ops.linear.packed.int4 import int4_chain, int4_matmul, int4_rows
 from ...ops.linear.packed.int4.int4_chain import Matrix4
+from ...ops.linear.packed.int4.int4_invariant import InvariantCodes
 from ...ops.linear.packed.int4.int4_packing import CHUNK, arrange_codes
 from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
 from ...ops.moe.grouped_blocks import GROUPS_OF_4, triton_grouped_blocks
@@ -74,10 +75,14 @@ class Int4Products:
     """Kernel that can include norms in its product."""
     chain: int4_chain.Int4Chain | None = None
     """Kernel of a layer's last three products and the next layer's first in one launch, for one row."""
+    batch_invariant: bool = False
+    """True if rows do not depend on each other."""
 
     @classmethod
-    def on(cls, device: torch.device | str, *, dependent: bool = False) -> Int4Products:
+    def on(cls, device: torch.device | str, *, dependent: bool = False, batch_invariant: bool = False) -> Int4Products:
         """Return the fastest kernels for ``device``; ``dependent``: with dependent launch if the device has it."""
+        if batch_invariant:
+            return cls._invariant(torch.device(device), dependent and has_dependent_launch(torch.device(device)))
         if not runs_triton(torch.empty(0, device=device)):
             return cls(int4_matmul.reference, _gated_by_torch)
         dependent = dependent and has_dependent_launch(torch.device(device))
@@ -93,6 +98,18 @@ class Int4Products:
         rows = int4_matmul.rows_kernel(torch.device(device)) if dependent else None
         chain = int4_chain.Int4Chain(torch.device(device)) if rows is not None else None
         return cls(product, gated, rows, chain)
+
+    @classmethod
+    def _invariant(cls, device: torch.device, dependent: bool) -> Int4Products:
+        product = partial(InvariantCodes(device), dependent_launch=dependent)
+
+        def gated(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
+            both = product(x, weight, outputs)
+            if runs_triton(x):
+                return gate_up.gate_halves(both, turns=BLOCK, dependent_launch=dependent)
+            return _gated_by_turns(both)
+
+        return cls(product, gated, batch_invariant=True)
 
 
 class Int4Stream:
@@ -157,7 +174,11 @@ class Int4Stream:
 
 
 def _gated_by_torch(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
-    both = int4_matmul.reference(x, weight, outputs).unflatten(-1, (-1, 2, BLOCK))
+    return _gated_by_turns(int4_matmul.reference(x, weight, outputs))
+
+
+def _gated_by_turns(both: Tensor) -> Tensor:
+    both = both.unflatten(-1, (-1, 2, BLOCK))
     return swiglu.by_exp(both[:, :, 0].flatten(1), both[:, :, 1].flatten(1))
 
 
@@ -190,6 +211,11 @@ class ServingInt4(Weight):
         order = torch.empty(in_features, dtype=torch.int64, device=device) if ordered else None
         self.register_buffer("order", order)
         self.add_bias(bias, device, dtype)
+
+    @property
+    def batch_invariant(self) -> bool:  # type: ignore[override]
+        """True if its kernels are."""
+        return self._products.batch_invariant
 
     def takes(self, layout: MatrixLayout) -> bool:
         return layout == GroupLayout(self.group, self.order is not None)
@@ -325,7 +351,8 @@ class Int4Holder:
 
     @cached_property
     def _products(self) -> Int4Products:
-        return Int4Products.on(self._site.device, dependent=self._site.dependent)
+        site = self._site
+        return Int4Products.on(site.device, dependent=site.dependent, batch_invariant=site.batch_invariant)
 
     def rounded(self, form: NumberFormat) -> WeightKind | None:
         return partial(ServingInt4, products=self._products) if form is INT4 else None

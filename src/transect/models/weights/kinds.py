@@ -11,7 +11,7 @@ from torch import Tensor
 from ...costs.storage import Layouts
 from ...ops.opset import OpSet
 from ...spec.numbers.int4 import INT4
-from ...spec.numbers.layouts import MatrixLayout
+from ...spec.numbers.layouts import GroupLayout, MatrixLayout, ScaledLayout
 from ...spec.numbers.number_format import NumberFormat
 from ...spec.numbers.registry import rounding
 from .as_stored import AsStored
@@ -46,6 +46,11 @@ def rounded_values(quantization: str | None) -> Callable[[Tensor], Tensor] | Non
     return None if form is None else ROUNDED.get(form)
 
 
+def invariant_layout(layout: MatrixLayout) -> bool:
+    """Return True if rows of a product with a matrix in this packing can be independent of each other."""
+    return isinstance(layout, GroupLayout | ScaledLayout)
+
+
 def kinds_for(
     quantization: str | None,
     device: torch.device | str,
@@ -53,19 +58,22 @@ def kinds_for(
     dependent_launch: bool = False,
     layouts: Layouts = (),
     chained_blocks: bool = False,
+    batch_invariant: bool = False,
 ) -> Kinds | None:
     """Return the kinds of weight of a model that plain torch or a GPU serves; None if all are dense.
 
     Args:
         quantization: as ``EngineConfig`` names it: the layers' matrices are rounded when they are loaded, and the head
             stays dense.
-        dependent_launch, chained_blocks: as in ``WeightSite``.
+        dependent_launch, chained_blocks, batch_invariant: as in ``WeightSite``; layouts for which there is no such
+            product are refused by ``invariant_layout``.
         layouts: those of a checkpoint that packs its matrices. Without ``quantization`` the layers stay so.
     """
     form = rounding(quantization)
     if form is None and not layouts:
         return None
-    found = [holder(WeightSite(device, dependent_launch, chained_blocks)) for holder in holders()]
+    site = WeightSite(device, dependent_launch, chained_blocks, batch_invariant)
+    found = [holder(site) for holder in holders()]
     if form is not None:
         own = next(kind for kind in (holder.rounded(form) for holder in found) if kind is not None)
         return lambda name: Dense if name == "head" else own

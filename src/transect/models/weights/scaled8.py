@@ -25,6 +25,7 @@ from ...ops.activation import swiglu
 from ...ops.lang.jit import runs_triton
 from ...ops.linear import gate_up
 from ...ops.linear.few_rows.cuda import Beside
+from ...ops.linear.linear import invariant_linear
 from ...ops.linear.packed.chain import ChainWeights
 from ...ops.linear.packed.eight_bit import scaled8_chain, scaled8_hopper, scaled8_rounding, scaled8_rows, scaled8_tiles
 from ...ops.linear.packed.eight_bit.scaled8 import triton_scaled8
@@ -71,17 +72,24 @@ class Products8:
     """True if launches begin before the previous kernel ends."""
     chain: scaled8_chain.CudaChain | None = None
     """Kernel of a layer's last three products and the next layer's first in one launch, for one row."""
+    batch_invariant: bool = False
+    """True if rows do not depend on each other: any number of rows runs by ``many``, or with the codes decoded."""
 
     @classmethod
-    def on(cls, device: torch.device | str, *, dependent: bool = False, fp8: bool = True) -> Products8:
+    def on(
+        cls, device: torch.device | str, *, dependent: bool = False, fp8: bool = True, batch_invariant: bool = False
+    ) -> Products8:
         """Return the fastest kernels for ``device``.
 
         Args:
             dependent: with dependent launch where the device has it.
             fp8: there are weights in fp8: the kernel of the chain, which takes no others, is compiled too.
+            batch_invariant: rows may not depend on each other.
         """
         device = torch.device(device)
         target = target_of(device)
+        if batch_invariant:
+            return cls(many=_invariant_tiles(device, dependent, fp8), dependent=dependent, batch_invariant=True)
         if target.capability < (8, 0):
             return cls()
         few = hopper = None
@@ -94,6 +102,17 @@ class Products8:
         chain = scaled8_chain.CudaChain(device) if few is not None and dependent and fp8 and target.hopper else None
         many = scaled8_tiles.Tiles8(dependent_launch=dependent, hopper=hopper)
         return cls(few, many if target.fp8_products or not fp8 else None, dependent, chain)
+
+
+def _invariant_tiles(device: torch.device, dependent: bool, fp8: bool) -> scaled8_tiles.Tiles8 | None:
+    if not target_of(device).hopper:
+        return None
+    hopper = None
+    try:
+        hopper = scaled8_hopper.HopperRows8(device) if fp8 else None
+    except Unavailable as reason:
+        log.warning("products of up to 256 rows in fp8 run a Triton kernel, which is slower: %s", reason)
+    return scaled8_tiles.Tiles8(dependent_launch=dependent, hopper=hopper, unsplit=True)
 
 
 class Scaled8(Weight):
@@ -147,9 +166,16 @@ class Scaled8(Weight):
             return few(x_TI, self.codes, self.scale, self.bias, self.fp8, dependent_launch=self._products.dependent)
         if many is not None and self.rounds_inputs and x_TI.dtype == torch.bfloat16 and not self._tiles_refuse(x_TI):
             return many(x_TI, self.codes, self.scale, self.bias, self.fp8)
+        if self.batch_invariant:
+            return invariant_linear(x_TI, self.dense().to(x_TI.dtype), self.bias)
         if runs_triton(x_TI) and x_TI.is_cuda and not self.blocks:
             return triton_scaled8(x_TI, self.codes, self.scale, self.bias, self.fp8)
         return self._by_torch(x_TI)
+
+    @property
+    def batch_invariant(self) -> bool:  # type: ignore[override]
+        """True if its kernels are."""
+        return self._products.batch_invariant
 
     def _few_takes(self, x: Tensor) -> bool:
         return scaled8_rows.refusal(x, self.codes, self.scale, self.bias) is None
@@ -172,12 +198,12 @@ class Scaled8(Weight):
     def gated_product(self) -> Product | None:
         halves = self.out_features // 2
         whole = BLOCK if self.blocks else 8
-        if self.bias is not None or self._products.few is None or self.out_features % 2 or halves % whole:
+        few, dependent, invariant = self._products.few, self._products.dependent, self._products.batch_invariant
+        if self.bias is not None or (few is None and not invariant) or self.out_features % 2 or halves % whole:
             return None
-        few, dependent = self._products.few, self._products.dependent
 
         def gated(x: Tensor) -> Tensor:
-            if len(x) <= scaled8_rows.MOST_ROWS and self._few_takes(x):
+            if few is not None and len(x) <= scaled8_rows.MOST_ROWS and self._few_takes(x):
                 return few(x, self.codes, self.scale, fp8=self.fp8, gated=True, dependent_launch=dependent)
             both = self.forward(x)
             if x.is_cuda:
@@ -215,7 +241,9 @@ class Scaled8(Weight):
     @property
     def workspace(self) -> int:
         """Bytes of the outputs that torch decodes at a time; 0 if a kernel runs."""
-        return 0 if self._products.many is not None else 8 * min(OUTPUTS, self.out_features) * self.in_features
+        if self._products.many is not None:
+            return 0
+        return 8 * (self.out_features if self.batch_invariant else min(OUTPUTS, self.out_features)) * self.in_features
 
     def shard(self, dim: Dimension, rank: int, n: int) -> Scaled8:
         step = BLOCK if self.blocks else 1
@@ -387,5 +415,8 @@ class Holder8:
 
     def _of(self, fp8: bool) -> Any:
         if fp8 not in self._products:
-            self._products[fp8] = Products8.on(self._site.device, dependent=self._site.dependent, fp8=fp8)
+            site = self._site
+            self._products[fp8] = Products8.on(
+                site.device, dependent=site.dependent, fp8=fp8, batch_invariant=site.batch_invariant
+            )
         return partial(Scaled8, fp8=fp8, products=self._products[fp8])

@@ -401,6 +401,8 @@ class WeightSite:
     """True if launches begin before the previous kernel ends, if the device supports that."""
     chained: bool = False
     """``gguf_chain.cu`` takes one row of blocks of GGUF files."""
+    batch_invariant: bool = False
+    """A row's product must not depend on the number of rows, nor on the others."""
 
 
 class Holder(Protocol):

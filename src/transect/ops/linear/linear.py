@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ...costs.work import Cost
 from ...hardware.device import target_of
-from ..lang.jit import INTERPRETED, TRITON_TARGETS, available
+from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, runs_triton
 from ..numerics import sample
 from ..registry import Implementation, Op, register
 
@@ -132,6 +132,11 @@ def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
     rows = x.shape[0]
     return matmul.matmul(whole_tile(x), weight, bias, tiling=fixed_tiling(x, weight.shape[0]))[:rows]
+
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``reference`` on any device; a row's result does not depend on the number of rows."""
+    return (triton_fixed_rows if runs_triton(x) else fixed_rows)(x, weight, bias)
 
 
 def whole_tile(x: Tensor) -> Tensor:

@@ -91,8 +91,6 @@ def test_in_bfloat16_the_engine_is_sane_and_takes_less_memory(model):
     small, large = LLM(model, quantization="int4", **settings), LLM(model, **settings)
     assert "weights in int4" in small.kernels and "int4" not in large.kernels
     assert all(len(tokens) == 16 for tokens in answers(small))
-    with pytest.raises(ValueError, match="leave out either quantization or deterministic"):
-        LLM(model, quantization="int4", deterministic=True, **settings)
 
 
 def test_the_fused_stack_joins_what_is_in_4_bits(model):

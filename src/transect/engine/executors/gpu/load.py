@@ -107,6 +107,7 @@ def load(
             dependent_launch=config.gpu.dependent_launch,
             layouts=setup.layouts,
             chained_blocks=chained,
+            batch_invariant=config.deterministic,
         ),
         stream=setup.stream,
     )

@@ -20,6 +20,7 @@ from ....costs.storage import Layouts, Storage, storage_for, storage_held
 from ....costs.units import GIB
 from ....hardware.device import target_of
 from ....hardware.targets import PROCESSOR, KernelTarget
+from ....models.weights.kinds import invariant_layout
 from ....ops.attention.paged.cache_codes import refusal as cache_refusal
 from ....ops.lang.jit import has_dependent_launch
 from ....ops.linear.stream_products import StreamProducts
@@ -118,10 +119,11 @@ def set_up(
     max_seqs, max_tokens = config.limits("cuda")
     torch.cuda.empty_cache()  # what this process holds and does not use
     free, total = torch.cuda.mem_get_info(device)
-    _check_quantization(config)
+    _check_quantization(config, model)
     layouts = layouts if config.quantization is None and dtype != torch.float32 else ()
-    if layouts and (config.deterministic or config.cpu_offload_gb):
-        why = "deterministic" if config.deterministic else "cpu_offload_gb"
+    by_row = model.moe is None and all(invariant_layout(layout) for _, layout in layouts)
+    if layouts and (config.cpu_offload_gb or (config.deterministic and not by_row)):
+        why = "cpu_offload_gb" if config.cpu_offload_gb else "deterministic"
         log.warning("with %s the matrices that the checkpoint packs are dequantized when they are loaded", why)
         layouts = ()
     storage = storage_held(storage_for(dtype.itemsize, config.quantization), layouts)
@@ -251,11 +253,11 @@ def fill_tokens(config: EngineConfig, model: ModelConfig, storage: Storage) -> i
     return tokens if asked and tokens < most and weight_bytes(model, storage) >= FILL_BYTES else None
 
 
-def _check_quantization(config: EngineConfig) -> None:
-    if config.quantization is not None and config.deterministic:
+def _check_quantization(config: EngineConfig, model: ModelConfig) -> None:
+    if config.quantization is not None and config.deterministic and model.moe is not None:
         raise ValueError(
-            "products in 4 bits on a GPU add up in another order for other numbers of rows: leave out either "
-            "quantization or deterministic"
+            "products of experts in few bits on a GPU add up in another order for other numbers of rows: leave out "
+            "either quantization or deterministic"
         )
 
 

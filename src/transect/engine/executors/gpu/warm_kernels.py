@@ -107,7 +107,7 @@ def run(work: KernelWork, ops: OpSet, device: torch.device, all_needed: Callable
         config = dataclasses.replace(config, n_layers=2, full_attention_layers=(0,))
     kinds = kinds_for(
         work.quantization, device, dependent_launch=work.dependent_launch, layouts=work.layouts,
-        chained_blocks=work.chained_blocks,
+        chained_blocks=work.chained_blocks, batch_invariant=work.deterministic,
     )  # fmt: skip
     model = allocated(Decoder(config, "meta", work.dtype, ops=ops, kinds=kinds), device)
     stacks: list[FusedStack] = []

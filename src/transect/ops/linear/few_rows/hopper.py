@@ -142,6 +142,10 @@ class HopperTiling:
         """Count the blocks launched for n columns of Y."""
         return self.pair * (self.clusters if self.ranks == 0 else self.tiles(n) * abs(self.ranks))
 
+    def splits(self, n: int) -> bool:
+        """Return True if blocks share the k of a tile: sums for n columns of Y are then added in another order."""
+        return abs(self.ranks) > 1 or (self.ranks == 0 and self.tiles(n) % self.clusters != 0)
+
     def parts(self, n: int) -> int:
         """Count the floats that blocks exchange through memory."""
         alone = self.ranks > 0 or (self.ranks == 0 and self.tiles(n) % self.clusters == 0)

@@ -312,8 +312,10 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
 #pragma unroll
           for (int j = 0; j < J; j++) {
             const float2 right = *(const float2*)(scales + AR + j * 8 + lane % 4 * 2);
-            c[r][4 * j] *= low * right.x, c[r][4 * j + 1] *= low * right.y;
-            c[r][4 * j + 2] *= high * right.x, c[r][4 * j + 3] *= high * right.y;
+            // Not fused with the bias, so that every kernel of fp8 rounds alike.
+            c[r][4 * j] = __fmul_rn(c[r][4 * j], low * right.x), c[r][4 * j + 1] = __fmul_rn(c[r][4 * j + 1], low * right.y);
+            c[r][4 * j + 2] = __fmul_rn(c[r][4 * j + 2], high * right.x);
+            c[r][4 * j + 3] = __fmul_rn(c[r][4 * j + 3], high * right.y);
           }
         }
       }

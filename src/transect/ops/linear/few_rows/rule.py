@@ -148,11 +148,13 @@ def quickest_of(
     units: int = 132,
     costs: Costs = BF16,
     kernels: Collection[Compiled] = COMPILED,
+    unsplit: bool = False,
 ) -> HopperTiling | None:
-    """Return the tiling of least predicted time for n columns of Y; None if there is none."""
+    """Return the tiling of least predicted time for n columns of Y; None if there is none. ``unsplit``: of those that
+    do not split K."""
     tried = [
         tiling
         for tiling in candidates(m, n, k, gated=gated, units=units, kernels=kernels)
-        if -MOST_PARTS <= tiling.ranks <= costs.most_ranks
+        if -MOST_PARTS <= tiling.ranks <= costs.most_ranks and not (unsplit and tiling.splits(n))
     ]
     return min(tried, key=lambda tiling: seconds(tiling, m, n, k, units, costs), default=None)

@@ -8,7 +8,7 @@ cores from about 200 on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -110,6 +110,13 @@ def choose_tiling(unit: int, m: int, n: int, k: int, units: int) -> BlockTiling:
     if tiling is None:
         raise ValueError(f"the rings of {cut} do not fit with units of {unit} bytes")
     return tiling
+
+
+def unsplit(tiling: BlockTiling, m: int, n: int) -> BlockTiling | None:
+    """Return the same tiling with a block for each tile, so that no sum is split over k; None if those are too many."""
+    team = 2 if tiling.rows == 256 else 1
+    tiles = -(-units_of(n, 1)[0] // (4 * tiling.groups * team)) * -(-m // tiling.rows)
+    return None if tiles * team > MOST_BLOCKS else replace(tiling, blocks=tiles * team, together=False)
 
 
 def refusal(outputs: int, bias: Tensor | None, gated: bool) -> str | None:

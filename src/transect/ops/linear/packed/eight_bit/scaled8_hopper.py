@@ -21,7 +21,7 @@ from ...few_rows import rule
 from ...few_rows.hopper import FLAGS, MOST_ROWS, Compiled, HopperTiling
 
 LEAST_ROWS = 17
-"""Fewer are bound by the weight's bytes alone (``scaled8_rows.py``)."""
+"""Fewer are bound by the weight's bytes alone: ``scaled8_rows.py`` is faster, but sums in another order."""
 
 COMPILED: tuple[Compiled, ...] = (
     (1, 0, 32, 1, 1, 1, 2),
@@ -53,14 +53,14 @@ those that any of them needs, without one that has too few registers."""
 
 
 @cache
-def choose_tiling(m: int, n: int, k: int, gated: bool, units: int) -> HopperTiling | None:
+def choose_tiling(m: int, n: int, k: int, gated: bool, units: int, unsplit: bool = False) -> HopperTiling | None:
     """Return the tiling of least predicted time for m rows by a weight of n x k on a GPU of ``units`` multiprocessors;
-    None if
-    ``scaled8_tiles.py`` is as fast."""
+    None if ``scaled8_tiles.py`` is as fast. ``unsplit``: of those that do not split K."""
     # Its tiles of 128 by 64 all run at once there, and none is long.
     if m > 224 and not gated and 2 * n <= 64 * units and k < 8192:
         return None
-    return rule.quickest_of(m, n // 2 if gated else n, k // 2, gated, units, rule.FP8, COMPILED)
+    columns = n // 2 if gated else n
+    return rule.quickest_of(m, columns, k // 2, gated, units, rule.FP8, COMPILED, unsplit)
 
 
 def refusal(a: Tensor, codes: Tensor, scale: Tensor) -> str | None:
@@ -72,7 +72,7 @@ def refusal(a: Tensor, codes: Tensor, scale: Tensor) -> str | None:
         return "N and K must be multiples of 16"
     if not a.is_contiguous() or a.data_ptr() % 16:
         return "the rows must be contiguous, at an address that is a multiple of 16 bytes"
-    return None if LEAST_ROWS <= len(a) <= MOST_ROWS else f"it takes {LEAST_ROWS} to {MOST_ROWS} rows"
+    return None if 0 < len(a) <= MOST_ROWS else f"it takes 1 to {MOST_ROWS} rows"
 
 
 class HopperRows8:

@@ -169,10 +169,14 @@ def choose_portable(m: int, n: int, k: int, blocks: bool) -> Tiling8:
 
 class Tiles8:
     """``reference`` by the kernels here, with counters of its own: launches of one instance must be on one stream.
-    ``hopper`` runs what it is quicker for."""
+    ``hopper`` runs what it is quicker for. ``unsplit``: K is never split, so that a row's sums do not depend on the
+    number of rows."""
 
-    def __init__(self, *, dependent_launch: bool = False, hopper: HopperRows8 | None = None) -> None:
+    def __init__(
+        self, *, dependent_launch: bool = False, hopper: HopperRows8 | None = None, unsplit: bool = False
+    ) -> None:
         self._counters, self._dependent, self._hopper = Counters(), dependent_launch, hopper
+        self._unsplit = unsplit
 
     def __call__(
         self,
@@ -220,6 +224,7 @@ class Tiles8:
         units = 2 if INTERPRETED else multiprocessors(a.device)
         bulk = INTERPRETED or target_of(a.device).bulk_copies
         tiling = tiling or (choose_tiling if bulk else choose_portable)(m, n, k, blocks)
+        tiling = replace(tiling, split=1) if self._unsplit else tiling
         chunks = -(-k // tiling.bk)
         part_k = -(-chunks // tiling.split) * tiling.bk
         split = -(-k // part_k)
@@ -231,6 +236,8 @@ class Tiles8:
         kind = torch.float8_e4m3fn if fp8 else torch.int8
         programs = min(tiles, units) if tiling.flat else tiles
         options: dict[str, Any] = {"launch_pdl": True} if self._dependent else {}
+        if self._unsplit and not INTERPRETED:  # a sum is rounded before the bias, as in scaled8_hopper.cu
+            options["enable_fp_fusion"] = False
         left, right = a.contiguous().view(kind), codes.view(kind)
         if bulk:
             left, right = describe(left, tiling.bm, tiling.bk), describe(right, tiling.bn, tiling.bk)
@@ -262,8 +269,10 @@ class Tiles8:
     ) -> Tensor | None:
         if self._hopper is None or scaled8_hopper.refusal(a, codes, scale):
             return None
+        if len(a) < scaled8_hopper.LEAST_ROWS and not self._unsplit:
+            return None
         (m, k), n = a.shape, codes.shape[0]
-        tiling = scaled8_hopper.choose_tiling(m, n, k, gated, multiprocessors(a.device))
+        tiling = scaled8_hopper.choose_tiling(m, n, k, gated, multiprocessors(a.device), self._unsplit)
         if tiling is None:
             return None
         return self._hopper(

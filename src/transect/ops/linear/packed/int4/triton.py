@@ -118,6 +118,19 @@ def _codes(  # type: ignore[no-untyped-def]
 
 
 @kernel
+def _value(code, scale, zero):  # type: ignore[no-untyped-def]
+    """Compute ``code * scale + zero`` in float32, so that rounding it to 16 bits equals one rounding of the exact sum.
+
+    The product is exact: it has 12 bits. A zero too small for the sum would be lost, and with it the side of a half
+    on which the sum lies. Any other small number of its sign gives the same rounding.
+    """
+    product = code.to(tl.float32) * scale
+    least = tl.abs(product) * 9.5367431640625e-07  # 2^-20
+    small = (tl.abs(zero) < least) & (zero != 0.0)
+    return product + tl.where(small, tl.where(zero < 0.0, -least, least), zero)
+
+
+@kernel
 def _rebuild(weight, out, N, K, GROUP: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Dequantize BN rows of W and 128 k, two adjacent numbers in a word of ``out``.
 
@@ -139,8 +152,8 @@ def _rebuild(weight, out, N, K, GROUP: tl.constexpr, BN: tl.constexpr):  # type:
         both = tl.load(group_at + below, inside, 0)
         scale = (both << 16).to(tl.float32, bitcast=True)
         zero = (both & -65536).to(tl.float32, bitcast=True)
-        even = ((words >> (4 * below)) & 15).to(tl.float32) * scale + zero
-        odd = ((words >> (4 * below + 16)) & 15).to(tl.float32) * scale + zero
+        even = _value((words >> (4 * below)) & 15, scale, zero)
+        odd = _value((words >> (4 * below + 16)) & 15, scale, zero)
         low = even.to(out.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32) & 65535
         high = odd.to(out.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32) << 16
         row = (block * 16 + pair % 8 + 8 * below)[None, :]
@@ -229,11 +242,16 @@ def rebuilt(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Te
     if x.element_size() != 2:
         raise ValueError(f"int4_matmul: a weight is rebuilt in bfloat16 or float16, not in {x.dtype}; use by_triton")
     _fitting(x, weight, n)
-    wide = x.new_empty((n, x.shape[1]))
+    return F.linear(x, rebuild(weight, n, x.dtype), bias)
+
+
+def rebuild(weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """Dequantize a weight from ``arrange`` to bfloat16 or float16 ``[n, K]`` on the GPU, each number rounded once."""
+    wide = weight.new_empty((n, weight.shape[0] * CHUNK), dtype=dtype)
     if wide.numel():
         grid = (weight.shape[0], triton.cdiv(n, REBUILT_ROWS))
-        _rebuild[grid](weight.contiguous(), wide, n, x.shape[1], GROUP=group_of(weight), BN=REBUILT_ROWS, num_warps=4)
-    return F.linear(x, wide, bias)
+        _rebuild[grid](weight.contiguous(), wide, *wide.shape, GROUP=group_of(weight), BN=REBUILT_ROWS, num_warps=4)
+    return wide
 
 
 def kernels() -> Sequence[Kernel]:
