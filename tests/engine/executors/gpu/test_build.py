@@ -19,8 +19,8 @@ from transect.engine.executors.gpu.build import build_gpu
 from transect.engine.executors.gpu.load import check_triton_cache
 from transect.engine.scheduling.batch import Draw, ScheduledBatch, ScheduledRow
 from transect.engine.scheduling.sampling_params import SamplingParams
+from transect.hardware.targets import PROCESSOR
 from transect.ops import opset
-from transect.ops.lang import jit
 from transect.ops.opset import OpSet, resolve_ops
 from transect.spec.shapes import PRESETS
 
@@ -52,9 +52,8 @@ def test_on_hopper_launches_are_dependent_and_norms_in_the_products_unless_batch
         return replace(resolve_ops("cpu"), kv_cache_write=write)
 
     monkeypatch.setattr(setup, "resolve_ops", of_the_cpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(setup, "has_dependent_launch", jit.has_dependent_launch.__wrapped__)  # asks anew each time
+    own = replace(PROCESSOR, name="gfx942") if hip else replace(PROCESSOR, name="a GPU", capability=capability)
+    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: own)
     ops = setup.gpu_ops(torch.device("cuda", 0), deterministic=deterministic, dependent_launch=dependent_launch)
     assert (ops.stream_products is not None) == streams
     assert ops.kv_cache_write() == told
