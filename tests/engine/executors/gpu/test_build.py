@@ -84,15 +84,16 @@ def test_torch_has_no_graphs_nor_padding_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its paged attention asks the device for lengths, which a capture does not allow, and every token has a row."""
-    monkeypatch.setattr(opset, "_target", lambda device: "sm_89")
+    monkeypatch.setattr(opset, "_target", lambda device: "sm_75")
     config = EngineConfig(model="x")
     ops = resolve_ops("cpu", ("triton", "torch"))
     assert setup.by_torch(ops)
     assert setup.without_graphs(config, ops).cuda_graphs == "off"
-    assert caplog.text.count("without CUDA graphs") == 1 and "triton does not run on sm_89" in caplog.text
+    assert caplog.text.count("without CUDA graphs") == 1 and "triton does not run on sm_75" in caplog.text
     kernels = replace(ops, chosen=(("paged_attention", "triton"),))
     assert setup.without_graphs(config, kernels) == config
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    own = replace(PROCESSOR, name="sm_75", capability=(7, 5))
+    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: own)
     model, device = PRESETS["qwen3-0.6b"], torch.device("cuda", 0)
     tricks = [setup.runner_tricks(config, model, torch.bfloat16, device, o) for o in (ops, kernels)]
     assert [each["pad_tokens"] for each in tricks] == [1, None]
@@ -117,8 +118,8 @@ def test_batches_have_fine_sizes_where_products_take_any(
     deterministic: bool,
     fine: bool,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
+    own = replace(PROCESSOR, name="gfx90a") if hip else replace(PROCESSOR, name="a GPU", capability=capability)
+    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: own)
     config = EngineConfig(model="x", deterministic=deterministic)
     device = torch.device("cuda", 0)
     tricks = setup.runner_tricks(config, PRESETS["qwen3-0.6b"], dtype, device, resolve_ops("cpu"))
