@@ -51,6 +51,7 @@ from benchmarks.plan import validation as plan_validation
 from benchmarks.server import clients, hostile_schemas, http_vs_offline, request_walk
 from benchmarks.server import load as serve_load
 from benchmarks.server import load_cpu as serve_load_cpu
+from benchmarks.tables import cards as card_tables
 from benchmarks.tables import cluster as cluster_tables
 from benchmarks.tables import engine as engine_tables
 from benchmarks.tables import explain as explain_tables
@@ -499,6 +500,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **{f"compilers-{name}": followed(*place) for name, place in follow.EXCERPTS.items()},
     "operators-reference": operators_reference,
     "operators-results": ops_tables.page,
+    "cards": card_tables.predictions,
+    "targets": card_tables.targets,
+    "hardware": card_tables.hardware,
     "clone": front.clone,
     "lead": front.lead,
     "first-answer": front.first_answer,

@@ -15,6 +15,7 @@ import logging
 import torch
 from torch import Tensor
 
+from .....hardware.device import target_of
 from ....lang.jit import multiprocessors, runs_triton
 from ....registry import Unavailable
 from ...linear import invariant_linear
@@ -34,7 +35,7 @@ class InvariantCodes:
     def __init__(self, device: torch.device | str) -> None:
         device = torch.device(device)
         self._tiles: int4_tiles.Int4Tiles | None = None
-        if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
+        if not target_of(device).hopper:
             return
         try:
             self._tiles = int4_tiles.Int4Tiles(device)
