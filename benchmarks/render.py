@@ -502,7 +502,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "operators-results": ops_tables.page,
     "cards": card_tables.predictions,
     "targets": card_tables.targets,
-    "hardware": card_tables.hardware,
     "clone": front.clone,
     "lead": front.lead,
     "first-answer": front.first_answer,
