@@ -358,7 +358,8 @@ def table(result: dict[str, Any]) -> str:
         off = both["predicted"] / both["measured"] - 1
         knee += f"; for one stream of requests {both['predicted']:.1f}, measured {both['measured']:.1f} ({off:+.1%})"
     lines.append(
-        f"\nMedian error over the runs (in parentheses, if measured: the spread of the first seed run twice). Knee {knee}; "
+        f"\nMedian error over the runs (in parentheses, if measured: the spread of the first seed run twice). Knee "
+        f"{knee}; "
         f"{inside['met']} of {inside['of']} figures of single runs are within 5% (ITL p99: 3%) or the spread. "
         f"`{result['command']}`, {machine['processor']}, {record.made_at([machine])}.\n"
     )
