@@ -127,6 +127,14 @@ def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     return matmul.matmul(whole_tile(x), up, gate=gate, tiling=fixed_tiling(x, up.shape[0], gated=True))[:rows]
 
 
+def _triton_fixed() -> Callable[..., Tensor]:
+    """Load ``triton_fixed_rows``, and the kernels with the same bits that are faster for few rows."""
+    from .few_rows.invariant import InvariantRows
+
+    available(triton_fixed_rows)()
+    return InvariantRows().gate_up
+
+
 def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
     """Count the product, and 5 FLOPs for each output."""
     tokens, both = x.shape[0], weight.shape[0]
@@ -183,9 +191,7 @@ register(
             "torch": Implementation("torch", lambda: by_linear, ("any",)),
             "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
             "triton": Implementation("triton", _triton, TRITON_TARGETS),
-            "triton_fixed_rows": Implementation(
-                "triton", available(triton_fixed_rows), TRITON_TARGETS, batch_invariant=True
-            ),
+            "triton_fixed_rows": Implementation("triton", _triton_fixed, TRITON_TARGETS, batch_invariant=True),
         },
         examples=_examples,
         peers={"torch": _peer},

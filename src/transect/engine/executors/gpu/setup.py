@@ -18,8 +18,8 @@ from ....costs.model import kv_bytes_per_token, weight_bytes
 from ....costs.steps import launch_bound_tokens
 from ....costs.storage import Layouts, Storage, storage_for, storage_held
 from ....costs.units import GIB
-from ....ops.attention.paged.cache_codes import refusal as cache_refusal
 from ....models.weights.kinds import invariant_layout
+from ....ops.attention.paged.cache_codes import refusal as cache_refusal
 from ....ops.lang.jit import has_dependent_launch
 from ....ops.linear.stream_products import StreamProducts
 from ....ops.opset import OpSet, resolve_ops, with_dependent_launch
@@ -220,7 +220,7 @@ def runner_tricks(
 ) -> dict[str, Any]:
     """Return further options of ``GPURunner`` on this device, by argument name."""
     shares = config.shares_data and config.enable_expert_parallel
-    hopper = dtype == torch.bfloat16 and not config.deterministic and not torch.version.hip
+    hopper = dtype == torch.bfloat16 and not torch.version.hip
     hopper = hopper and torch.cuda.get_device_capability(device) == (9, 0)
     return {
         "whole_prompts": None if config.deterministic else WHOLE_PROMPTS,
@@ -229,7 +229,7 @@ def runner_tricks(
         # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
         # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.
         "copy_kernels": not by_torch(ops),
-        # ops/linear/few_rows takes any number of rows on Hopper, but not in deterministic mode.
+        # ops/linear/few_rows takes any number of rows on Hopper.
         "fine_rows": hopper,
         "graph_tokens": 0 if config.cuda_graphs == "off" else launch_bound_tokens(model),
         # torch's operators take no tokens that belong to no row.
