@@ -104,7 +104,7 @@ def candidates(
             stages = hopper.stages_of(compiled, k, hopper.SHARED if resident == 1 else hopper.SHARED // 2 - 2048)
             whole = HopperTiling(*compiled, 1, 0, stages)
             tiles, slots = whole.tiles(n), resident * (units // pair)
-            shares = {1} if parts == 1 else {parts, -parts}
+            shares = {1} if parts == 1 else {parts, -parts} if tiles * parts <= slots else {parts}
             found = [HopperTiling(*compiled, ranks, 0, stages) for ranks in sorted(shares)]
             if parts == 1:
                 even = [tiles // per for per in (1, 2, 3, 4, 6, 8) if tiles % per == 0 and tiles // per <= slots]
