@@ -18,7 +18,6 @@ from ....costs.model import kv_bytes_per_token, weight_bytes
 from ....costs.steps import launch_bound_tokens
 from ....costs.storage import Layouts, Storage, storage_for, storage_held
 from ....costs.units import GIB
-from ....models.weights.kinds import invariant_layout
 from ....ops.attention.paged.cache_codes import refusal as cache_refusal
 from ....ops.lang.jit import has_dependent_launch
 from ....ops.linear.stream_products import StreamProducts
@@ -119,7 +118,7 @@ def set_up(
     free, total = torch.cuda.mem_get_info(device)
     _check_quantization(config, model)
     layouts = layouts if config.quantization is None and dtype != torch.float32 else ()
-    by_row = model.moe is None and all(invariant_layout(layout) for _, layout in layouts)
+    by_row = model.moe is None and all(layout.batch_invariant for _, layout in layouts)
     if layouts and (config.cpu_offload_gb or (config.deterministic and not by_row)):
         why = "cpu_offload_gb" if config.cpu_offload_gb else "deterministic"
         log.warning("with %s the matrices that the checkpoint packs are dequantized when they are loaded", why)
