@@ -3,7 +3,7 @@
     python benchmarks/engine/invariant.py [SECTION ...] [--out FILE] [--replays 9]
 
 Sections: bits, layers, attention, prefill, products. ``bits`` counts, for every tiling, the outputs that differ from
-those of ``linear.triton_fixed_rows`` and the like: all must be 0. Products run in chains of launches on weights past
+those of ``fixed_order.product`` and the like: all must be 0. Products run in chains of launches on weights past
 the L2 cache, with 1, 2 and 4 parts of K, each with the fastest tiling and with the one that the rule takes. Times are
 medians in microseconds; variants of a size alternate. A section that fails does not stop the others.
 """
@@ -32,7 +32,7 @@ from benchmarks.ops.graph_time import graph_times
 from transect.engine.executors.gpu.setup import gpu_ops
 from transect.ops.attention.paged import decode_spans, dispatch, prefill
 from transect.ops.attention.paged.batch import PagedBatch
-from transect.ops.linear import gate_up, linear
+from transect.ops.linear import fixed_order
 from transect.ops.linear.few_rows import invariant
 from transect.ops.linear.few_rows.hopper import HopperRows
 from transect.ops.linear.packed import block_tiles
@@ -84,9 +84,9 @@ def bits() -> Iterator[tuple[str, int, int]]:
         x = torch.randn(1024, k, **BF16)
         for parts in (1,) if gated else PARTS:
             if gated:
-                whole = gate_up.triton_fixed_rows(x, weight)
+                whole = fixed_order.gated(x, weight)
             else:
-                whole = linear.triton_fixed_rows(x, weight, bias, parts=parts)
+                whole = fixed_order.product(x, weight, bias, parts=parts)
             checked, wrong = 0, []
             for m in (1, 3, 16, 17, 32, 48, 64, 96, 128, 160, 200, 256):
                 found = list(invariant.candidates(m, n // 2 if gated else n, k, parts, gated=gated))
@@ -100,7 +100,7 @@ def bits() -> Iterator[tuple[str, int, int]]:
                 print("    ", wrong[:6], flush=True)
             sizes, differing = (1, 40, 64, 65, 128, 129, 300, 512, 513), 0
             for m in sizes:
-                call = gate_up.triton_fixed_rows if gated else partial(linear.triton_fixed_rows, bias=bias, parts=parts)
+                call = fixed_order.gated if gated else partial(fixed_order.product, bias=bias, parts=parts)
                 differing += not torch.equal(call(x[:m], weight), whole[:m])
             yield f"{name}, {parts} parts: triton", len(sizes), differing
     yield from bits_of_codes()
@@ -126,7 +126,7 @@ def bits_of_codes() -> Iterator[tuple[str, int, int]]:
         exact = torch.ldexp((mantissa * 256).round(), exponent - 8).bfloat16()  # rounded once
         yield f"{name} int4: rebuilt", 1, int((wide != exact).sum())
         for parts in PARTS:
-            whole, differing = linear.triton_fixed_rows(x, wide, bias, parts=parts), 0
+            whole, differing = fixed_order.product(x, wide, bias, parts=parts), 0
             for m in (1, 16, 17, 64, 65, 128, 129, 256, 512):
                 tiling = block_tiles.choose_tiling(int4_tiles.unit_of(128), m, n, k, 132)
                 tiling = block_tiles.in_parts(tiling, m, n, parts)
@@ -207,7 +207,7 @@ def products(replays: int) -> Iterator[dict[str, Any]]:
             x = torch.randn(m, k, **BF16)
             op = default.gate_up if gated else default.linear
             calls = {"default": [partial(op, x, weight) for weight in weights]}
-            for parts in (1,) if gated or n > linear.NARROW else PARTS:
+            for parts in (1,) if gated or n > fixed_order.NARROW else PARTS:
                 rule = invariant.tiling_of(m, n, k, parts, gated, 132)
                 for tiling, order in invariant.candidates(m, n // 2 if gated else n, k, parts, gated=gated):
                     mark = "rule " if (tiling, order) == rule else ""
@@ -237,10 +237,10 @@ def many(replays: int) -> Iterator[dict[str, Any]]:
             op = default.gate_up if gated else default.linear
             calls = {"default": [partial(op, x, weight) for weight in weights]}
             if gated:
-                calls["fixed"] = [partial(gate_up.triton_fixed_rows, x, weight) for weight in weights]
+                calls["fixed"] = [partial(fixed_order.gated, x, weight) for weight in weights]
             else:
                 for parts in PARTS:
-                    fixed = partial(linear.triton_fixed_rows, x, parts=parts)
+                    fixed = partial(fixed_order.product, x, parts=parts)
                     calls[f"{parts} parts"] = [partial(fixed, weight) for weight in weights]
             yield {"size": name, "rows": m} | medians(calls, replays)
 

@@ -29,8 +29,7 @@ from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_powe
 from ..lang.tiles import after_previous
 from ..numerics import compute_dtype, sample
 from ..registry import Case, Implementation, Kernel, Op, register
-from .linear import fixed_rows, fixed_tiling, whole_tile
-from .linear import triton_fixed_rows as triton_fixed_linear
+from .linear import fixed_rows
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -116,23 +115,21 @@ def _triton() -> Callable[..., Tensor]:
     return gate_up
 
 
-def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``reference`` on the GPU; a row's result does not depend on the number of rows (see ``linear``)."""
-    from .many_rows import matmul
-
-    rows = x.shape[0]
-    if bias is not None:
-        return gate_halves(triton_fixed_linear(x, weight, bias))
-    gate, up = weight.chunk(2)
-    return matmul.matmul(whole_tile(x), up, gate=gate, tiling=fixed_tiling(x, up.shape[0], gated=True))[:rows]
-
-
 def _triton_fixed() -> Callable[..., Tensor]:
-    """Load ``triton_fixed_rows``, and the kernels with the same bits that are faster for few rows."""
+    """Load the products in a fixed order of sums, for many and for few rows."""
     from .few_rows.invariant import InvariantRows
 
-    available(triton_fixed_rows)()
-    return InvariantRows().gate_up
+    products = InvariantRows()
+    available(products.gated)()
+
+    def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False) -> Tensor:
+        """Compute ``reference`` on the GPU; a row's result does not depend on the number of rows."""
+        if bias is None:
+            return products.gated(x, weight, dependent_launch=dependent_launch)
+        both = products.linear(x, weight, bias, dependent_launch=dependent_launch)
+        return gate_halves(both, dependent_launch=dependent_launch)
+
+    return gate_up
 
 
 def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:

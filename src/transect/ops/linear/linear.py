@@ -22,25 +22,19 @@ is meant for inference: its gradient is right but wasteful.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...costs.work import Cost
-from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, runs_triton
+from ..lang.jit import TRITON_TARGETS, available, runs_triton
 from ..numerics import sample
 from ..registry import Implementation, Op, register
 
-if TYPE_CHECKING:
-    from .many_rows.tiling import ManyRowsTiling
-
 ROWS = 16
 """Rows in a block of ``fixed_rows``."""
-PARTS, NARROW = 4, 8192
-"""Parts of K of a narrow weight (``parts_of``), and its most outputs."""
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -98,85 +92,21 @@ def _triton() -> Callable[..., Tensor]:
     return linear
 
 
-def parts_of(x: Tensor, outputs: int) -> int:
-    """Return the number of parts of K that invariant products of x ``[T, I]`` sum apart and then add in order.
-
-    It depends on the weight's shape, the dtype and the GPU, not on the number of rows. On Hopper a narrow weight has
-    four, which as many blocks can share: with one, the blocks for 64 rows would take in X too often.
-    """
-    inputs = x.shape[1]
-    if INTERPRETED or x.dtype != torch.bfloat16 or not on_hopper(x.device):
-        return 1
-    return PARTS if outputs <= NARROW and inputs % (64 * PARTS) == 0 else 1
-
-
-def on_hopper(device: torch.device) -> bool:
-    """Return True for a GPU of compute capability 9.0."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def fixed_tiling(x: Tensor, outputs: int, parts: int = 1, gated: bool = False) -> ManyRowsTiling:
-    """Return the tiling of ``triton_fixed_rows`` for x ``[T, I]``.
-
-    Tilings depend on the number of rows, but no sum does: in every tile an output's products are added in the order of
-    k, in steps of 16, by the same tensor-core instruction (Hopper's takes at least 64 rows, hence tiles of 64 even for
-    one row). ``parts`` of K are summed apart, in every tile the same.
-    """
-    from .many_rows.tiling import SMALL, ManyRowsTiling
-
-    rows = x.shape[0]
-    if INTERPRETED:
-        return SMALL
-    if x.element_size() == 4:
-        return ManyRowsTiling(bm=64 if rows > 32 else 16, bn=64, bk=32, warps=4)
-    hopper = torch.cuda.get_device_capability(x.device)[0] >= 9
-    narrow = outputs <= 8192
-    if rows <= 64:
-        tiling = ManyRowsTiling(bm=64, bn=32 if narrow else 64, bk=128, warps=4, stages=5 if narrow else 4)
-    elif rows <= 128:
-        tiling = ManyRowsTiling(bm=128, bn=32 if narrow else 64, bk=128, warps=8, stages=4 if narrow else 3)
-    elif rows <= 512:
-        tiling = ManyRowsTiling(bm=128, bn=64 if narrow or gated else 128, bk=64, warps=8, stages=4)
-    else:
-        tiling = ManyRowsTiling(bm=128, bn=128 if gated else 256, bk=64, warps=8, stages=4, halves=not gated)
-    if parts > 1:
-        tiling = replace(tiling, bn=min(tiling.bn, 128), bk=64, parts=parts, halves=False)
-    if not hopper:
-        return replace(tiling, bn=min(tiling.bn, 128), bk=64, stages=3, halves=False)
-    return replace(tiling, persistent=True)
-
-
-def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, parts: int | None = None) -> Tensor:
-    """Compute ``reference`` on the GPU; a row's result does not depend on the number of rows. ``parts``: by default
-    ``parts_of``."""
-    from .many_rows import matmul
-
-    rows, outputs = x.shape[0], weight.shape[0]
-    tiling = fixed_tiling(x, outputs, parts or parts_of(x, outputs))
-    return matmul.matmul(whole_tile(x), weight, bias, tiling=tiling)[:rows]
-
-
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, parts: int | None = None) -> Tensor:
     """Compute ``reference`` on any device; a row's result does not depend on the number of rows. ``parts``: of
-    ``triton_fixed_rows``."""
-    return triton_fixed_rows(x, weight, bias, parts=parts) if runs_triton(x) else fixed_rows(x, weight, bias)
+    ``fixed_order.product``."""
+    if not runs_triton(x):
+        return fixed_rows(x, weight, bias)
+    from . import fixed_order
 
-
-def whole_tile(x: Tensor) -> Tensor:
-    """Pad x with rows of zeros to 64 if there are fewer, because bulk copies past the end of a tensor are slow: an
-    output head of an 8B model with 8 rows takes 522 us without padding and 275 with it (H200)."""
-    short = 64 - x.shape[0]
-    return x if short <= 0 or x.element_size() == 4 or INTERPRETED else F.pad(x, (0, 0, 0, short))
+    return fixed_order.product(x, weight, bias, parts=parts)
 
 
 def _triton_fixed() -> Callable[..., Tensor]:
-    """Load ``triton_fixed_rows``, and the kernels with the same bits that are faster for few rows."""
+    """Load the products in a fixed order of sums, for many and for few rows."""
     from .few_rows.invariant import InvariantRows
 
-    available(triton_fixed_rows)()
-    return InvariantRows().linear
+    return available(InvariantRows().linear)()
 
 
 def _triton_autograd() -> Callable[..., Tensor]:

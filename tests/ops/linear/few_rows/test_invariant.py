@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from transect.ops.linear import gate_up, linear
+from transect.ops.linear import fixed_order
 from transect.ops.linear.few_rows import invariant
 from transect.ops.linear.few_rows.hopper import HopperRows
 
@@ -35,16 +35,16 @@ def test_bits_are_the_same_by_every_tiling(n, k):
     x, weight, bias = (
         torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in ((300, k), (n, k), (n,))
     )
-    parts = linear.parts_of(x, n)
-    assert parts == (1 if n > linear.NARROW else linear.PARTS)
+    parts = fixed_order.parts_of(x, n)
+    assert parts == (1 if n > fixed_order.NARROW else fixed_order.PARTS)
     rows, own = HopperRows(), invariant.InvariantRows()
     exact = x.double() @ weight.double().T + bias.double()
-    whole, gated = own.linear(x, weight, bias), own.gate_up(x, weight)
+    whole, gated = own.linear(x, weight, bias), own.gated(x, weight)
     assert (whole.double() - exact).norm() < 0.005 * exact.norm()
     for m in (1, 16, 17, 33, 64, 96, 128, 200, 256):
         assert torch.equal(own.linear(x[:m], weight, bias), whole[:m]), m
-        assert torch.equal(linear.triton_fixed_rows(x[:m], weight, bias), whole[:m]), m
-        assert torch.equal(own.gate_up(x[:m], weight), gated[:m]), m
-        assert torch.equal(gate_up.triton_fixed_rows(x[:m], weight), gated[:m]), m
+        assert torch.equal(fixed_order.product(x[:m], weight, bias), whole[:m]), m
+        assert torch.equal(own.gated(x[:m], weight), gated[:m]), m
+        assert torch.equal(fixed_order.gated(x[:m], weight), gated[:m]), m
         for tiling, order in invariant.candidates(m, n, k, parts):
             assert torch.equal(rows(x[:m], weight, bias, tiling=tiling, order=order), whole[:m]), (m, tiling, order)

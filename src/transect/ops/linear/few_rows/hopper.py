@@ -19,7 +19,7 @@ share. X comes from the L2 cache once for each tile of W's rows. This leads to t
 * Copies of X end with its rows, because copies that reach past the end of a tensor are slow.
 * The gate is applied to the sums in registers, because both halves of it are in one tile.
 
-A row's result depends on the number of rows (``linear.triton_fixed_rows`` gives the same bits in any batch). It is the
+A row's result depends on the number of rows (``invariant.py`` gives the same bits in any batch). It is the
 same in every run.
 
 ``choices.py`` says which tiling runs a size, as measured or by ``rule.py``. Times: ``docs/results/products.md``; what

@@ -4,13 +4,13 @@ r"""Products of up to 256 rows whose rows do not depend on each other, at the sp
 
 Shapes as in ``hopper.py``; bfloat16 on Hopper. Bound by the bytes of W.
 
-An output's products are added in one order, whatever the number of rows: K is cut into ``linear.parts_of`` equal parts,
-a number that depends on the weight's shape alone; within a part, products are added in the order of k, in steps of 16,
-by Hopper's tensor-core instruction; parts are added in order. Neither the size of a tile, nor the operand that is on
-its left, nor the number of blocks changes these bits. Of the tilings of ``hopper.py`` that keep this order, ``rule.py``
-names the fastest: either every part has a block of its own (``ranks``), or one block sums all (``order``).
+An output's products are added in one order, whatever the number of rows: K is cut into ``fixed_order.parts_of`` equal
+parts, a number that depends on the weight's shape alone; within a part, products are added in the order of k, in steps
+of 16, by Hopper's tensor-core instruction; parts are added in order. Neither the size of a tile, nor the operand that
+is on its left, nor the number of blocks changes these bits. Of the tilings of ``hopper.py`` that keep this order,
+``rule.py`` names the fastest: either every part has a block of its own (``ranks``), or one block sums all (``order``).
 
-More rows, other dtypes and other GPUs run by ``linear.triton_fixed_rows``, in the same order.
+More rows, other dtypes and other GPUs run by ``fixed_order.py``, in the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...lang.jit import multiprocessors
 from ...registry import Unavailable
-from .. import gate_up, linear
+from .. import fixed_order
 from . import hopper, rule
 from .hopper import COMPILED, INVARIANT, HopperRows, HopperTiling
 
@@ -33,7 +33,7 @@ KERNELS = (*COMPILED, *INVARIANT)
 
 
 class InvariantRows:
-    """``linear`` and ``gate_up`` of any number of rows. Launches share counters, so those of one instance must be on
+    """Products of any number of rows. Launches share counters, so those of one instance must be on
     one stream."""
 
     def __init__(self) -> None:
@@ -43,24 +43,19 @@ class InvariantRows:
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False
     ) -> Tensor:
         """Compute ``linear.reference``; ``dependent_launch`` means the same as in ``HopperRows``."""
-        rows, parts = self._rows_for(x, weight, bias), linear.parts_of(x, weight.shape[0])
+        rows, parts = self._rows_for(x, weight, bias), fixed_order.parts_of(x, weight.shape[0])
         found = rows and tiling_of(len(x), *weight.shape, parts, False, multiprocessors(x.device))
         if not rows or not found:
-            return linear.triton_fixed_rows(x, weight, bias)
+            return fixed_order.product(x, weight, bias)
         tiling, order = found
         return rows(x, weight, bias, dependent_launch=dependent_launch, tiling=tiling, order=order)
 
-    def gate_up(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False
-    ) -> Tensor:
-        """Compute ``gate_up.reference``; ``dependent_launch`` means the same as in ``HopperRows``."""
-        if bias is not None:
-            both = self.linear(x, weight, bias, dependent_launch=dependent_launch)
-            return gate_up.gate_halves(both, dependent_launch=dependent_launch)
+    def gated(self, x: Tensor, weight: Tensor, *, dependent_launch: bool = False) -> Tensor:
+        """Compute ``gate_up.reference`` without bias; ``dependent_launch`` means the same as in ``HopperRows``."""
         rows = self._rows_for(x, weight)
         found = rows and tiling_of(len(x), *weight.shape, 1, True, multiprocessors(x.device))
         if not rows or not found:
-            return gate_up.triton_fixed_rows(x, weight)
+            return fixed_order.gated(x, weight)
         return rows(x, weight, dependent_launch=dependent_launch, tiling=found[0])
 
     def _rows_for(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> HopperRows | None:
@@ -73,7 +68,7 @@ class InvariantRows:
 
 
 def _built(device: torch.device) -> HopperRows | None:
-    if not linear.on_hopper(device):
+    if not fixed_order.on_hopper(device):
         return None
     try:
         return HopperRows(device)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ....lang.jit import multiprocessors, runs_triton
 from ....registry import Unavailable
-from ...linear import invariant_linear, parts_of
+from ...fixed_order import parts_of
+from ...linear import invariant_linear
 from .. import block_tiles
 from . import int4_tiles
 from .int4_matmul import dense
