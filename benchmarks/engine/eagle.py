@@ -104,7 +104,13 @@ def train(options: argparse.Namespace) -> None:
         {name: sum(each[name] for each in part) / len(part) for name in part[0]} for part in (losses[:5], losses[-20:])
     )
     seconds = sum(each["seconds"] for each in losses)
-    found = {"steps": len(losses), "seconds": seconds, "tokens_a_step": options.batch_tokens, "first_5": first, "last_20": last}
+    found = {
+        "steps": len(losses),
+        "seconds": seconds,
+        "tokens_a_step": options.batch_tokens,
+        "first_5": first,
+        "last_20": last,
+    }
     record.write(options.folder / "training.json", found)
 
 
@@ -119,7 +125,13 @@ def measure(options: argparse.Namespace) -> None:
     for name in ("new", "run/last"):
         path = str(options.folder / name)
         spec = {"method": "eagle3", "model": path}
-        limits = {"device": options.device, "enable_prefix_caching": False, "max_model_len": 512, "max_num_seqs": 16, "seed": 1}
+        limits = {
+            "device": options.device,
+            "enable_prefix_caching": False,
+            "max_model_len": 512,
+            "max_num_seqs": 16,
+            "seed": 1,
+        }
         llm = LLM(MODEL, speculative_config=spec, **limits)
         speculation = llm._core.scheduler.speculation
         prompts = beginnings(llm, True)[:: max(1, len(beginnings(llm, True)) // options.prompts)][: options.prompts]

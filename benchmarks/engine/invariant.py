@@ -1,20 +1,22 @@
 """The cost of ``--deterministic`` on one Hopper GPU: products, attention and whole layers, and their bits.
 
-    python benchmarks/engine/invariant.py [SECTION ...] [--out FILE] [--replays 9]
+    python benchmarks/engine/invariant.py [SECTION ...] [--out FILE] [--replays 6]
 
-Sections: bits, layers, attention, prefill, products. ``bits`` counts, for every tiling, the outputs that differ from
-those of ``fixed_order.product`` and the like: all must be 0. Products run in chains of launches on weights past
-the L2 cache, with 1, 2 and 4 parts of K, each with the fastest tiling and with the one that the rule takes. Times are
-medians in microseconds; variants of a size alternate. A section that fails does not stop the others.
+Sections: bits, products, layers, attention, prefill. ``bits`` counts, for every tiling, the outputs that differ from
+those of ``fixed_order.py`` and the like: all must be 0. Products run in chains of launches on weights past the L2
+cache, with every tiling and with that of the rule; the fastest become choices in FILE, which ``layers`` uses after
+``products``. Times are medians in microseconds; variants of a size alternate. A section that fails does not stop the
+others. Triton's kernels of attention are compiled by as many processes as there are variants first.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import statistics
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +35,9 @@ from transect.engine.executors.gpu.setup import gpu_ops
 from transect.ops.attention.paged import decode_spans, dispatch, prefill
 from transect.ops.attention.paged.batch import PagedBatch
 from transect.ops.linear import fixed_order
-from transect.ops.linear.few_rows import invariant
+from transect.ops.linear.few_rows import choices, invariant
+from transect.ops.linear.few_rows.choices import Choice
+from transect.ops.linear.few_rows.cuda import CudaRows, CudaTiling
 from transect.ops.linear.few_rows.hopper import HopperRows
 from transect.ops.linear.packed import block_tiles
 from transect.ops.linear.packed.eight_bit import scaled8_hopper, scaled8_rounding, scaled8_tiles
@@ -45,21 +49,20 @@ BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 SIZES = {
     "8B qkv": (6144, 4096, False), "8B o": (4096, 4096, False), "8B gate_up": (28672, 4096, True),
     "8B down": (4096, 14336, False), "8B head": (128256, 4096, False), "7B qkv": (4608, 3584, False),
-    "7B down": (3584, 18944, False), "0.6B down": (1024, 3072, False),
+    "7B o": (3584, 3584, False), "7B gate_up": (37888, 3584, True), "7B down": (3584, 18944, False),
 }  # fmt: skip
 """N, K, and if it has a gate."""
-ROWS = (1, 8, 16, 32, 64, 128, 200, 256)
 PARTS = (1, 2, 4)
 Calls = dict[str, Callable[[], Any]]
 
 
-def medians(variants: dict[str, Sequence[Callable[[], Any]]], replays: int) -> dict[str, float]:
-    """Measure the median microseconds of a call of each variant, alternating three times."""
+def medians(variants: dict[str, Sequence[Callable[[], Any]]], replays: int, rounds: int = 3) -> dict[str, float]:
+    """Measure the median microseconds of a call of each variant, alternating."""
     found: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(3):
+    for _ in range(rounds):
         for name, calls in variants.items():
             try:
-                found[name] += graph_times(calls, max(2, replays // 3))
+                found[name] += graph_times(calls, max(2, replays // rounds))
             except Exception as error:
                 print(f"    {name}: {error!r:.200}", flush=True)
                 found[name].append(float("inf"))
@@ -76,7 +79,7 @@ def weights_of(n: int, k: int) -> list[Tensor]:
 
 def bits() -> Iterator[tuple[str, int, int]]:
     """Yield (name, checked, differing) for every group of kernels."""
-    rows = HopperRows()
+    kernels = CudaRows(), HopperRows()
     for name, (n, k, gated) in SIZES.items():
         if name == "8B head":
             n = 4096 * 4
@@ -89,13 +92,12 @@ def bits() -> Iterator[tuple[str, int, int]]:
                 whole = fixed_order.product(x, weight, bias, parts=parts)
             checked, wrong = 0, []
             for m in (1, 3, 16, 17, 32, 48, 64, 96, 128, 160, 200, 256):
-                found = list(invariant.candidates(m, n // 2 if gated else n, k, parts, gated=gated))
-                for tiling, order in found:
-                    y = rows(x[:m], weight, None if gated else bias, tiling=tiling, order=order)
+                for tiling in invariant.candidates(m, n, k, parts, gated=gated):
+                    y = invariant.run(*kernels, x[:m], weight, None if gated else bias, tiling, parts)
                     checked += 1
                     if not torch.equal(y, whole[:m]):
-                        wrong.append((m, dataclasses.astuple(tiling), order, int((y != whole[:m]).sum())))
-            yield f"{name}, {parts} parts: hopper.py", checked, len(wrong)
+                        wrong.append((m, dataclasses.astuple(tiling), int((y != whole[:m]).sum())))
+            yield f"{name}, {parts} parts: few rows", checked, len(wrong)
             if wrong:
                 print("    ", wrong[:6], flush=True)
             sizes, differing = (1, 40, 64, 65, 128, 129, 300, 512, 513), 0
@@ -147,9 +149,36 @@ def bits_of_codes() -> Iterator[tuple[str, int, int]]:
         yield "8B qkv fp8" if fp8 else "8B qkv int8", 10, differing
 
 
-TILES = {"mma.sync": (16, 1), "wgmma": (64, 4)}
-"""Decode rows by single warps and by warpgroups: rows of a tile, warps."""
-PROMPTS = {"64 rows": (64, 4), "128 rows": (128, 8)}
+DECODES = {
+    "64 positions, span 128": {"span": 128, "stages": 3, "programs": 4},
+    "64 positions": {"stages": 3, "programs": 4},
+    "64 positions, span 512": {"span": 512, "stages": 3, "programs": 4},
+    "32 positions, 3 a unit": {"bn": 32, "stages": 3, "programs": 3, "registers": 168},
+    "32 positions, 4 a unit": {"bn": 32, "stages": 2, "programs": 4, "registers": 128},
+    "32 positions, 4 a unit, span 512": {"bn": 32, "stages": 2, "programs": 4, "registers": 128, "span": 512},
+    "32 positions, one warp": {"bn": 32, "bm": 16, "warps": 1, "programs": 14},
+}
+"""Tilings of decode rows."""
+PROMPTS = {
+    "64 rows": {"bm": 64, "warps": 4, "span": 256}, "128 rows": {"bm": 128, "warps": 8, "span": 256},
+    "128 rows, span 512": {"bm": 128, "warps": 8, "span": 512}, "128 rows, no spans": {"bm": 128, "warps": 8},
+    "128 rows, 32 positions": {"bm": 128, "warps": 8, "bn": 32, "span": 256},
+}  # fmt: skip
+"""Tilings of prompts."""
+CONTEXTS = ((1, 1024), (64, 1024), (256, 640), (1, 8192))
+"""Decode rows, and positions of each."""
+CHUNKS = ((16, 0, 512), (4, 0, 2048))
+"""Prompts, first and last position of each."""
+
+
+def decodes(name: str) -> dispatch.PagedTriton:
+    own = dataclasses.replace(decode_spans.TILING, **DECODES[name])
+    chunks = dataclasses.replace(prefill.SPAN_TILING, bn=own.bn, span=own.span)
+    return dispatch.PagedTriton(chunks, spans=own)
+
+
+def prompting(name: str) -> dispatch.PagedTriton:
+    return dispatch.PagedTriton(prefill.PrefillTiling(**PROMPTS[name]), spans=decode_spans.TILING)
 
 
 def cache_of(rows: int, context: int, kv_heads: int = 8, d: int = 128) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,64 +195,57 @@ def prompt_batch(tables: Tensor, first: int, last: int) -> PagedBatch:
 
 
 def bits_of_attention() -> Iterator[tuple[str, int, int]]:
-    context, heads, d = 1500, 32, 128
+    """Compare decode rows and prompts of every tiling with prompts of the same spans."""
+    context, d = 1500, 128
     keys, values, tables = cache_of(1, context)
-    q = torch.randn(context, heads, d, **BF16)
-    scale = d**-0.5
-    for window in (None, 300):
-        made = {}
-        for name, (bm, warps) in PROMPTS.items():
-            tiling = prefill.PrefillTiling(bm=bm, warps=warps, span=prefill.SPAN)
-            made[name] = dispatch.PagedTriton(tiling, spans=decode_spans.TILING)(
-                q, keys, values, prompt_batch(tables, 0, context), scale, window
-            )
-        whole = made["64 rows"]
-        yield f"attention, window {window}: prompts in tiles of 128", 1, int((made["128 rows"] != whole).sum())
-        chunk = dispatch.uniform()(q[700:933], keys, values, prompt_batch(tables, 700, 933), scale, window)
-        yield f"attention, window {window}: a chunk", 1, int((chunk != whole[700:933]).sum())
-        at = [0, 15, 63, 64, 255, 256, 257, 700, 1023, 1024, 1499]
-        lengths = torch.tensor(at, device="cuda", dtype=torch.int32) + 1
-        starts = torch.arange(len(at) + 1, device="cuda", dtype=torch.int32)
-        batch = PagedBatch(tables.expand(len(at), -1).contiguous(), starts, lengths, 16)
-        for name, (bm, warps) in TILES.items():
-            spans = dataclasses.replace(decode_spans.TILING, bm=bm, warps=warps)
-            found = dispatch.PagedTriton(prefill.SPAN_TILING, spans=spans)(q[at], keys, values, batch, scale, window)
-            differing = (found != whole[at]).flatten(1).sum(1).tolist()
-            yield f"attention, window {window}: decode rows by {name}", len(at), sum(map(bool, differing))
-            if any(differing):
-                off = float((found.float() - whole[at].float()).abs().max())
-                print(f"     numbers that differ at {at}: {differing}, by {off:.1e}", flush=True)
+    q = torch.randn(context, 32, d, **BF16)
+    at = [0, 15, 63, 64, 255, 256, 257, 700, 1023, 1024, 1499]
+    lengths = torch.tensor(at, device="cuda", dtype=torch.int32) + 1
+    starts = torch.arange(len(at) + 1, device="cuda", dtype=torch.int32)
+    batch = PagedBatch(tables.expand(len(at), -1).contiguous(), starts, lengths, 16)
+    for name in DECODES:
+        whole = decodes(name)(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
+        found = decodes(name)(q[at], keys, values, batch, d**-0.5, None)
+        yield f"attention, {name}", len(at), int((found != whole[at]).flatten(1).any(1).sum())
+    whole = prompting("64 rows")(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
+    found = prompting("128 rows")(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
+    yield "attention, prompts of 128 rows", 1, int((found != whole).sum())
 
 
 # --------------------------------------------------------------------------------------------------------------- times
 
 
 def products(replays: int) -> Iterator[dict[str, Any]]:
-    """Yield for every size and number of rows: the default, and by parts of K the rule's tiling and the fastest."""
-    default, launch = gpu_ops(torch.device("cuda")), HopperRows()
+    """Yield for every size and number of rows: the default, the rule's tiling and the fastest, which is kept."""
+    default, kernels = gpu_ops(torch.device("cuda")), (CudaRows(), HopperRows())
     for name, (n, k, gated) in SIZES.items():
         weights = weights_of(n, k)
-        for m in ROWS if name.startswith("8B") else (1, 32, 64, 256):
+        for m in choices.ROWS:
             x = torch.randn(m, k, **BF16)
             op = default.gate_up if gated else default.linear
+            parts = 1 if gated else fixed_order.parts_of(x, n)
             calls = {"default": [partial(op, x, weight) for weight in weights]}
-            for parts in (1,) if gated or n > fixed_order.NARROW else PARTS:
-                rule = invariant.tiling_of(m, n, k, parts, gated, 132)
-                for tiling, order in invariant.candidates(m, n // 2 if gated else n, k, parts, gated=gated):
-                    mark = "rule " if (tiling, order) == rule else ""
-                    label = f"{parts}: {mark}{dataclasses.astuple(tiling)} {order}"
-                    one = partial(launch, x, tiling=tiling, order=order, dependent_launch=True)
-                    calls[label] = [partial(one, weight) for weight in weights]
-            times = medians(calls, replays)
-            row: dict[str, Any] = {"size": name, "rows": m, "default": times.pop("default")}
-            for parts in PARTS:
-                own = {label: us for label, us in times.items() if label.startswith(f"{parts}:")}
-                if own:
-                    fastest = min(own, key=lambda label: own[label])
-                    ruled = next((us for label, us in own.items() if "rule" in label), float("nan"))
-                    row |= {f"best {parts}": own[fastest], f"rule {parts}": ruled, f"which {parts}": fastest}
-            yield row
+            rule = invariant.by_rule(m, n, k, parts, gated)
+            tilings = {str(i): tiling for i, tiling in enumerate(invariant.candidates(m, n, k, parts, gated=gated))}
+            for label, tiling in tilings.items():
+                own = [partial(invariant.run, *kernels, x, weight, None, tiling, parts, True) for weight in weights]
+                calls[label] = own
+            times = medians(calls, replays, 2)
+            usual = times.pop("default")
+            fastest = min(times, key=lambda label: times[label])
+            ruled = next((times[label] for label, tiling in tilings.items() if tiling == rule), float("nan"))
+            tiling = tilings[fastest]
+            by = "cuda" if isinstance(tiling, CudaTiling) else "hopper"
+            MEASURED[choices.key(m, n, k, gated, invariant=True)] = Choice(by, tiling)
+            yield {
+                "size": name, "rows": m, "default": usual, "rule": ruled, "fastest": times[fastest], "by": by,
+                "tiling": dataclasses.asdict(tiling), "key": choices.key(m, n, k, gated, invariant=True),
+            }  # fmt: skip
         torch.cuda.empty_cache()
+
+
+MEASURED: dict[str, Choice] = {}
+"""The fastest tilings, by their keys."""
 
 
 def many(replays: int) -> Iterator[dict[str, Any]]:
@@ -232,74 +254,92 @@ def many(replays: int) -> Iterator[dict[str, Any]]:
     for name in ("8B qkv", "8B o", "8B gate_up", "8B down"):
         n, k, gated = SIZES[name]
         weights = weights_of(n, k)[:3]
-        for m in (512, 2048, 8192):
+        for m in (2048, 8192):
             x = torch.randn(m, k, **BF16)
             op = default.gate_up if gated else default.linear
             calls = {"default": [partial(op, x, weight) for weight in weights]}
             if gated:
                 calls["fixed"] = [partial(fixed_order.gated, x, weight) for weight in weights]
             else:
-                for parts in PARTS:
+                for parts in (1, 4):
                     fixed = partial(fixed_order.product, x, parts=parts)
                     calls[f"{parts} parts"] = [partial(fixed, weight) for weight in weights]
             yield {"size": name, "rows": m} | medians(calls, replays)
 
 
-def attention(replays: int) -> Iterator[dict[str, Any]]:
-    """Yield times of attention: the default, and in spans."""
+def attention(replays: int, only: str | None = None) -> Iterator[dict[str, Any]]:
+    """Yield times of attention: the default, and in spans. ``only``: run this variant once, to compile it."""
     default, d, heads = gpu_ops(torch.device("cuda")), 128, 32
-    for rows, context in ((1, 1024), (8, 1024), (64, 1024), (256, 640), (1, 8192), (16, 4096)):
+    for rows, context in CONTEXTS:
         keys, values, tables = cache_of(rows, context)
         batch = prompt_batch(tables, context - 1, context)
-        q = torch.randn(rows, heads, d, **BF16)
-        calls = {"default": [partial(default.paged_attention, q, keys, values, batch, d**-0.5, None)] * 8}
-        for name, (bm, warps) in TILES.items():
-            for programs, stages, span in itertools.product((7,) if warps == 1 else (2, 4), (2, 3), (128, 256)):
-                own = {"bm": bm, "warps": warps, "programs": programs, "stages": stages, "span": span}
-                tiling = dataclasses.replace(decode_spans.TILING, **own)
-                call = dispatch.PagedTriton(prefill.SPAN_TILING, spans=tiling)
-                run = partial(call, q, keys, values, batch, d**-0.5, None)
-                calls[f"{name} {programs} {stages} {span}"] = [run] * 8
-        yield {"rows": rows, "context": context} | medians(calls, replays)
-    for rows, first, last in ((16, 0, 512), (4, 0, 2048), (1, 4096, 8192)):
+        inputs = (torch.randn(rows, heads, d, **BF16), keys, values, batch, d**-0.5, None)
+        if only is None:
+            calls = {"default": [partial(default.paged_attention, *inputs)] * 8}
+            calls |= {name: [partial(decodes(name), *inputs)] * 8 for name in DECODES}
+            yield {"rows": rows, "context": context} | medians(calls, replays)
+        elif only in DECODES:
+            decodes(only)(*inputs)
+    for rows, first, last in CHUNKS:
         keys, values, tables = cache_of(rows, last)
-        batch = prompt_batch(tables, first, last)
         q = torch.randn(rows * (last - first), heads, d, **BF16)
-        calls = {"default": [partial(default.paged_attention, q, keys, values, batch, d**-0.5, None)] * 2}
-        for name, (bm, warps) in PROMPTS.items():
-            for span in (0, 128, 256):
-                call = dispatch.PagedTriton(prefill.PrefillTiling(bm=bm, warps=warps, span=span))
-                calls[f"{name} span {span}"] = [partial(call, q, keys, values, batch, d**-0.5, None)] * 2
-        yield {"prompts": rows, "from": first, "to": last} | medians(calls, replays)
+        inputs = (q, keys, values, prompt_batch(tables, first, last), d**-0.5, None)
+        if only is None:
+            calls = {"default": [partial(default.paged_attention, *inputs)] * 2}
+            calls |= {name: [partial(prompting(name), *inputs)] * 2 for name in PROMPTS}
+            yield {"prompts": rows, "from": first, "to": last} | medians(calls, replays)
+        else:
+            (decodes if only in DECODES else prompting)(only)(*inputs)
+
+
+def compile_all() -> None:
+    """Build the kernels in CUDA C++, and the variants of ``attention`` in Triton, each in a process of its own."""
+    command = [sys.executable, __file__, "--compile"]
+    started = [subprocess.Popen([*command, name]) for name in (*DECODES, *PROMPTS)]
+    CudaRows(), HopperRows()
+    for process in started:
+        process.wait()
 
 
 def layers(replays: int) -> Iterator[dict[str, Any]]:
     """Yield times of whole layers: as usual and deterministic."""
-    for model in ("llama-3.1-8b",):
-        for rows in (1, 8, 16, 32, 64, 128, 200, 256):
-            chain = Chain(model, rows)
-            ops = gpu_ops(torch.device("cuda"), deterministic=True)
-            calls: dict[str, Sequence[Callable[[], Any]]] = {"usual": [chain.stack()]}
-            calls["norms apart"] = [chain.stack(stream_products=None)]
-            found = {name: us / chain.config.n_layers for name, us in medians(calls, replays).items()}
-            chain.context.ops = ops
-            times = medians({"deterministic": [chain.stack(ops=ops)]}, replays)
-            found["deterministic"] = times["deterministic"] / chain.config.n_layers
-            chain.context.ops = chain.ops
-            again = medians({"usual": [chain.stack()]}, replays)["usual"] / chain.config.n_layers
-            found["usual"] = (found["usual"] + again) / 2
-            yield {"model": model, "rows": rows, **found, "cost": found["deterministic"] / found["usual"] - 1}
-            del chain, calls
-            torch.cuda.empty_cache()
+    measured, known = dict(MEASURED), choices.choices
+    choices.choices = lambda name: {**known(name), **measured}  # type: ignore[assignment]
+    invariant.tiling_of.cache_clear()
+    model = "llama-3.1-8b"
+    for rows in (1, 16, 64, 256):
+        chain = Chain(model, rows)
+        ops = gpu_ops(torch.device("cuda"), deterministic=True)
+        found: dict[str, list[float]] = {"usual": [], "norms apart": [], "deterministic": [], "fast attention": []}
+        for _ in range(2):
+            for name, own in (
+                ("usual", chain.ops),
+                ("norms apart", dataclasses.replace(chain.ops, stream_products=None)),
+                ("deterministic", ops),
+                ("fast attention", dataclasses.replace(ops, paged_attention=chain.ops.paged_attention)),
+            ):
+                chain.context.ops = own
+                call = chain.stack(ops=own)
+                found[name] += [seconds * 1e6 / chain.config.n_layers for seconds in graph_times([call], replays)]
+        times = {name: statistics.median(each) for name, each in found.items()}
+        yield {"model": model, "rows": rows, **times, "cost": times["deterministic"] / times["usual"] - 1}
+        del chain
+        torch.cuda.empty_cache()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    timed = {"layers": layers, "attention": attention, "prefill": many, "products": products}
+    timed = {"products": products, "layers": layers, "attention": attention, "prefill": many}
     parser.add_argument("sections", nargs="*", default=["bits", *timed])
     parser.add_argument("--out", type=Path, default=Path("invariant.json"))
-    parser.add_argument("--replays", type=int, default=9)
+    parser.add_argument("--replays", type=int, default=6)
+    parser.add_argument("--compile", help="only compile this variant of attention")
     options = parser.parse_args()
+    if options.compile:
+        with torch.inference_mode():
+            list(attention(1, options.compile))
+        return
+    compile_all()
     environment = record.environment(("torch", "triton"))
     result: dict[str, Any] = {"environment": {**environment, "gpu": torch.cuda.get_device_name()}}
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from transect.ops.attention.paged import decode_spans, dispatch
 from transect.ops.attention.paged.batch import PagedBatch
 from transect.ops.attention.paged.cache_codes import encode
 from transect.ops.attention.paged.paged_attention import reference
+from transect.ops.lang.jit import INTERPRETED
 
 BLOCK = 16
 
@@ -48,7 +49,9 @@ SCORES = {"plain": {}, "window": {"window": 20}, "sinks": {"sinks": torch.tensor
 @pytest.mark.parametrize("name", SCORES)
 def test_values_in_prompts_chunks_and_decode_rows(name):
     """More spans than the interpreter has room for, so some rows are summed by one program each."""
-    sequence = Sequence(70, 2, 2, 16, "cpu", torch.float32, **SCORES[name])
+    device = "cpu" if INTERPRETED else "cuda"
+    scores = {key: each.to(device) if key == "sinks" else each for key, each in SCORES[name].items()}
+    sequence = Sequence(70, 2, 2, 16, device, torch.float32, **scores)
     call = dispatch.uniform()
     whole = sequence.attend(reference, [(0, 70)])
     for rows in ([(0, 70)], MIXED, SINGLES):

@@ -5,6 +5,7 @@ import torch
 
 from transect.ops.linear import fixed_order
 from transect.ops.linear.few_rows import invariant
+from transect.ops.linear.few_rows.cuda import CudaRows, CudaTiling
 from transect.ops.linear.few_rows.hopper import HopperRows
 
 SIZES = [(6144, 4096), (4096, 14336), (3584, 18944), (128256, 4096), (1024, 3072)]
@@ -16,15 +17,17 @@ def test_there_is_a_tiling_for_any_number_of_rows_and_all_keep_the_order(n, k, g
     columns = n // 2 if gated else n
     for m in (1, 7, 16, 33, 64, 100, 128, 200, 256):
         for parts in (1,) if gated else (1, 4):
-            found = list(invariant.candidates(m, columns, k, parts, gated=gated))
-            chosen = invariant.tiling_of(m, n, k, parts, gated, 132)
-            assert chosen in found
-            for tiling, order in found:
+            found = list(invariant.candidates(m, n, k, parts, gated=gated))
+            assert invariant.tiling_of(m, n, k, parts, gated, torch.device("cpu")) in found
+            for tiling in found:
+                if isinstance(tiling, CudaTiling):
+                    assert (tiling.warps, tiling.ranks) == (parts, 0) and tiling.refusal(m) is None
+                    continue
                 assert tiling.refusal(m, columns, k, kernels=invariant.KERNELS) is None
                 if parts == 1:
-                    assert order == 1 and not tiling.splits(columns)
+                    assert not tiling.splits(columns)
                 else:
-                    assert (abs(tiling.ranks), order) in {(parts, 1), (1, parts)} and (order == 1 or tiling.ordered)
+                    assert abs(tiling.ranks) == parts or (tiling.ranks == 1 and tiling.ordered)
 
 
 @pytest.mark.gpu
@@ -37,7 +40,7 @@ def test_bits_are_the_same_by_every_tiling(n, k):
     )
     parts = fixed_order.parts_of(x, n)
     assert parts == (1 if n > fixed_order.NARROW else fixed_order.PARTS)
-    rows, own = HopperRows(), invariant.InvariantRows()
+    kernels, own = (CudaRows(), HopperRows()), invariant.InvariantRows()
     exact = x.double() @ weight.double().T + bias.double()
     whole, gated = own.linear(x, weight, bias), own.gated(x, weight)
     assert (whole.double() - exact).norm() < 0.005 * exact.norm()
@@ -46,5 +49,5 @@ def test_bits_are_the_same_by_every_tiling(n, k):
         assert torch.equal(fixed_order.product(x[:m], weight, bias), whole[:m]), m
         assert torch.equal(own.gated(x[:m], weight), gated[:m]), m
         assert torch.equal(fixed_order.gated(x[:m], weight), gated[:m]), m
-        for tiling, order in invariant.candidates(m, n, k, parts):
-            assert torch.equal(rows(x[:m], weight, bias, tiling=tiling, order=order), whole[:m]), (m, tiling, order)
+        for tiling in invariant.candidates(m, n, k, parts):
+            assert torch.equal(invariant.run(*kernels, x[:m], weight, bias, tiling, parts), whole[:m]), (m, tiling)

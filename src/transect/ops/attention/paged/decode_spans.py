@@ -179,6 +179,8 @@ class SpansTiling:
     at_once: int = 8
     """Parts that are loaded at a time when they are added."""
     span: int = SPAN
+    registers: int = 0
+    """Most registers of a thread, so that more programs fit on a multiprocessor; 0: as many as there are."""
 
 
 TILING = SpansTiling()
@@ -208,6 +210,7 @@ def decode(
     part_l = q.new_empty((room + programs, heads, 2), dtype=torch.float32)
     bm = max(tiling.bm, next_power_of_2(group))
     launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
+    launch |= {"maxnreg": tiling.registers} if tiling.registers and not INTERPRETED else {}
     _decode[(programs * kv_heads,)](
         q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, out, part_o, part_l,
         batch.arrivals(room * kv_heads), rows, (scale if softcap is None else softcap) * LOG2E, window or 0,
