@@ -109,8 +109,8 @@ class PagedTriton:
         if self.decode is not None and streams:
             self.decode(*ones, sinks=sinks, out=out, dependent_launch=dependent_launch)
         elif self.spans is not None:
-            spans = {"tiling": self.spans, "mixed": not decode_only, "dependent_launch": dependent}
-            decode_spans.decode(*ones, out, **spans, **how)
+            mixed = not decode_only
+            decode_spans.decode(*ones, out, tiling=self.spans, mixed=mixed, dependent_launch=dependent, **how)
         else:
             tiling = self.singles or paged_decode.tuned(singles.num_rows * kv_heads, singles.max_seq_len, d, q.device)
             paged_decode.decode(*ones, out, tiling=tiling, mixed=not decode_only, dependent_launch=dependent, **how)

@@ -51,8 +51,8 @@ class InvariantCodes:
         few = self._tiles is not None and len(x) <= block_tiles.MOST_ROWS
         if few and self._tiles is not None and not int4_tiles.refusal(x, weight, n, bias):
             unit = int4_tiles.unit_of(group_of(weight))
-            tiling = block_tiles.choose_tiling(unit, len(x), n, x.shape[1], multiprocessors(x.device))
-            tiling = block_tiles.in_parts(tiling, len(x), n, parts)
+            chosen = block_tiles.choose_tiling(unit, len(x), n, x.shape[1], multiprocessors(x.device))
+            tiling = block_tiles.in_parts(chosen, len(x), n, parts)
             if tiling is not None:
                 return self._tiles(x, weight, n, bias, tiling=tiling, dependent_launch=dependent_launch)
         if x.element_size() == 2 and runs_triton(x):
