@@ -18,7 +18,7 @@ def table(result: dict[str, Any]) -> str:
     compared, differing = (sum(check[name] for check in checks) for name in ("checked", "differing"))
     lines.append(
         "\nA layer of Llama-3.1-8B's shape at 1,024 positions, in bfloat16. `python benchmarks/engine/invariant.py` on "
-        f"one {machine['gpu']}, {packages}, {record.made_at([machine])}; medians. Of {compared:,} results of products and "
-        f"attention by other tilings, in other batches and chunks, {differing} differ."
+        f"one {machine['gpu']}, {packages}, {record.made_at(result['runs'])}; medians. Of {compared:,} results of "
+        f"products and attention by other tilings, in other batches and chunks, {differing} differ."
     )
     return "\n".join(lines) + "\n"

@@ -173,8 +173,8 @@ class SpansTiling:
     bn: int = 64
     """Positions of a tile."""
     warps: int = 4
-    stages: int = 2
-    programs: int = 2
+    stages: int = 3
+    programs: int = 4
     """Programs for each multiprocessor."""
     at_once: int = 8
     """Parts that are loaded at a time when they are added."""
