@@ -19,6 +19,8 @@ from typing import Any
 import _paths  # noqa: F401
 from benchmarks import gpu_queue, record
 from benchmarks.checks import numerics, speed_of_trees, structure
+from benchmarks.compilers import follow
+from benchmarks.compilers import ladder as compilers
 from benchmarks.engine import (
     batching,
     cpu_vs_llamacpp,
@@ -35,7 +37,8 @@ from benchmarks.engine import (
 from benchmarks.engine import shapes as shapes_gpu
 from benchmarks.explain import apply as explain_apply
 from benchmarks.explain import faults as explain_faults
-from benchmarks.explain import large_trace, step_prediction
+from benchmarks.explain import large_trace, side_by_side, step_prediction
+from benchmarks.explain import overhead as explain_overhead
 from benchmarks.explain import programs as explain_programs
 from benchmarks.explain import sums as explain_sums
 from benchmarks.formats import quality as formats_quality
@@ -68,6 +71,7 @@ from benchmarks.train import cpu_lora, data_formats, precisions, rollout
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
 SITE = record.ROOT / "mkdocs.yml"
 TRAINED_ON_TWO = [f"h200/train_parallel_{run}.json" for run in ("1b", "3b", "8b", "again")]
+GPU_PROGRAMS = ("h100/explain_programs.json", "h200/explain_programs.json")
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -333,8 +337,21 @@ def capture_cost() -> str:
         f"Every request captured, {result['streams']} streams from a server whose engine costs nothing: "
         f"{ratio['median']:.3f} of the tokens per second without captures ({ratio['min']:.3f} to {ratio['max']:.3f} in "
         f"{ratio['runs']} rounds, in turns), and {after:.1f} instead of {before:.1f} us of the server's processor time "
-        "per token.\n"
+        f"per token.{_gaps(result)}\n"
         f"{_here(result)}"
+    )
+
+
+def _gaps(result: dict[str, Any]) -> str:
+    """Render the 99th percentile of gaps with captures beside that without; empty if it was not measured."""
+    found = result.get("gap_p99")
+    if found is None:
+        return ""
+    low, high = found["interval"]
+    return (
+        f" With steps of {found['step_ms']:.0f} ms, 99% of the gaps between two pieces of a stream are below "
+        f"{found['capturing_ms']:.2f} ms instead of {found['without_ms']:.2f} ms: a ratio of {found['ratio']:.3f} (95% "
+        f"interval {low:.3f} to {high:.3f})."
     )
 
 
@@ -451,7 +468,16 @@ def pretrain_published() -> str:
     return pretrain_tables.beside_published(*runs)
 
 
+def followed(part: str, key: str) -> Callable[[], str]:
+    """Return a function that renders an excerpt of what a compiler made of softmax."""
+    return lambda: follow.page(part, key, _load("cpu/compilers_followed.json"))
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "compilers-ladder": lambda: compilers.table(_load("cpu/compilers.json")),
+    "compilers-planes": lambda: follow.planes_table(_load("cpu/compilers_followed.json"), _load("cpu/compilers.json")),
+    "compilers-roles": lambda: follow.roles_table(_load("cpu/compilers_followed.json")),
+    **{f"compilers-{name}": followed(*place) for name, place in follow.EXCERPTS.items()},
     "operators-reference": operators_reference,
     "operators-results": ops_tables.page,
     "clone": front.clone,
@@ -530,8 +556,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "worked-product": lambda: explain_tables.product(_load("h200/explain_matmul.json")),
     "explain-faults-cpu": lambda: explain_faults.table(_load("cpu/explain_faults.json")),
     "explain-programs-cpu": lambda: explain_programs.table(_load("cpu/explain_programs.json")),
+    "explain-programs-gpu": lambda: "\n".join(map(explain_programs.table, _recorded(*GPU_PROGRAMS))),
+    "explain-overhead": lambda: "".join(map(explain_overhead.table, _recorded("cpu/explain_overhead.json"))),
+    "explain-side-by-side": lambda: side_by_side.table(_load("cpu/explain_side_by_side.json")),
     "explain-faults-gpu": lambda: explain_faults.table(_load("h200/explain_faults.json")),
     "worked-gelu": lambda: explain_tables.gelu(_load("h200/explain_gelu.json")),
+    "explain-apply-cpu": lambda: "".join(map(explain_apply.table, _recorded("cpu/explain_apply.json"))),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),
     "plan-validation-cpu": lambda: plan_validation.cpu_table(_load("cpu/plan_validation.json")),
     "plan-clocked": lambda: plan_clocked.table(_load("cpu/plan_clocked.json")),

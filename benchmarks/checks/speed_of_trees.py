@@ -27,8 +27,8 @@ from typing import Any
 import _paths  # noqa: F401
 from benchmarks import record
 from benchmarks.checks.structure import BEFORE
-from benchmarks.engine import cpu_vs_llamacpp
-from benchmarks.engine.cpu_vs_llamacpp import WORK
+from benchmarks.engine import cpu_work
+from benchmarks.engine.cpu_work import WORK
 from benchmarks.peers.transect import Transect
 
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 11: 2.23, 12: 2.20}
@@ -38,8 +38,8 @@ PROGRAM = "\n".join([
     "import json, random, sys, time",
     "from collections.abc import Sequence",
     "from typing import Any",
-    f"WORK, REPEATS = {WORK!r}, {cpu_vs_llamacpp.REPEATS}",
-    *map(inspect.getsource, (cpu_vs_llamacpp.prompts, cpu_vs_llamacpp.rate, cpu_vs_llamacpp.rates_of, Transect)),
+    f"WORK, REPEATS = {WORK!r}, {cpu_work.REPEATS}",
+    *map(inspect.getsource, (cpu_work.prompts, cpu_work.rate, cpu_work.rates_of, Transect)),
     "print(json.dumps(rates_of(Transect('smollm2-135m', int(sys.argv[1])))))",
 ])  # fmt: skip
 """The work of the other benchmark as a program of its own, which imports the package of the tree alone."""

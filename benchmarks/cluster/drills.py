@@ -16,6 +16,7 @@ results there. All of them take about seven minutes.
   cancelled   scale-down while clients of long answers leave
   controller  kill -9 of Ray Serve's controller
   blind       SIGSTOP of Ray Serve's controller: no decision of the autoscaler comes any more
+  metrics     SIGSTOP of the router until the autoscaler decides without metrics: the number of replicas stays
   node        a second node is killed with all its processes
   router      kill -9 of the router
 """
@@ -43,6 +44,7 @@ from fleet_load import RETRY_S, Load, fleet_settings, prepare, processes, runnin
 import _paths  # noqa: F401
 from benchmarks import record
 from transect.cluster import ray_cluster
+from transect.cluster.scaling import newest
 from transect.cluster.settings import FleetSettings
 
 REPLICAS, PER_NODE, STEP_S = 3, 4, 0.01
@@ -164,6 +166,29 @@ class Drills:
         await self.load.until_ready(REPLICAS)
         return {"raised_s": raised, "cleared_s": cleared, "interval_s": self.own.scaling.interval_s}
 
+    async def metrics(self) -> dict[str, Any]:
+        """Cut the autoscaler off from metrics: the reports of a stopped router become too old. Streams pause."""
+        await asyncio.to_thread(ray_cluster.scale, self.own, None, print)
+        await self.load.until_ready(self.own.replicas.min)
+        (process,) = processes(self.own, ROUTER)
+        began, wall = time.monotonic(), time.time()
+        process.suspend()
+        try:
+            while True:
+                last = newest(self.own.place)[-1]
+                if last["blind"] and last["at"] > wall:
+                    break
+                assert time.monotonic() - began < RETRY_S, f"the autoscaler still sees: {last}"
+                await asyncio.sleep(0.05)
+        finally:
+            process.resume()
+        blind_s = time.monotonic() - began
+        await self.load.until_ready(self.own.replicas.min)
+        await self._until_alarm(False)
+        await asyncio.to_thread(ray_cluster.scale, self.own, REPLICAS, print)
+        await self.load.until_ready(REPLICAS)
+        return {"blind_s": blind_s, "stayed": last["replicas"] == last["before"], "reason": last["reason"]}
+
     async def _until_alarm(self, raised: bool) -> float:
         began = time.monotonic()
         while bool((await self.load.fleet())["alarms"]) != raised:
@@ -243,9 +268,9 @@ async def run(own: FleetSettings, url: str, arguments: argparse.Namespace) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["kills", "stopped", "host", "roll", "scale", "cancelled", "controller", "blind", "node", "router"]
+    every = [name for name in vars(Drills) if not name.startswith("_")]
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=names)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=every)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--real", action="store_true", help="engines with a model")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "fleet_drills.json")

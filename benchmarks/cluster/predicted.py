@@ -1,154 +1,351 @@
-"""Predict a drill before it runs: the latency that it adds and the capacity that it costs, simulated and then measured.
+"""Predict the drills of a fleet, cause them on Ray, and compare the effects.
 
-    python benchmarks/cluster/predicted.py [--rounds 3] [--out FILE]
+    python benchmarks/cluster/predicted.py [--only kill,stopped] [--out FILE]
 
-Requests arrive at three replicas at random times (a Poisson process, the same in all runs). At a third of the time one
-engine is killed (SIGKILL), or stopped (SIGSTOP), so that it is half alive. ``transect/plan/fleet.py`` simulates both
-with the shipping scheduler and router. It is given the time of a step and of an engine's start, both measured without a
-disturbance, and the time after which a failure is noticed, by the code and the settings. Then both are measured: the
-router, the hosts and the engine processes are real; tokens are made up (``tests/helpers/stub_engine.py``).
+Requests arrive at three replicas on Ray, the same ones at the same random times in all runs, so many that two replicas
+cannot serve them: a queue grows while one is missing. An engine takes some seconds to start, like one with a model.
+``transect/plan/drills.py`` simulates each drill with the shipping scheduler and router, as ``transect plan drills``
+does. It is given the time of a step and the times of starts, all measured in a calm fleet, and the limits of the
+settings. Then the drill happens: router, hosts, engine processes and Ray are real; tokens are made up
+(``tests/helpers/stub_engine.py``).
 
-Compared are the 99th percentile of the time of whole requests that a disturbance adds, and the replica-seconds that it
-costs. Writes benchmarks/results/cpu/fleet_predicted.json. A round takes about 75 s.
+Compared are the 99th percentile of the time of whole requests, what the drill adds to it, the replica-seconds that it
+costs, and the requests that it drops. A drill that adds nothing is compared by its percentile. Writes
+benchmarks/results/cpu/fleet_predicted.json; drills that are not run keep their results there. A drill takes about 25 s,
+and the measurements before them a minute.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import dataclasses
+import json
+import math
 import os
-import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fleet_load import HELPERS, fleet_settings, prepare
+import psutil
+from drills import CONTROLLER, REPLICA, ROUTER
+from fleet_load import HELPERS, RETRY_S, Load, fleet_settings, prepare, processes
 
 import _paths  # noqa: F401
 from benchmarks import record
-from transect import SamplingParams
 from transect.bench.lengths import Lengths
+from transect.bench.same_answers import COMPLETIONS, Answer, ask
 from transect.bench.traces.asked import Asked
 from transect.bench.traces.mix import Mix
+from transect.cluster import ray_cluster
+from transect.cluster.settings import FleetSettings
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
-from transect.plan.fleet import EngineModel, Fleet, Kill
+from transect.plan.drills import DRILLS, WATCH_S, Effect, FleetTimes, percentile, predict
+from transect.plan.fleet import EngineModel
 
 sys.path.append(str(HELPERS))
-from small_fleet import Small
 from tiny_llm import save_tiny_llm
 
-REPLICAS, RATE, SECONDS, AT, STEP_S = 3, 8.0, 22.0, 7.0, 0.02
-MIX = Mix(prompt=Lengths.parse("uniform:20-60"), output=Lengths.parse("uniform:60-140"))
-HUNG_S = 1.0
-NOTICED_S = {"kill": 0.05 + 0.02, "stop": HUNG_S + 0.1 + 0.05}
-"""Seconds until a failure is noticed: the host sees the end of the process and waits 0.02 s for its last words, the
-router does the same; a silent engine is killed after ``hung-after``, by checks every 0.1 s."""
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+REPLICAS, PLACES, STEP_S, START_S = 3, 8, 0.04, 5.0
+RATE, SECONDS, AT = 10.0, 18.0, 3.0
+MIX = Mix(prompt=Lengths.parse("uniform:20-60"), output=Lengths.parse("uniform:30-70"), burstiness=0.25)
+HUNG_S, LOST_S, NOTICED_S = 1.0, 2.0, 0.03
+"""Limits of the settings, and the seconds from the end of an engine's process until the router knows: the host waits
+0.02 s for its last words."""
+LEAVING, LEAVES_AFTER_S = 6, 2.0
+"""Clients in the drill ``cancelled`` that leave, and the seconds after which each does."""
+BLIND_S = 6.0
 
 
-def p99(values: list[float]) -> float:
-    """Return the 99th percentile."""
-    return statistics.quantiles(values, n=100, method="inclusive")[98]
+class Measured:
+    """A fleet on Ray under a load of requests at given times."""
 
+    def __init__(self, own: FleetSettings, url: str, second: int | None) -> None:
+        self.own, self.load, self.second = own, Load(url), second
 
-def simulate(asked: list[Asked], step_s: float, intake_s: float, kills: list[Kill]) -> list[float]:
-    """Simulate a fleet; return the times of requests, from arrival to last token."""
-    limits = SchedulerConfig(num_blocks=4096, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096, seed=0)
-    model = EngineModel(
-        scheduler=limits, seconds=lambda batch: step_s, by_load=lambda load: step_s, intake=intake_s
-    )  # fmt: skip
-    run = Fleet(model, REPLICAS, kills=kills).run(asked)
-    return [each.ended - each.due for each in run.records]
+    async def calibrate(self) -> tuple[FleetTimes, float, float, float]:
+        """Measure starts, then a calm run. Returns the times, the seconds of a step, those before an engine has a
+        request, and the calm run's 99th percentile."""
+        await self.load.until_ready(REPLICAS)
+        back = {name: await getattr(self, name)() for name in ("kill", "actor", "router")}
+        back["router"] /= REPLICAS
+        print(
+            time.strftime("%H:%M:%S"),
+            "calm starts",
+            {name: round(value, 2) for name, value in back.items()},
+            flush=True,
+        )
+        firsts: list[float] = []
+        gaps: list[float] = []
+        times, _, _ = await self.run("calm", firsts, gaps)
+        step_s = statistics.mean(gaps)
+        before_s = max(0.0, statistics.median(firsts) - 1.5 * step_s)
+        known = FleetTimes(
+            noticed=NOTICED_S, engine=max(0.0, back["kill"] - NOTICED_S - WATCH_S / 2),
+            replica=back["actor"] - NOTICED_S, router=back["router"], linked=0.0,
+            hung_after=HUNG_S, lost_after=LOST_S, drain=self.own.replicas.drain_timeout_s,
+        )  # fmt: skip
+        return known, step_s, before_s, percentile(times)
 
+    async def run(
+        self, drill: str, firsts: list[float] | None = None, gaps: list[float] | None = None
+    ) -> tuple[list[float], int, float]:
+        """Run the load with a drill in it. Returns the times of answered requests, the number of dropped ones, and the
+        replica-seconds lost."""
+        asked, leaving = requests(drill)
+        times: list[float] = []
+        dropped = 0
+        began = time.monotonic() + 0.5
 
-async def measure(small: Small, asked: list[Asked], hit: str) -> tuple[list[float], float, list[float], list[float]]:
-    """Measure times of requests, replica-seconds lost, times to first tokens and gaps between tokens."""
-    firsts: list[float] = []
-    gaps: list[float] = []
-    began = time.monotonic()
+        async def one(client: Any, number: int, each: Asked) -> None:
+            nonlocal dropped
+            await asyncio.sleep(max(0.0, began + each.at - time.monotonic()))
+            last = None
 
-    async def one(number: int, each: Asked) -> float:
-        await asyncio.sleep(max(0.0, began + each.at - time.monotonic()))
-        rng = random.Random(number)
-        prompt = [rng.randint(65, 90) for _ in range(each.prompt_tokens)]
-        params = SamplingParams(seed=number, max_tokens=each.output_tokens, ignore_eos=True)
-        last = None
-        async for _ in small.fleet.stream(prompt, params, f"{hit} {number} {began}"):
-            now = time.monotonic()
-            (gaps if last is not None else firsts).append(now - (began + each.at if last is None else last))
-            last = now
-        return time.monotonic() - began - each.at
+            def seen(answer: Answer) -> None:
+                nonlocal last
+                now = time.monotonic()
+                if last is not None and gaps is not None and not answer.clean:
+                    gaps.append(now - last)
+                elif last is None and firsts is not None:
+                    firsts.append(now - began - each.at)
+                last = now
 
-    async def disturb() -> float:
-        if hit == "calm":
-            return 0.0
-        await asyncio.sleep(AT)
-        host = small.hosts["replica-0"]
-        old = host.pid
-        os.kill(old, SIGNALS[hit])
-        struck = time.monotonic()
-        await small.until(lambda: host.pid != old and host.linked and len(small.fleet.alive()) == REPLICAS)
-        return time.monotonic() - struck
+            body = {"prompt": [65 + (number * 7 + n * n) % 26 for n in range(each.prompt_tokens)], "stream": True}
+            body |= {"seed": number, "max_tokens": each.output_tokens, "ignore_eos": True}
+            limit = leaving[number] - each.at if number in leaving else None
+            try:
+                async with asyncio.timeout(limit):
+                    answer = await ask(client, COMPLETIONS, body, seen)
+            except Exception:  # of many kinds: the router is gone, or the client has left
+                dropped += 1
+                return
+            if answer.clean and answer.status == 200:
+                times.append(time.monotonic() - began - each.at)
+            else:
+                dropped += 1
 
-    *times, lost = await asyncio.gather(*(one(number, each) for number, each in enumerate(asked)), disturb())
-    return times, lost, firsts, gaps
+        async def disturb() -> float:
+            if drill == "calm":
+                return 0.0
+            await asyncio.sleep(max(0.0, began + AT - time.monotonic()))
+            return float(await getattr(self, drill)())
 
+        async with self.load.client() as client:
+            *_, lost = await asyncio.gather(*(one(client, n, each) for n, each in enumerate(asked)), disturb())
+        return times, dropped, min(float(lost), REPLICAS * (asked[-1].at - AT))
 
-async def round_of(number: int, folder: Path, model: str) -> dict[str, Any]:
-    """Measure a calm run, predict from it, and measure the disturbed runs."""
-    asked = MIX.generate(RATE, int(RATE * SECONDS), seed=number)
-    small = Small(fleet_settings(folder, model, True, links={"port": 0}))
-    began = time.monotonic()
-    await small.open(REPLICAS)
-    try:
-        await small.run("warm")
-        os.kill(small.hosts["replica-1"].pid, signal.SIGKILL)
+    # Each drill returns the replica-seconds that it costs.
+
+    async def _pids(self) -> list[int]:
+        return [each["pid"] for each in (await self.load.fleet())["replicas"] if each["state"] == "ready"]
+
+    async def kill(self) -> float:
+        pid = (await self._pids())[0]
+        os.kill(pid, signal.SIGKILL)
+        return await self.load.until_ready(REPLICAS, frozenset({pid}))
+
+    async def stopped(self) -> float:
+        pid = (await self._pids())[0]
+        os.kill(pid, signal.SIGSTOP)
+        return await self.load.until_ready(REPLICAS, frozenset({pid}))
+
+    async def host(self) -> float:
+        pid = (await self._pids())[0]
+        actor = psutil.Process(pid).ppid()
+        os.kill(actor, signal.SIGSTOP)
+        try:
+            silent = await self.load.until_ready(REPLICAS - 1, frozenset({pid}))
+        finally:
+            os.kill(actor, signal.SIGCONT)
+        return silent + await self.load.until_ready(REPLICAS)
+
+    async def actor(self) -> float:
+        pid = (await self._pids())[0]
+        os.kill(psutil.Process(pid).ppid(), signal.SIGKILL)
+        return await self.load.until_ready(REPLICAS, frozenset({pid}))
+
+    async def node(self) -> float:
+        assert self.second is not None
+        there = psutil.Process(self.second).children(recursive=True)
+        assert any(REPLICA in " ".join(each.cmdline()) for each in there), "Ray placed no replica on the second node"
+        for each in there:
+            with contextlib.suppress(psutil.Error):
+                each.kill()
+        return math.inf  # there is no room elsewhere
+
+    async def roll(self) -> float:
+        missing, watching = 0.0, True
+
+        async def watch() -> None:
+            nonlocal missing
+            before = time.monotonic()
+            while watching:
+                ready, now = len(await self._pids()), time.monotonic()
+                missing, before = missing + (now - before) * max(0, REPLICAS - ready), now
+                await asyncio.sleep(0.1)
+
+        watcher = asyncio.create_task(watch())
+        await asyncio.to_thread(ray_cluster.roll, self.own, print)
+        watching = False
+        await watcher
+        return missing
+
+    async def cancelled(self) -> float:
+        await asyncio.to_thread(ray_cluster.scale, self.own, REPLICAS - 1, print)
+        return 0.0
+
+    async def controller(self) -> float:
+        (process,) = processes(self.own, CONTROLLER)
+        process.kill()
+        return 0.0
+
+    async def blind(self) -> float:
+        (process,) = processes(self.own, CONTROLLER)
+        process.suspend()
+        await asyncio.sleep(BLIND_S)
+        process.resume()
+        return 0.0
+
+    async def router(self) -> float:
+        (process,) = processes(self.own, ROUTER)
+        process.kill()
         began = time.monotonic()
-        await small.until(lambda: len(small.fleet.alive()) == REPLICAS - 1)
-        await small.until(lambda: len(small.fleet.alive()) == REPLICAS)
-        start_s = time.monotonic() - began
-        calm, _, firsts, gaps = await measure(small, asked, "calm")
-        step_s = statistics.median(gaps)
-        intake_s = max(0.0, statistics.median(firsts) - 1.5 * step_s)
-        found: dict[str, Any] = {"step_s": step_s, "start_s": start_s, "calm_p99_s": p99(calm)}
-        predicted_calm = p99(simulate(asked, step_s, intake_s, []))
-        found["predicted_calm_p99_s"] = predicted_calm
-        for hit in SIGNALS:
-            noticed = NOTICED_S[hit]
-            back = start_s + (noticed if hit == "stop" else 0.0)
-            kills = [Kill(AT, 0, back=back, notice=noticed)]
-            predicted = p99(simulate(asked, step_s, intake_s, kills)) - predicted_calm
-            times, lost, _, _ = await measure(small, asked, hit)
-            found[hit] = {
-                "added_p99_s": p99(times) - p99(calm), "predicted_added_p99_s": predicted,
-                "p99_s": p99(times), "predicted_p99_s": predicted + predicted_calm,
-                "lost_s": lost, "predicted_lost_s": back,
-            }  # fmt: skip
-        return found
+        await asyncio.sleep(0.2)
+        await self.load.until_ready(REPLICAS)
+        return REPLICAS * (time.monotonic() - began)
+
+    async def whole(self) -> None:
+        """Wait until the fleet is as it was."""
+        until = time.monotonic() + RETRY_S
+        while True:
+            try:
+                await asyncio.to_thread(ray_cluster.scale, self.own, REPLICAS, print)
+                break
+            except Exception:  # of many kinds: the controller is being started
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(0.5)
+        await self.load.until_ready(REPLICAS)
+
+
+def requests(drill: str) -> tuple[list[Asked], dict[int, float]]:
+    """Draw the load, and for the drill ``cancelled`` the seconds at which some clients of long answers leave."""
+    asked = MIX.generate(RATE, int(RATE * SECONDS), seed=2)
+    if drill != "cancelled":
+        return asked, {}
+    long = [Asked(AT - 1.0 + 0.01 * n, 40, 2000) for n in range(LEAVING)]
+    asked = sorted([*asked, *long], key=lambda each: each.at)
+    return asked, {n: each.at + LEAVES_AFTER_S for n, each in enumerate(asked) if each.output_tokens == 2000}
+
+
+def predicted(drill: str, times: FleetTimes, step_s: float, before_s: float) -> Effect:
+    """Simulate one drill."""
+    limits = SchedulerConfig(
+        num_blocks=4096, max_num_seqs=PLACES, max_num_batched_tokens=512, max_model_len=4096, seed=0
+    )
+    model = EngineModel(
+        scheduler=limits, seconds=lambda batch: step_s, by_load=lambda load: step_s, intake=before_s
+    )  # fmt: skip
+    asked, leaving = requests(drill)
+    if drill == "node":
+        times = dataclasses.replace(times, replica=math.inf)
+    return predict(model, REPLICAS, asked, times, AT, [drill], leaving)[drill]
+
+
+@contextlib.contextmanager
+def fleet(own: FleetSettings, more: bool) -> Iterator[tuple[str, int | None]]:
+    """Start Ray, a second node if ``more``, and the fleet. Yields its URL and the process id of the second node."""
+    second = None
+    try:
+        ray = ray_cluster.connect(own, print, start=True)
+        if more:
+            second = subprocess.Popen(
+                [
+                    *(sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block"),
+                    *("--address", f"127.0.0.1:{own.ray.port}", "--num-cpus", "2"),
+                    *("--dashboard-agent-listen-port", "52399", "--object-store-memory", "100000000"),
+                    "--disable-usage-stats",
+                ],
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            began = time.monotonic()
+            while sum(each["Alive"] for each in ray.nodes()) < 2:
+                assert time.monotonic() - began < RETRY_S, "the second node does not start"
+                time.sleep(0.2)
+        yield ray_cluster.up(own, print)["url"], None if second is None else second.pid
     finally:
-        await small.close()
+        if second is not None:
+            for each in psutil.Process(second.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    each.kill()
+            second.kill()
+            second.wait()
+        ray_cluster.down(own, print)
+
+
+async def compare(own: FleetSettings, url: str, second: int | None, drills: Sequence[str]) -> dict[str, Any]:
+    """Predict and cause each drill."""
+    fleet = Measured(own, url, second)
+    times, step_s, before_s, calm_p99 = await fleet.calibrate()
+    found: dict[str, Any] = {}
+    for drill in drills:
+        before = predicted(drill, times, step_s, before_s)
+        print(f"{time.strftime('%H:%M:%S')} {drill}: predicted {before}", flush=True)
+        answered, dropped, lost = await fleet.run(drill)
+        p99 = percentile(answered)
+        after = Effect(p99, p99 - calm_p99, lost, dropped)
+        found[drill] = {
+            "predicted": dataclasses.asdict(before), "measured": dataclasses.asdict(after), "calm_p99_s": calm_p99,
+            "step_s": step_s, "times": dataclasses.asdict(times),
+        }  # fmt: skip
+        print(f"  measured {after}; {ratios(found[drill])}", flush=True)
+        if drill != "node":
+            await fleet.whole()
+    return found
+
+
+def ratios(result: dict[str, Any]) -> dict[str, float]:
+    """Return measured values over predicted ones: of the percentile, and of what is added, lost and dropped, where that
+    is predicted to be large enough to be told from noise."""
+    before, after = result["predicted"], result["measured"]
+    least = {"p99": 0.0, "added_p99": 0.15 * result["calm_p99_s"], "lost": 0.1, "dropped": 5}
+    return {name: round(after[name] / before[name], 3) for name, low in least.items() if before[name] > low}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=[name for name in DRILLS if name != "node"]
+    )
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "fleet_predicted.json")
     arguments = parser.parse_args()
     prepare(STEP_S)
+    os.environ |= {"STUB_SEQS": str(PLACES), "STUB_START_S": str(START_S)}
+    drills = [name for name in DRILLS if name in arguments.only]  # the node comes last
+    drills.sort(key=lambda name: name == "node")
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "model"
         model.mkdir()
         save_tiny_llm(model)
-        rounds = [asyncio.run(round_of(n, Path(name) / "fleet", str(model))) for n in range(arguments.rounds)]
-    result: dict[str, Any] = {"command": record.command("benchmarks/cluster/predicted.py"), "rounds": rounds}
-    for hit in SIGNALS:
-        result[hit] = {name: record.summary([each[hit][name] for each in rounds]) for name in rounds[0][hit]}
-        print(hit, {name: round(value["median"], 3) for name, value in result[hit].items()})
-    record.write(arguments.out, result | record.environment())
+        more = "node" in drills
+        changes = {"max": REPLICAS + 1, "per_node": 2 if more else REPLICAS + 1}
+        own = fleet_settings(
+            Path(name) / "fleet", str(model), True, server={"port": 8460}, replicas=changes,
+            scaling={"policy": "fixed"},
+        )  # fmt: skip
+        with fleet(own, more) as (url, second):
+            found = asyncio.run(compare(own, url, second, drills))
+    before = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    result = {"command": "python benchmarks/cluster/predicted.py", "replicas": REPLICAS, "rate": RATE}
+    record.write(arguments.out, result | {"drills": before.get("drills", {}) | found} | record.environment())
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -33,41 +32,18 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import record
-from benchmarks.peers.peer import Engine
-
-WORK = {"decode": (1, 512, 65), "prefill": (1, 512, 1), "batch": (16, 128, 33)}
-"""Name: number of prompts, tokens of each, new tokens of each (the first one comes out of the prefill)."""
-REPEATS = 2
-
-
-def prompts(count: int, length: int, seed: int) -> list[list[int]]:
-    """Generate the same random token ids for both sides, new ones for every repeat."""
-    rng = random.Random(seed)
-    return [[rng.randrange(100, 40_000) for _ in range(length)] for _ in range(count)]
-
-
-def rate(work: str, prefill_seconds: float, decode_seconds: float) -> float:
-    """Return tokens per second of one piece of work."""
-    count, length, new = WORK[work]
-    return count * length / prefill_seconds if work == "prefill" else count * (new - 1) / decode_seconds
-
-
-def rates_of(engine: Engine) -> dict[str, list[float]]:
-    """Return the tokens per second of each work and repeat, by an ``Engine`` of ``benchmarks/peers``."""
-    results: dict[str, list[float]] = {}
-    for work, (count, length, new) in WORK.items():
-        for repeat in range(REPEATS + 1):
-            seconds = engine.run(prompts(count, length, repeat), new)
-            if repeat:  # the first one warms up
-                results.setdefault(work, []).append(rate(work, *seconds))
-    return results
+from benchmarks.engine.cpu_work import WORK
 
 
 def measure(side: str, options: argparse.Namespace, settings: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Measure one side in a process of its own: its medians and peak memory."""
-    command = [sys.executable, __file__, "--side", side, "--model", options.model, "--threads", str(options.threads)]
-    if settings is not None:
-        command += ["--settings", json.dumps(settings)]
+    """Measure one side, a file of ``benchmarks/peers``, in a process of its own: its medians and peak memory."""
+    path = options.model
+    if side == "llamacpp":
+        from transect.checkpoints.resolve import resolve
+
+        path = str(resolve(options.model).path)
+    command = [sys.executable, str(Path(__file__).with_name("cpu_work.py")), side, path]
+    command += ["--threads", str(options.threads), "--settings", json.dumps(settings or {})]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(options.threads)}
     )
@@ -140,25 +116,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--formats", help="such as q4_0,q8_0,q4_k_m,q6_k: the model written in each of them")
     parser.add_argument("--seconds", type=float, default=660, help="--formats: no format begins after that")
-    parser.add_argument("--side", choices=("transect", "llamacpp"), help=argparse.SUPPRESS)
-    parser.add_argument("--settings", type=json.loads, default={}, help=argparse.SUPPRESS)
     options = parser.parse_args()
     name = "llamacpp_formats.json" if options.formats else "llamacpp.json"
     options.out = options.out or record.RESULTS / "cpu" / name
-    if options.side:
-        if options.side == "transect":
-            from benchmarks.peers.transect import Transect
-
-            engine: Any = Transect(options.model, options.threads)
-        else:
-            from benchmarks.peers.llamacpp import LlamaCpp
-            from transect.checkpoints.resolve import resolve
-
-            engine = LlamaCpp(str(resolve(options.model).path), options.threads, options.settings)
-        result = {"rates": rates_of(engine), "peak_memory_bytes": record.peak_memory_bytes()}
-        print(json.dumps(result | ({"kernels": engine.kernels} if options.side == "transect" else {})))
-        return
-
     if options.formats:
         write_formats(options)
         return

@@ -6,9 +6,10 @@
 
 ``data`` draws answers of the model to beginnings of this project's pages, several to each where ``--answers`` asks for
 more, and ``train`` trains a head on them; another call continues. With ``--device cuda --batch-tokens 8192`` a GPU
-trains a better one in the same minutes. ``measure`` lets the new head and the trained one draft three tokens in each step, on beginnings
-of pages that the data do not have, greedy and at temperature 1, and then lets the engine choose the number. Each takes
-minutes on two cores. Contenders take turns within each round; ratios are of one round; answers are compared.
+trains a better one in the same minutes. ``measure`` lets the new head and the trained one draft three tokens in each
+step, on beginnings of pages that the data do not have, greedy and at temperature 1, and then lets the engine choose the
+number. Each takes minutes on two cores. Contenders take turns within each round; ratios are of one round; answers are
+compared.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def config_of(options: argparse.Namespace, steps: int, run: str) -> TrainConfig:
             "run_dir": str(folder / run),
             "steps": steps,
             "device": options.device,
+            "precision": "mixed" if options.device == "cuda" else "float32",
             "data": {"train": [str(folder / "answers.jsonl")], "seq_len": 192, "micro_batch": options.batch_tokens},
             "optimizer": {"learning_rate": 2e-3},
             "eagle3": {"vocabulary": 4096, "steps": 3},
@@ -125,13 +127,8 @@ def measure(options: argparse.Namespace) -> None:
     for name in ("new", "run/last"):
         path = str(options.folder / name)
         spec = {"method": "eagle3", "model": path}
-        limits = {
-            "device": options.device,
-            "enable_prefix_caching": False,
-            "max_model_len": 512,
-            "max_num_seqs": 16,
-            "seed": 1,
-        }
+        limits = {"device": options.device, "enable_prefix_caching": False, "max_model_len": 512, "seed": 1}
+        limits["max_num_seqs"] = 1 if options.alone else 16
         llm = LLM(MODEL, speculative_config=spec, **limits)
         speculation = llm._core.scheduler.speculation
         prompts = beginnings(llm, True)[:: max(1, len(beginnings(llm, True)) // options.prompts)][: options.prompts]
@@ -145,7 +142,7 @@ def measure(options: argparse.Namespace) -> None:
             for label, settings in (("chosen", {}), ("fixed 3", {"adaptive": False, "num_speculative_tokens": 3})):
                 contenders[label] = Contender(llm, spec | settings)
                 contenders[label].speculation.model = speculation.model
-            cell = race(contenders, prompts[:1] if options.alone else prompts, params, options.rounds)
+            cell = race(contenders, prompts, params, options.rounds)
             fixed = contenders["fixed 3"].speculation
             rows = fixed.drafted / 3
             cell["accepted"] = [count / rows for count in fixed.accepted_at[:3]]
@@ -162,14 +159,17 @@ def eagle_table(result: dict[str, Any]) -> str:
     """Format the acceptance of both heads, by temperature."""
     training = result["training"]
     lines = [
-        "| head | temperature | first draft accepted | first two | all three | same tokens |",
-        "|---" * 6 + "|",
+        "| head | temperature | first draft accepted | first two | all three | chosen over off | fixed 3 over off "
+        "| same tokens |",
+        "|---" * 8 + "|",
     ]
     for name, cells in result["heads"].items():
         for temperature, cell in cells.items():
             shares = " | ".join(f"{share:.0%}" for share in cell["accepted"])
             equal = "yes" if cell["chosen"]["equal"] and cell["fixed 3"]["equal"] else "NO"
-            lines.append(f"| {name} | {temperature} | {shares} | {equal} |")
+            speeds = [cell[label]["over_off"] for label in ("chosen", "fixed 3")]
+            ratios = " | ".join(f"{each['median']:.2f} ({each['low']:.2f} to {each['high']:.2f})" for each in speeds)
+            lines.append(f"| {name} | {temperature} | {shares} | {ratios} | {equal} |")
     machine = result["environment"]
     trained = f"{training['steps']} steps of {training['tokens_a_step']} tokens, {training['seconds'] / 60:.0f} minutes"
     where = f"{machine['cores']} cores of an {machine['processor']}, torch {machine['packages']['torch']}"

@@ -51,6 +51,40 @@ model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in r
 rows = torch.randn(300, 8, 256, device=device)
 print(torch.stack([model(row) for row in rows]).sum().item())
 """,
+    "anomaly detection": """
+torch.autograd.set_detect_anomaly(True)
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+optimizer, x = torch.optim.SGD(model.parameters(), 1e-3), torch.randn(16, 64)
+for _ in range(100):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+""",
+    "collections": """
+import gc
+model, x = nn.Linear(256, 256), torch.randn(64, 256)
+with torch.inference_mode():
+    for _ in range(20):
+        model(x)
+        gc.collect()
+""",
+    "eager attention": """
+from transformers import BertConfig, BertModel
+model = BertModel(BertConfig(vocab_size=500, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
+    intermediate_size=128, max_position_embeddings=1024, attn_implementation="eager")).eval()
+ids = torch.randint(3, 500, (2, 768))
+with torch.inference_mode():
+    for _ in range(6):
+        model(input_ids=ids)
+""",
+    "optimizer in a loop": """
+model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(60)))
+optimizer, x = torch.optim.AdamW(model.parameters(), foreach=False), torch.randn(8, 24)
+for _ in range(60):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+""",
     "one core": """
 x = torch.randn(1400, 1400)
 for _ in range(6):
@@ -58,7 +92,7 @@ for _ in range(6):
 print(y.sum().item())
 """,
 }
-ON_CPU = ("small layers", "one core")
+ON_CPU = ("small layers", "one core", "anomaly detection", "collections", "eager attention", "optimizer in a loop")
 """Programs of a processor's table; the others need a GPU."""
 
 
@@ -129,7 +163,7 @@ def main() -> None:
         "environment": record.environment() | gpu,
         "rows": [],
     }
-    on_gpu = [name for name in SCRIPTS if name != "one core"]
+    on_gpu = [name for name in SCRIPTS if name not in ON_CPU[1:]]
     for name in options.names or (on_gpu if gpu else ON_CPU):
         try:
             result["rows"] += tried(name, options.device, limits)

@@ -76,7 +76,7 @@ def look(name: str, work: Callable[[], object], folder: Path | None, **settings:
 def summary(found: Explanation, stopwatch: float, other: dict[str, float]) -> dict[str, Any]:
     """Summarize one piece of work for the record."""
     split = found.split
-    gaps = sum(gap.seconds for gap in split.gaps)
+    gaps = sum(gap.end - gap.begin for gap in split.gaps)
     return {
         "wall_s": split.wall,
         "stopwatch_s": stopwatch,

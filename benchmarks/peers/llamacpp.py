@@ -67,3 +67,7 @@ class LlamaCpp:
             self._decode([(t, len(prompts[s]) + step, s, True) for s, t in enumerate(tokens)])
             tokens = [self._greedy(s) for s in range(len(prompts))]
         return prefill, time.perf_counter() - start
+
+
+PACKAGES = ("llama-cpp-python",)
+ENGINE = LlamaCpp

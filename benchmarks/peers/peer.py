@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from benchmarks.compilers.operators import Arrays, Work
 
 CONTEXT = 1024
 """Tokens of context that servers on a CPU are given for each sequence."""
@@ -52,3 +57,38 @@ class Server:
 
     name: str
     command: Callable[[str, int, int], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One rung of ``compilers/ladder.py``, compiled, with its inputs in place.
+
+    Attributes:
+        call: starts the work on the copy of data with that number; returns the result, which may not be there yet.
+        wait: blocks until all calls are done.
+        read: converts a result to a float array of numpy's.
+        copies: number of copies of data.
+        note: a peculiarity of this compiler at this work, for the table; empty for none.
+    """
+
+    call: Callable[[int], Any]
+    wait: Callable[[], None]
+    read: Callable[[Any], np.ndarray]
+    copies: int
+    note: str = ""
+
+
+class Compiler(Protocol):
+    """A compiler or library of operators, in a process of its own; made with (device, threads, tuning trials)."""
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the packages that matter."""
+        ...
+
+    def lacks(self, work: Work) -> str | None:
+        """Return the reason why it is not asked for this work, as a sentence; None if it is."""
+        ...
+
+    def prepare(self, work: Work, weights: Arrays, data: list[Arrays]) -> Prepared:
+        """Compile the work for these shapes, in this compiler's best setting."""
+        ...

@@ -13,7 +13,7 @@ from benchmarks.peers.peer import CONTEXT, Server
 class Transect:
     """An engine on a CPU with room for 16 sequences of 1,024 tokens."""
 
-    def __init__(self, model: str, threads: int) -> None:
+    def __init__(self, model: str, threads: int, settings: dict[str, Any] | None = None) -> None:
         from transect import LLM
 
         self._llm = LLM(
@@ -23,6 +23,7 @@ class Transect:
             max_num_batched_tokens=512,
             enable_prefix_caching=False,
             num_kv_blocks=1024,
+            **(settings or {}),
         )
 
     @property
@@ -55,3 +56,5 @@ def _serve(model: str, threads: int, port: int) -> list[str]:
 
 
 SERVER = Server("Transect", _serve)
+PACKAGES = ("torch",)
+ENGINE = Transect

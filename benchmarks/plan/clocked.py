@@ -23,7 +23,7 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import record
-from benchmarks.plan.validation import BURSTINESS, SHARES, figures
+from benchmarks.plan.cells import BURSTINESS, SHARES, figures
 from transect.bench.lengths import Lengths
 from transect.bench.levels import Level, Result
 from transect.bench.load import Record, Run

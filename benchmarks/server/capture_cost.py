@@ -1,12 +1,17 @@
 """Measure the cost of captures: one server that captures every request, and the same server without, in turns.
 
-    python benchmarks/server/capture_cost.py [--rounds 15] [--out FILE]
+    python benchmarks/server/capture_cost.py [--seconds 180] [--out FILE]
 
-The engine is ``tests/helpers/stub_engine.py``: the shipping process, scheduler and messages, without a model, and
-tokens that cost nothing. So the servers are limited by their own work. 32 clients stream chats of 200 tokens after a
-prompt of about 2,000 characters with an e-mail address and a card number, over real sockets. Measured are tokens per
-second, the gap between two pieces of a stream that 99% are below, and the server's processor time per token. Writes
-benchmarks/results/cpu/capture_cost.json.
+The engine is ``tests/helpers/stub_engine.py``: the shipping process, scheduler and messages, without a model. 32
+clients stream chats after a prompt of about 2,000 characters with an e-mail address and a card number, over real
+sockets. Two loads alternate in short rounds, each on both servers:
+
+* tokens that cost nothing, so that the servers are limited by their own work: tokens per second, and the server's
+  processor time per token;
+* steps of 10 ms, as of a model: the gap between two pieces of a stream that 99% are below. The gaps of all rounds count
+  together; the interval of the ratio is a bootstrap over rounds, so one disturbed round does not decide.
+
+Writes benchmarks/results/cpu/capture_cost.json.
 """
 
 from __future__ import annotations
@@ -17,20 +22,22 @@ import contextlib
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import _paths  # noqa: F401
 from benchmarks import record
 
 HELPERS = record.ROOT / "tests" / "helpers"
-STREAMS, TOKENS, REPEATS = 32, 200, 2
+STREAMS, TOKENS, STEP_S, PACED_TOKENS = 32, 200, 0.01, 60
+RESAMPLES = 400
 PROMPT = "Please send the invoice to ann@example.com and charge 4111 1111 1111 1111. " + "It was a fine day. " * 100
 
 
@@ -50,7 +57,7 @@ def serve(port: int, folder: str) -> None:
 
 
 @contextlib.contextmanager
-def server(folder: str) -> Iterator[tuple[int, int]]:
+def server(folder: str, step_s: float) -> Iterator[tuple[int, int]]:
     """Start a server; its port and process id."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -58,7 +65,7 @@ def server(folder: str) -> Iterator[tuple[int, int]]:
     path = os.pathsep.join([str(record.ROOT / "src"), str(HELPERS), str(Path(__file__).parent)])
     process = subprocess.Popen(
         [sys.executable, __file__, "--serve", str(port), "--folder", folder],
-        env={**os.environ, "PYTHONPATH": path, "STUB_STEP_S": "0", "STUB_VOCAB": "49152"},
+        env={**os.environ, "PYTHONPATH": path, "STUB_STEP_S": str(step_s), "STUB_VOCAB": "49152"},
     )
     try:
         while True:
@@ -71,10 +78,10 @@ def server(folder: str) -> Iterator[tuple[int, int]]:
         process.wait()
 
 
-async def stream(port: int, gaps: list[float]) -> None:
+async def stream(port: int, gaps: list[float], tokens: int) -> None:
     """Stream one chat, and note the seconds between its pieces."""
     messages = [{"role": "user", "content": PROMPT}]
-    body = json.dumps({"messages": messages, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}).encode()
+    body = json.dumps({"messages": messages, "max_tokens": tokens, "ignore_eos": True, "stream": True}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     lines = "POST /v1/chat/completions HTTP/1.1", "Host: a", "Content-Type: application/json", "Connection: close"
     writer.write("\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body)
@@ -94,48 +101,74 @@ def processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def load(port: int, pid: int) -> tuple[float, float, float]:
-    """Return tokens per second, the 99th percentile of gaps in ms, and the server's microseconds per token."""
+async def load(port: int, tokens: int) -> tuple[float, list[float]]:
+    """Stream ``STREAMS`` chats. Returns the seconds, and the gaps between pieces."""
     gaps: list[float] = []
-    began, used = time.perf_counter(), processor_s(pid)
-    for _ in range(REPEATS):
-        await asyncio.gather(*(stream(port, gaps) for _ in range(STREAMS)))
-    seconds, tokens = time.perf_counter() - began, REPEATS * STREAMS * TOKENS
-    return tokens / seconds, 1e3 * statistics.quantiles(gaps, n=100)[98], 1e6 * (processor_s(pid) - used) / tokens
+    began = time.perf_counter()
+    await asyncio.gather(*(stream(port, gaps, tokens) for _ in range(STREAMS)))
+    return time.perf_counter() - began, gaps
 
 
-def measure(rounds: int) -> tuple[dict[str, dict[str, list[float]]], int]:
-    """Measure both servers in turns; also the number of captured records."""
-    names = ("tokens_per_s", "gap_p99_ms", "processor_us_per_token")
-    found: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in names} for kind in ("without", "capturing")}
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "captures"
-        with server("") as plain, server(str(folder)) as capturing:
-            for number in range(-1, rounds):
-                both = [("without", plain), ("capturing", capturing)]
-                for kind, (port, pid) in both if number % 2 else both[::-1]:
-                    values = asyncio.run(load(port, pid))
-                    if number >= 0:  # else a warm-up
-                        for name, value in zip(names, values, strict=True):
-                            found[kind][name].append(value)
-        lines = sum(len(path.read_bytes().splitlines()) for path in folder.glob("captures-*.jsonl"))
-    return found, lines
+def measure(seconds: float) -> tuple[dict[str, dict[str, list[float]]], dict[str, list[list[float]]], int]:
+    """Measure both servers in turns for some seconds. Returns the values of rounds, their gaps, and the number of
+    requests that were not captured."""
+    kinds = ("without", "capturing")
+    found: dict[str, dict[str, list[float]]] = {
+        kind: {"tokens_per_s": [], "processor_us_per_token": []} for kind in kinds
+    }
+    gaps: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as servers:
+        folders = {"without": "", "capturing": f"{scratch}/captures"}
+        fast = {kind: servers.enter_context(server(folder, 0.0)) for kind, folder in folders.items()}
+        paced = {kind: servers.enter_context(server(folder, STEP_S)) for kind, folder in folders.items()}
+        number, until = -1, time.monotonic() + seconds
+        while number < 2 or time.monotonic() < until:
+            for kind in kinds if number % 2 else kinds[::-1]:
+                port, pid = fast[kind]
+                used = processor_s(pid)
+                took, _ = asyncio.run(load(port, TOKENS))
+                used = processor_s(pid) - used
+                _, between = asyncio.run(load(paced[kind][0], PACED_TOKENS))
+                if number >= 0:  # else a warm-up
+                    found[kind]["tokens_per_s"].append(STREAMS * TOKENS / took)
+                    found[kind]["processor_us_per_token"].append(1e6 * used / (STREAMS * TOKENS))
+                    gaps[kind].append(between)
+            number += 1
+        servers.close()
+        lines = sum(len(path.read_bytes().splitlines()) for path in Path(folders["capturing"]).glob("captures-*.jsonl"))
+    return found, gaps, 2 * STREAMS * (number + 1) - lines
 
 
-def compare(found: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """Summarize both, and their ratios within a round."""
+def compare(found: dict[str, dict[str, list[float]]], gaps: dict[str, list[list[float]]]) -> dict[str, Any]:
+    """Summarize both, their ratios within a round, and the 99th percentiles of gaps with an interval of their ratio."""
     result: dict[str, Any] = {
         kind: {name: record.summary(values) for name, values in each.items()} for kind, each in found.items()
     }
     for name, values in found["without"].items():
         ratios = [mine / plain for mine, plain in zip(found["capturing"][name], values, strict=True)]
         result[f"{name}_ratio"] = record.summary(ratios)
+    rounds = {kind: [np.array(each) for each in of_kind] for kind, of_kind in gaps.items()}
+    count = len(rounds["without"])
+
+    def p99(kind: str, chosen: Iterable[int]) -> float:
+        return float(np.quantile(np.concatenate([rounds[kind][each] for each in chosen]), 0.99))
+
+    draw, ratios = np.random.default_rng(0), []
+    for _ in range(RESAMPLES):
+        chosen = draw.integers(0, count, count)
+        ratios.append(p99("capturing", chosen) / p99("without", chosen))
+    without, capturing = p99("without", range(count)), p99("capturing", range(count))
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    result["gap_p99"] = {
+        "step_ms": 1e3 * STEP_S, "without_ms": 1e3 * without, "capturing_ms": 1e3 * capturing,
+        "ratio": capturing / without, "interval": [float(low), float(high)], "rounds": count,
+    }  # fmt: skip
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=180)
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "capture_cost.json")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
@@ -143,11 +176,10 @@ def main() -> None:
     if arguments.serve is not None:
         serve(arguments.serve, arguments.folder)
         return
-    measured, records = measure(arguments.rounds)
-    expected = (arguments.rounds + 1) * REPEATS * STREAMS
-    assert records == expected, f"{records} of {expected} requests were captured"
-    found = compare(measured)
-    result = {"command": "python benchmarks/server/capture_cost.py", "streams": STREAMS, "records": records}
+    measured, gaps, missing = measure(arguments.seconds)
+    assert not missing, f"{missing} requests were not captured"
+    found = compare(measured, gaps)
+    result = {"command": "python benchmarks/server/capture_cost.py", "streams": STREAMS}
     record.write(arguments.out, result | {"environment": record.environment()} | found)
     print(json.dumps(found, indent=1))
 

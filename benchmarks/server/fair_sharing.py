@@ -3,7 +3,8 @@
 * A newcomer: while one client has a request of many long answers, another asks for a short one. How long until its
   first token?
 * Streams beside heavy work: the time between two tokens of a stream alone, and beside a long prompt, embeddings, scores
-  and log-probabilities of prompts.
+  and log-probabilities of prompts, in interleaved rounds. docs/understand/policies.md promises steps of at most 2.5
+  times the median alone.
 * Grammars: while some clients send schemas that are refused late, another asks for structured output.
 
     python benchmarks/server/fair_sharing.py [--rounds 3] [--out benchmarks/results/cpu/fair_sharing.json]
@@ -133,8 +134,11 @@ def beside(url: str, path: str, fields: dict[str, Any], stream: Stream) -> dict[
     ended = time.perf_counter()
     answer.raise_for_status()
     gaps = stream.gaps(began, ended)
+    usual = statistics.median(alone + look())
     return {
-        "alone": statistics.median(alone + look()),
+        "alone": usual,
+        "p99_over_alone": gaps[len(gaps) * 99 // 100] / usual,
+        "mean_over_alone": statistics.mean(gaps) / usual,
         "beside": statistics.median(gaps),
         "mean": statistics.mean(gaps),
         "p99": gaps[len(gaps) * 99 // 100],
@@ -194,15 +198,19 @@ def measure(rounds: int, only: str) -> dict[str, Any]:
                 result["structured"]["16 clients"] = record.summary([structured(url, 16) for _ in range(rounds)])
                 print(result["structured"], flush=True)
             stream = Stream(url, of("b"))
-            if any(wanted(f"beside {name}") for name in BESIDE):
+            names = [name for name in BESIDE if wanted(f"beside {name}")]
+            runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+            if names:
                 stream.start()
                 time.sleep(2.0)
-            for name, (path, fields) in BESIDE.items():
-                if wanted(f"beside {name}"):
-                    runs = [beside(url, path, vary(fields, number), stream) for number in range(rounds)]
-                    result["beside"][name] = {each: record.summary([run[each] for run in runs]) for each in runs[0]}
-                    print(name, {k: round(v["median"], 3) for k, v in result["beside"][name].items()}, flush=True)
+            for number in range(rounds):
+                for name in names:
+                    path, fields = BESIDE[name]
+                    runs[name].append(beside(url, path, vary(fields, number), stream))
+                    print(number, name, {k: round(v, 3) for k, v in runs[name][-1].items()}, flush=True)
             stream.over.set()
+            for name, found in runs.items():
+                result["beside"][name] = {each: record.summary([run[each] for run in found]) for each in found[0]}
     return result
 
 

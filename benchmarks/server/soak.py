@@ -38,8 +38,8 @@ from benchmarks.server.fair_sharing import HOSTILE, WORDS, of
 PATIENCE_S = 300
 WINDOW_S = 60.0
 """Time with attackers, and as much without."""
-SETTLE_S = 15.0
-"""The beginning of a window, which is left out: the requests of the one before end."""
+SETTLE = 0.25
+"""Share of a window, at its beginning, which is left out: the requests of the one before end."""
 SAMPLE_S = 5.0
 """Between two looks at memory."""
 SETTLED = 0.2
@@ -79,8 +79,8 @@ def user(url: str, key: str, times: Times, over: threading.Event) -> None:
             time.sleep(0.2)
 
 
-def attacks(url: str) -> list[Callable[[httpx.Client, int], None]]:
-    """List functions that each make one attack; all are of one client with a key of its own."""
+def attacks(url: str) -> dict[str, Callable[[httpx.Client, int], None]]:
+    """Return functions that each make one attack, by name; all are of one client with a key of its own."""
     host, port = url.removeprefix("http://").split(":")
 
     def post(client: httpx.Client, path: str, **fields: Any) -> None:
@@ -97,22 +97,26 @@ def attacks(url: str) -> list[Callable[[httpx.Client, int], None]]:
                 stack.enter_context(socket.create_connection((host, int(port)))).sendall(head + body)
             time.sleep(1.0)
 
-    return [
-        leave,
-        lambda client, number: post(client, "/v1/completions", prompt="a", bad_words=[f"w{n}" for n in range(100_000)]),
-        lambda client, number: post(
+    return {
+        "leave": leave,
+        "words": lambda client, number: post(
+            client, "/v1/completions", prompt="a", bad_words=[f"w{n}" for n in range(100_000)]
+        ),
+        "messages": lambda client, number: post(
             client, "/v1/chat/completions", messages=[{"role": "user", "content": f"{number} hi"}] * 5000
         ),
-        lambda client, number: post(
+        "many": lambda client, number: post(
             client, "/v1/completions", prompt=[f"{number} {n}" for n in range(64)], max_tokens=30, ignore_eos=True
         ),
-        lambda client, number: post(client, "/v1/completions", prompt=f"{number} " + WORDS * 100, max_tokens=1),
-        lambda client, number: post(
+        "long": lambda client, number: post(client, "/v1/completions", prompt=f"{number} " + WORDS * 100, max_tokens=1),
+        "schema": lambda client, number: post(
             client, "/v1/completions", prompt="x", guided_json={**HOSTILE, "title": str(number)}, max_tokens=4
         ),
-        lambda client, number: post(client, "/v1/embeddings", input=[f"{number} {n} " + WORDS for n in range(64)]),
-        lambda client, number: post(client, f"/nowhere/{number}%0aforged"),
-    ]
+        "embeddings": lambda client, number: post(
+            client, "/v1/embeddings", input=[f"{number} {n} " + WORDS for n in range(64)]
+        ),
+        "nowhere": lambda client, number: post(client, f"/nowhere/{number}%0aforged"),
+    }
 
 
 def attacker(attack: Callable[[httpx.Client, int], None], on: Any, over: Any) -> None:
@@ -128,10 +132,11 @@ def attacker(attack: Callable[[httpx.Client, int], None], on: Any, over: Any) ->
             time.sleep(0.2)
 
 
-def all_attackers(url: str, on: Any, over: Any) -> None:
+def all_attackers(url: str, names: list[str], on: Any, over: Any) -> None:
     """Attack in all ways, in a separate process, so that users do not wait for the attackers' computations."""
     os.nice(POLITENESS)
-    threads = [threading.Thread(target=attacker, args=(each, on, over), daemon=True) for each in attacks(url)]
+    found = attacks(url)
+    threads = [threading.Thread(target=attacker, args=(found[each], on, over), daemon=True) for each in names or found]
     for thread in threads:
         thread.start()
     over.wait()
@@ -152,7 +157,7 @@ def percentiles(values: list[float]) -> dict[str, float | int]:
     return {"p50": ordered[len(ordered) // 2], "p99": ordered[len(ordered) * 99 // 100], "count": len(ordered)}
 
 
-def soak(minutes: float, users: int) -> dict[str, Any]:
+def soak(minutes: float, users: int, window_s: float, names: list[str]) -> dict[str, Any]:
     """Run, and sum up."""
     times, over = Times(), threading.Event()
     with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +168,7 @@ def soak(minutes: float, users: int) -> dict[str, Any]:
             process = next(each for each in me.children() if "serve" in each.cmdline())
             context = multiprocessing.get_context("spawn")
             active, ended = context.Event(), context.Event()
-            hostile = context.Process(target=all_attackers, args=(url, active, ended), daemon=True)
+            hostile = context.Process(target=all_attackers, args=(url, names, active, ended), daemon=True)
             hostile.start()
             threads = [threading.Thread(target=user, args=(url, f"user-{n}", times, over)) for n in range(users)]
             for thread in threads:
@@ -171,12 +176,12 @@ def soak(minutes: float, users: int) -> dict[str, Any]:
                 thread.start()
             began, seconds, samples = time.perf_counter(), 60 * minutes, list[tuple[float, int]]()
             while (passed := time.perf_counter() - began) < seconds:
-                attacked, within = bool(int(passed / WINDOW_S) % 2), passed % WINDOW_S
+                attacked, within = bool(int(passed / window_s) % 2), passed % window_s
                 (active.set if attacked else active.clear)()
-                times.attacked = attacked if within > SETTLE_S else None
+                times.attacked = attacked if within > SETTLE * window_s else None
                 if times.attacked:
                     samples.append((passed, memory(process)))
-                time.sleep(min(SAMPLE_S, SETTLE_S, seconds / 20))
+                time.sleep(min(SAMPLE_S, SETTLE * window_s))
             times.attacked = None
             over.set()
             ended.set()
@@ -189,7 +194,7 @@ def soak(minutes: float, users: int) -> dict[str, Any]:
     return {
         "minutes": minutes,
         "users": users,
-        "window_s": WINDOW_S,
+        "window_s": window_s,
         "first_token_s": {name: percentiles(times.first[on]) for name, on in (("quiet", False), ("attacked", True))},
         "between_tokens_s": {
             name: percentiles(times.between[on]) for name, on in (("quiet", False), ("attacked", True))
@@ -204,9 +209,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--users", type=int, default=4)
+    parser.add_argument("--window", type=float, default=WINDOW_S, help="seconds with attackers, and as many without")
+    parser.add_argument("--attacks", nargs="*", default=[], help="these attacks alone: leave, words, many, long, ...")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "soak.json")
     options = parser.parse_args()
-    result = soak(options.minutes, options.users)
+    result = soak(options.minutes, options.users, options.window, options.attacks)
     result = {"command": "python benchmarks/server/soak.py", "environment": record.environment("llguidance"), **result}
     record.write(options.out, result)
     print(json.dumps({name: value for name, value in result.items() if name != "environment"}, indent=2))

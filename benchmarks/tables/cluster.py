@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import record
+from transect.plan.drills import DRILLS as DRILL_TITLES
 
 DRILLS = {
     "kills": "{kills} kills of engines and actors, one at a time",
@@ -16,6 +17,7 @@ DRILLS = {
     "cancelled": "scale-down while clients leave; gone after {gone_s:.1f} s",
     "controller": "Ray's controller killed; back after {back_s:.1f} s",
     "blind": "Ray's controller stopped; alarm after {raised_s:.1f} s",
+    "metrics": "metrics cut off (the router stopped); blind after {blind_s:.1f} s, and the number stayed",
     "node": "a node lost, with {replicas_lost} replica",
     "router": "the router killed; back after {back_s:.1f} s",
 }
@@ -47,18 +49,23 @@ def drills(result: Mapping[str, Any]) -> str:
 
 
 def predicted(result: Mapping[str, Any]) -> str:
-    """Render predictions of failures beside their measurements."""
-    head = "| one of three engines | p99 of requests, predicted | measured | added by it, predicted | measured "
-    lines = [head + "| replica-seconds lost, predicted | measured |", "|---|---|---|---|---|---|---|"]
-    for name, text in {"kill": "is killed", "stop": "is stopped (half alive)"}.items():
-        each = result[name]
-        pairs = (("predicted_p99_s", "p99_s"), ("predicted_added_p99_s", "added_p99_s"), ("predicted_lost_s", "lost_s"))
-        cells = " | ".join(f"{_spread(each[key])} s" for pair in pairs for key in pair)
-        lines.append(f"| {text} | {cells} |")
-    runs = len(result["rounds"])
+    """Render predictions of drills beside their measurements."""
+    lines = [
+        "| drill | p99, predicted | measured | added, predicted | measured "
+        "| replica-seconds lost, predicted | measured | dropped, predicted | measured |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, (title, *_) in DRILL_TITLES.items():
+        if name in result["drills"]:
+            each = result["drills"][name]
+            pair = each["predicted"], each["measured"]
+            cells = [f"{side['p99']:.2f} s" for side in pair] + [f"{side['added_p99']:+.2f} s" for side in pair]
+            cells += [f"{side['lost']:.1f}" for side in pair] + [str(side["dropped"]) for side in pair]
+            lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join([
         *lines, "",
-        f"`{result['command']}`: median and extremes of {runs} rounds, each with other requests. {_made(result)}",
+        f"`{result['command']}`: three replicas on Ray with engines that make tokens up, {result['rate']:g} requests a "
+        f"second, so many that two replicas cannot serve them. {_made(result, ', which had other work too')}",
     ])  # fmt: skip
 
 

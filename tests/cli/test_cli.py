@@ -150,6 +150,17 @@ def test_chat_remembers_until_reset(model):
     assert done.stdout.count("/reset forgets") == 2
 
 
+def test_chat_searches_its_answers(model):
+    """The answer of a search is part of the conversation, as any other."""
+    options = ("--search", "majority", "--n", "3", "--max-tokens", "4", "--temperature", "1", "--seed", "1")
+    done = run_here("chat", model, *options, stdin="two and two?\nand then?\n/exit\n")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    summaries = re.findall(r"^\[majority: 3 branches, (\d+) tokens; votes .+: [123]", done.stdout, re.M)
+    assert len(summaries) == 2 and all(3 <= int(tokens) <= 12 for tokens in summaries)
+    done = run_here("chat", model, "--n", "3")
+    assert done.returncode == 2 and "--n is for searches: give --search METHOD" in done.stderr
+
+
 def test_demo_without_a_terminal_prints_plain_lines(model):
     done = run("demo", model, "--max-tokens", "8")
     assert done.returncode == 0, done.stderr

@@ -1,11 +1,13 @@
 """Replicas that die, hang, leave and come while streams run, and routers that are replaced: no byte is lost."""
 
 import asyncio
+import json
 import os
 import random
 import signal
 
 import pytest
+from commands import run_here
 from effort import proving
 from small_fleet import PROMPT
 
@@ -14,6 +16,7 @@ from transect.cluster import host, links
 from transect.cluster.remote_engine import RemoteEngine
 from transect.engine.frontends import wire
 from transect.engine.scheduling.outputs import EngineOutput, RequestTimes
+from transect.server.process import bind, serve_until
 
 
 async def test_a_killed_engine_costs_no_byte_and_comes_back(small):
@@ -91,8 +94,7 @@ async def test_a_new_router_gets_the_running_engines(small):
     assert {host.pid for host in small.hosts.values()} == pids
     stats = await small.fleet.stats()
     assert stats.running == 0 and stats.finished["abort"] >= 1
-    used = [engine for engine in small.fleet.engines if engine.decisions.count]  # a log begins with the first step
-    assert used and all(engine.decisions.header for engine in used)
+    assert all(engine.decisions.header for engine in small.fleet.engines)
 
 
 @pytest.mark.prove
@@ -134,7 +136,7 @@ async def test_requests_wait_for_a_replica_and_give_up_in_time(small):
     assert (await small.run("waits"))[2] == "length"
 
 
-async def test_the_router_reports_the_load_to_replicas(small, monkeypatch):
+async def test_the_load_of_replicas_reaches_them_and_top(small, monkeypatch):
     monkeypatch.setenv("STUB_STEP_S", "0.02")
     await small.open(2)
     await small.until(lambda: all(host.load is not None for host in small.hosts.values()))
@@ -149,6 +151,24 @@ async def test_the_router_reports_the_load_to_replicas(small, monkeypatch):
     await small.until(lambda: busy.load[1].queued_tokens == 0)
     shown = {each["name"]: each for each in small.fleet.replicas()}
     assert set(shown) == {"replica-0", "replica-1"} and {each["state"] for each in shown.values()} == {"ready"}
+    sock, stop, ready = bind("127.0.0.1", 0), asyncio.Event(), asyncio.Event()
+    serving = asyncio.create_task(
+        serve_until(stop, small.fleet, small.settings.server, sock, lambda fleet: ready.set())
+    )
+    await ready.wait()
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    await asyncio.gather(*(small.run(f"{number}", max_tokens=10) for number in range(4)))
+    done = await asyncio.to_thread(run_here, "top", url, "--once")
+    assert done.returncode == 0, done.stderr
+    assert "replica-0\nlast" in done.stdout and "replica-1\nlast" in done.stdout
+    await small.hosts.pop("replica-1").retire(0.0)
+    await small.until(lambda: len(small.fleet.alive()) == 1)
+    await small.until(lambda: {"ready", "gone"} == {each["state"] for each in small.fleet.replicas()})
+    done = await asyncio.to_thread(run_here, "top", url, "--once", "--json")
+    names = {json.loads(line)["engine"] for line in done.stdout.splitlines()}
+    assert names == {"replica-0", "replica-1 (gone)"}
+    stop.set()
+    await serving
 
 
 async def test_a_replica_that_dials_in_again_replaces_itself(small):
@@ -227,3 +247,29 @@ async def test_a_request_that_kills_replicas_ends_after_its_third(small):
     with pytest.raises(RuntimeError, match="replicas have ended with this request"):
         async for _ in small.fleet.stream(poison, SamplingParams(max_tokens=5), "poison"):
             pass
+
+
+@pytest.mark.prove
+async def test_a_slow_replica_gets_less_and_a_session_keeps_its_replica(small, monkeypatch):
+    await small.open(1)
+    monkeypatch.setenv("STUB_STEP_S", "0.02")
+    await small.add("slow")
+    await small.until(lambda: len(small.fleet.alive()) == 2)
+
+    def pace(name):
+        return next(each["pace"] for each in small.fleet.replicas() if each["name"] == name)
+
+    async def busy(number):
+        for turn in range(100):
+            await small.run(f"{number} {turn}", max_tokens=40)
+            if pace("slow") > 2 * pace("replica-0"):
+                return
+
+    await asyncio.gather(*(busy(number) for number in range(6)))
+    assert pace("slow") > 2 * pace("replica-0")
+    params, places = SamplingParams(seed=1, max_tokens=20), []
+    for turn in range(4):
+        prompt = [70 + turn] * 20  # no common prefix
+        async for _ in small.fleet.stream(prompt, params, f"turn {turn}", session="s"):
+            places.append(small.having(f"turn {turn}"))
+    assert len(set(places)) == 1

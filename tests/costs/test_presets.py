@@ -50,12 +50,12 @@ def test_no_name_means_two_devices() -> None:
 def test_the_beginning_of_a_name_is_enough_if_one_begins_so() -> None:
     assert preset("h100") is preset("h100-sxm") is preset("H100 80GB") is PRESETS["h100-80gb"]
     assert preset("h200") is PRESETS["h200"] and preset("mi300x") is PRESETS["mi300x"]
-    with pytest.raises(ValueError, match="'a100' is the beginning of a100-40gb, a100-80gb; there are: a100-40gb"):
+    with pytest.raises(ValueError, match="'a100' is the beginning of a100-40gb, a100-80gb; there are: a10, a100-40gb"):
         preset("a100")
 
 
 def test_another_device_is_not_taken_for_one_with_a_longer_name() -> None:
-    with pytest.raises(ValueError, match=r"no preset 'h20'; there are: a100-40gb"):
+    with pytest.raises(ValueError, match=r"no preset 'h20'; there are: a10, a100-40gb"):
         preset("h20")
 
 
@@ -105,9 +105,9 @@ def test_floor_of_a_preset() -> None:
 
 
 def test_what_a_user_can_get_wrong() -> None:
-    with pytest.raises(ValueError, match="no preset 'b300'; there are: a100-40gb"):
+    with pytest.raises(ValueError, match="no preset 'b300'; there are: a10, a100-40gb"):
         preset("b300")
-    with pytest.raises(ValueError, match="no preset ''; there are: a100-40gb"):
+    with pytest.raises(ValueError, match="no preset ''; there are: a10, a100-40gb"):
         preset("")
     with pytest.raises(ValueError, match="shares must be above 0 and at most 1"):
         preset("l4").ceilings(matmul_share=1.5)
@@ -119,13 +119,13 @@ def test_the_guide_adds_one_in_one_file(tmp_path: Path) -> None:
     copytree(root / "src", tmp_path / "src", ignore=ignore_patterns("__pycache__"))
     (change,) = re.findall(r"```diff\n(.*?)```", (root / "docs/extend/gpu-preset.md").read_text(), re.DOTALL)
     subprocess.run(["git", "apply", "-"], input=change, text=True, cwd=tmp_path, check=True)
-    asked = ["memory", "qwen3-8b", "--serve", "--context", "8192", "--quantization", "int4", "--gpu", "a10", "--json"]
+    asked = ["memory", "qwen3-8b", "--serve", "--context", "8192", "--quantization", "int4", "--gpu", "a30", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "transect", *asked],
         env={**os.environ, "PYTHONPATH": str(tmp_path / "src")}, cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["budget"] == 23028 * 2**20 and json.loads(done.stdout)["fits"]
+    assert json.loads(done.stdout)["budget"] == 24576 * 2**20 and json.loads(done.stdout)["fits"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

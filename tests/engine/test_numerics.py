@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from effort import quick_first
 from peft_models import make_adapter
 from tiny_checkpoints import make_model, write_gguf
 from tiny_llm import save_tiny_llm
@@ -96,18 +97,10 @@ PATHS = {
     "an adapter in the weights": ("adapter", {}, True),
 }
 """Model, settings, and if bits are promised, of every path on a CPU."""
-SLOW = ("torch, int4 and int8 caches, deterministic", "torch, fp8 and fp8 caches, deterministic")
-NAMES = [pytest.param(path, marks=pytest.mark.prove) if path in SLOW else path for path in PATHS]
-
-
-def path_of(entry):
-    return entry if isinstance(entry, str) else entry.values[0]
-
-
 COMMON = {"device": "cpu", "threads": 2, "max_model_len": 128, "kv_cache_tokens": 2048}
 
 
-@pytest.mark.parametrize("path", NAMES)
+@pytest.mark.parametrize("path", PATHS)
 def test_every_path_on_a_cpu_says_if_it_promises_bits(models, path):
     name, settings, exact = PATHS[path]
     built = build_engine(EngineConfig(model=models[name], **settings, **COMMON))
@@ -115,7 +108,10 @@ def test_every_path_on_a_cpu_says_if_it_promises_bits(models, path):
     assert built.numerics.parts["kernels"].startswith(path.partition(",")[0]) or name == "adapter"
 
 
-@pytest.mark.parametrize("path", [each for each in NAMES if PATHS[path_of(each)][2]])
+QUICK = ("C++ layers", "C++ layers, int8", "C++ products, deterministic", "torch, deterministic")
+
+
+@pytest.mark.parametrize("path", quick_first([path for path, (_, _, exact) in PATHS.items() if exact], QUICK))
 def test_promised_bits_do_not_depend_on_the_batch_nor_on_chunks(models, path):
     name, settings, _ = PATHS[path]
     alone = answers(models[name], PROMPTS, together=False, **settings)

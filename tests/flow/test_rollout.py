@@ -1,6 +1,7 @@
 """The canary: its rule, counts that survive restarts, and a server that is away, refuses or forgets."""
 
 import json
+import random
 import threading
 from http.server import HTTPServer
 
@@ -8,10 +9,12 @@ import pytest
 from killed_flows import SmallServer, prepare, quick_steps
 
 from transect.flow.chain import FlowChain
+from transect.flow.rollout.drifted import DriftCondition
 from transect.flow.rollout.remote import RemoteServer, ServerUnreachable
 from transect.flow.rollout.rule import PROMOTE, ROLL_BACK, WAIT, CanaryBars, look
 from transect.flow.rollout.tally import VersionTally
 from transect.flow.settings import FlowConfig
+from transect.flow.watch.captures import CaptureFiles
 
 
 def counts(requests: int, **more: float) -> dict[str, float]:
@@ -54,8 +57,6 @@ def test_bars_for_feedback_form_and_time() -> None:
 
 
 def test_equal_versions_are_rolled_back_early_as_seldom_as_the_level_says() -> None:
-    import random
-
     draw = random.Random(0)
     alarms = 0
     for _ in range(300):
@@ -170,3 +171,73 @@ def test_a_bad_canary_is_rolled_back_with_the_reason(small, tmp_path, monkeypatc
     assert [state.kept for state in chain(tmp_path / "flow", "watch.refusals=0.1", "watch.requests=90").run()] == [
         True
     ] * 7
+
+
+def captured(folder, model: str, words: str, refusing: float = 0.0, count: int = 60) -> None:
+    """Capture answers of a version to prompts of these words."""
+    draw, lines = random.Random(f"{model} {words}"), []
+    for number in range(count):
+        prompt = " ".join(draw.choices(words.split(), k=draw.randint(3, 9)))
+        answer = "I'm sorry, but I can't help with that." if draw.random() < refusing else "It is " + prompt
+        messages = [{"role": "user", "content": prompt}]
+        record = {"kind": "request", "model": model, "time": 1e9 + number, "messages": messages}
+        lines.append(json.dumps({**record, "answers": [{"text": answer}]}).encode())
+    CaptureFiles(folder).append(lines)
+
+
+def test_drift_forbids_a_promotion(small, tmp_path) -> None:
+    prepare(tmp_path / "flow", small.server_port)
+    folder = tmp_path / "flow" / "captures"
+    watched = ("watch.captures=captures", "watch.drift_window=64")
+    with pytest.raises(ValueError, match=r"watch\.captures: there is no directory"):
+        chain(tmp_path / "flow", *watched).run()
+    folder.mkdir(mode=0o700)
+    few = chain(tmp_path / "flow", *watched).run()
+    assert [state.state for state in few[-2:]] == ["done", "stopped"]
+    assert "drift is not known: 0 captured requests of m-v1, 16 are needed" in few[-2].outcome["reason"]
+    captured(folder, "base", "how do I pay this bill please")
+    captured(folder, "m-v1", "how do I pay this bill please", refusing=0.7)
+    found = chain(tmp_path / "flow", *watched, "watch.most_s=99").run()
+    assert "drift in 60 requests: RefusalDrift (p = " in found[-2].outcome["reason"]
+    assert SmallServer.releases == {"m": {"base": 1.0}}
+    assert found[-2].outcome["figures"]["drift"]["RefusalDrift"] < 1e-6
+    allowed = chain(tmp_path / "flow", *watched, 'watch.drift=["PromptDrift", "PromptLengthDrift"]').run()
+    assert allowed[-1].state == "done" and "; no drift" in allowed[-2].outcome["reason"]
+    assert SmallServer.releases == {"m": {"m-v1": 1.0}}
+
+
+def test_a_reference_of_a_good_time_is_compared_with(tmp_path) -> None:
+    captured(tmp_path / "good", "old", "one two three four five")
+    captured(tmp_path / "now", "new", "one two three four five")
+    captured(tmp_path / "now", "other", "considerably longer vocabulary everywhere nowadays")
+    alarms = ("PromptDrift", "PromptLengthDrift")
+    condition = DriftCondition(captures=tmp_path / "now", reference=tmp_path / "good", alarms=alarms)
+    assert condition.check("new", "old")[0] == ""
+    reason, tests = condition.check("other", "old")
+    assert reason.startswith("drift in 60 requests: PromptLengthDrift (p = ") and " before and " in reason
+    assert tests["RefusalDrift"] == 1.0
+
+
+def test_settings_of_drift_are_checked(tmp_path) -> None:
+    prepare(tmp_path / "flow", 1)
+    for setting, message in (
+        ('watch.drift=["PromptsDrift"]', "watch.drift has no alarm 'PromptsDrift': choose from AnswerDrift"),
+        ("watch.reference=good", "set watch.captures"),
+        ("watch.false_alarms=2", "must be between 0 and 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            chain(tmp_path / "flow", setting)
+
+
+def test_a_whole_model_is_no_version_of_a_release(tmp_path) -> None:
+    """It is said before the training, not after it."""
+    (tmp_path / "rows.jsonl").write_text('{"question": "a?", "answer": "b"}\n')
+    (tmp_path / "run.toml").write_text('model = "../model"\ntask = "finetune"\nsteps = 1\n')
+    table = 'name = "m"\n[data]\nfiles = ["rows.jsonl"]\n[train]\nrun = "run.toml"\n[gate.size]\nmost = "1MB"\n'
+    (tmp_path / "flow.toml").write_text(table)
+    assert FlowChain(FlowConfig.from_toml(tmp_path / "flow.toml")).plan()[1].work.startswith("train finetune")
+    (tmp_path / "flow.toml").write_text(table + "[release]\n")
+    with pytest.raises(
+        ValueError, match=r"'finetune' trains a whole model, .* adapters .* set task to lora in run.toml"
+    ):
+        FlowChain(FlowConfig.from_toml(tmp_path / "flow.toml")).plan()

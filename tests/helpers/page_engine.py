@@ -95,14 +95,22 @@ class PageEngine:
         self.sampling_defaults = SamplingDefaults({"temperature": 0.7, "top_p": 0.9}, origin="made up")
         self.running: dict[str, object] = {}
         self.aborted: list[str] = []
+        self.dropped: set[tuple[str, int]] = set()
+        self.adapters: list[str] = []
+        """Name of each request's adapter; an answer to "adapter" has it."""
         self.prompts: list[str] = []
         self.params: list[object] = []
 
-    async def stream(self, prompt_token_ids, params, request_id, *, output_token_ids=None, **_) -> AsyncIterator:
+    async def stream(
+        self, prompt_token_ids, params, request_id, *, output_token_ids=None, adapter=None, **_
+    ) -> AsyncIterator:
+        self.adapters.append("" if adapter is None else adapter.path.name)
         text = self.tokenizer.decode(prompt_token_ids)
         self.prompts.append(text)
         self.params.append(params)
         word = (text.rpartition("[user]")[2].partition("[")[0].split() or [""])[0].lower()
+        if word == "adapter":
+            word = f"adapter {self.adapters[-1]}"
         self.running[request_id] = params
         processor = OutputProcessor(self.tokenizer)
         processor.add(request_id, text, prompt_token_ids, n=params.n, stop=params.stop)
@@ -120,8 +128,10 @@ class PageEngine:
 
     async def _updates(self, processor, request_id, params, prompt, word, answers):
         script = self.scripts.get(word)
-        wanted = None if script is None else self.tokenizer.encode(script)
-        length = DRAWN if wanted is None else len(wanted)
+        if word.startswith("adapter "):
+            script = f"This is {word.split()[1]} speaking."
+        scripts = script if isinstance(script, list) else [script] * len(answers)  # a list has one for each choice
+        scripted = [None if each is None else self.tokenizer.encode(each) for each in scripts]
         steps = 0
         while request_id in processor:
             await asyncio.sleep(self.step_s)
@@ -131,7 +141,16 @@ class PageEngine:
             if word == "die" and steps == 6:
                 raise EngineDeadError("it is gone")
             for index, tokens in enumerate(answers):
-                if tokens is None or len(tokens) > length:
+                if tokens is None:
+                    continue
+                if (request_id, index) in self.dropped:
+                    answers[index] = None
+                    for update in processor.finish(request_id, choice=index):
+                        yield update
+                    continue
+                wanted = scripted[index % len(scripted)]
+                length = DRAWN if wanted is None else len(wanted)
+                if len(tokens) > length:
                     continue
                 at, seed = len(tokens), params.seed or 0
                 drawn = self._drawn(seed, index, at, tokens)
@@ -171,6 +190,13 @@ class PageEngine:
             None,
             *(SimpleNamespace(token_id=each, logprob=-1.5, rank=1, top=[(each, -1.5)]) for each in prompt[1:]),
         ]
+
+    async def load_adapter(self, files) -> None: ...
+
+    async def forget_adapter(self, files) -> None: ...
+
+    async def abort(self, request_id, choice=None) -> None:
+        self.dropped.add((request_id, choice))
 
     async def health(self):
         return SimpleNamespace(state="ok", detail=None, pids=(self.pid,))

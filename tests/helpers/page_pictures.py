@@ -1,6 +1,6 @@
 """Make the pictures of docs/serve/page.md: ``python tests/helpers/page_pictures.py docs/images``.
 
-The chat, its tokens and a comparison are of the built-in model, which runs for this.
+The chat, its tokens, a search and a comparison are of the built-in model, which runs for this.
 """
 
 from __future__ import annotations
@@ -75,6 +75,17 @@ def make(browser: Any, url: str, folder: Path) -> list[Path]:
         page.keyboard.press(key)
     page.locator(".token-panel").wait_for()
     take(page, "tokens")
+
+    page = opened()
+    configure(page, seed="4", max_tokens="24", temperature="0.8")
+    page.get_by_role("button", name="Settings", exact=True).click()
+    page.locator("[name=search]").select_option("majority")
+    page.locator("[name=search-n]").fill("12")
+    page.get_by_role("button", name="Settings", exact=True).click()
+    ask(page, "What is 3 + 4? Answer with a number.", 1)
+    page.locator("search-tree .check").wait_for()
+    page.locator("search-tree .drawing").press("Home")
+    take(page, "search")
 
     page = opened(viewport={"width": 1160, "height": 960})
     configure(page, seed="3", max_tokens="70")

@@ -67,6 +67,7 @@ def long_text(tokens: int) -> str:
     return unit * (1 + tokens // 150)
 
 
+BEFORE = ["It", "So it", "The whole of it", "I say that it", "If one counts well then the sum of them", "At last it"]
 SCRIPTS = {
     "explain": MARKDOWN,
     "hostile": HOSTILE,
@@ -75,6 +76,7 @@ SCRIPTS = {
     "json": JSON,
     "long": long_text(10_000),
     "wait": WAITS,
+    "vote": [f"{before} is {vote}" for before, vote in zip(BEFORE, "445474", strict=True)],
     "die": WAITS,
     "continued": "One replica of the model began this answer, another one went on with it, and no word was lost.",
 }

@@ -6,7 +6,8 @@ promised.
 
 Run as ``python -m stub_engine ENDPOINT`` in place of ``transect.engine.frontends.process``. ``STUB_STEP_S`` of the
 environment is the time of a step in seconds, ``STUB_VOCAB`` the vocabulary; with ``STUB_EXACT=0`` no bits are promised,
-and with ``STUB_HANGS`` it is never ready. ``STUB_BLOCKS`` and ``STUB_SEQS`` are its KV blocks and places.
+and with ``STUB_HANGS`` it is never ready. ``STUB_START_S`` are further seconds of its start, ``STUB_BLOCKS`` and
+``STUB_SEQS`` its KV blocks and places.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class StubExecutor:
 def start_engine(config, compilers, began, children):  # type: ignore[no-untyped-def]
     if "STUB_HANGS" in os.environ:
         time.sleep(3600)
+    time.sleep(float(os.environ.get("STUB_START_S", "0")))
     scheduler = SchedulerConfig(
         num_blocks=int(os.environ.get("STUB_BLOCKS", "4096")),
         max_num_seqs=int(os.environ.get("STUB_SEQS", "64")),

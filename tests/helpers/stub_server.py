@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,11 @@ import httpx
 
 HERE = Path(__file__).parent
 PATIENCE_S = 120
+PASS_ON = """import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS="1", LISTEN_FDNAMES="http")
+os.execv(sys.argv[2], sys.argv[2:])"""
+"""Program that becomes the server, with a socket as the first descriptor."""
 
 
 class StubServer:
@@ -27,6 +33,7 @@ class StubServer:
         step_s: time of a step in seconds.
         blocks, seqs: KV blocks and places of each engine.
         program: ``transect`` runs real engines, with the model.
+        listening: socket that is passed to the server as systemd would.
     """
 
     def __init__(
@@ -38,6 +45,7 @@ class StubServer:
         blocks: int = 4096,
         seqs: int = 64,
         program: str = "stub_server",
+        listening: socket.socket | None = None,
     ) -> None:
         paths = [str(HERE), str(HERE.parents[1] / "src")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "STUB_STEP_S": str(step_s)}
@@ -45,8 +53,12 @@ class StubServer:
         if program == "transect":
             environment.pop("OMP_NUM_THREADS", None)
         words = ["serve", str(model), "--port", str(port), "--served-model-name", "m", *options]
+        command, passed = [sys.executable, "-m", program, *words], ()
+        if listening is not None:
+            command, passed = [sys.executable, "-c", PASS_ON, str(listening.fileno()), *command], (listening.fileno(),)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", program, *words],
+            command,
+            pass_fds=passed,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from transect.hardware import targets
 from transect.ops.lang import cuda_build
 from transect.ops.registry import OnHost, Op, all_ops, get
 from transect.ops.tuning import bucket_name
 
 OPS = all_ops()
-TARGETS = {"any", "cpu", "sm_80", "sm_90", "gfx942"}
+TARGETS = {"any", "cpu", *targets.TARGETS}
 
 
 @pytest.fixture(params=OPS, ids=lambda op: op.name)

@@ -9,7 +9,9 @@ from transect.costs.steps import StepLoad
 from transect.engine.scheduling.policies.scaling import Backlog, Concurrency, Fixed, Forecast, Queue, Scaler, Seen
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
 from transect.plan.capacity import MixLoad, Shape, highest_rate, simulate, summary_of
-from transect.plan.fleet import EngineModel, Fleet, Kill
+from transect.plan.disturbances import HangUp, Kill, Leave, Roll, RouterDeath
+from transect.plan.drills import DRILLS, FleetTimes, p99, predict
+from transect.plan.fleet import EngineModel, Fleet
 from transect.plan.requests import Tokens, shared_tokens, shares_prefixes
 from transect.plan.target import LatencyTarget
 
@@ -78,6 +80,61 @@ def test_a_killed_engine_loses_no_request():
     assert max(max(record.gaps, default=0) for record in run.records) > 0.1
     assert summary_of(run)["itl"]["max"] > summary_of(whole)["itl"]["max"]
     assert run.sizes[3:5] == [(1.0, 2), (1.0, 3)]
+
+
+def test_until_a_failure_is_noticed_requests_go_to_the_silent_engine():
+    asked = MIX.generate(250.0, 500)
+    quick, slow = (
+        Fleet(model(), 3, kills=[Kill(at=0.5, engine=0, back=2.0, notice=notice)]).run(asked) for notice in (0.0, 1.0)
+    )
+
+    def stuck(run):
+        return sum(record.ttft > 0.3 for record in run.records if 0.5 < record.due < 1.2)
+
+    assert stuck(slow) > 3 > 0 == stuck(quick)  # they are sent on at 1.5 s
+    assert [record.output_tokens for record in slow.records] == [each.output_tokens for each in asked]
+
+
+def test_an_engine_that_never_comes_back_leaves_a_queue_on_the_others():
+    asked = MIX.generate(330.0, 600)
+    runs = [Fleet(model(), 3, kills=[Kill(0.3, 0, back)]).run(asked) for back in (0.1, 0.6, float("inf"))]
+    times = [p99(run) for run in runs]
+    assert times[0] < times[1] < times[2]
+    assert [size for _, size in runs[2].sizes] == [1, 2, 3, 2]
+
+
+def test_a_roll_replaces_every_engine_and_a_leaving_one_finishes():
+    asked = MIX.generate(60.0, 400)
+    run = Fleet(model(), 2, events=[Roll(1.0, start_s=0.5)]).run(asked)
+    assert len(run.records) == 400 and run.dropped == 0
+    assert [size for _, size in run.sizes] == [1, 2, 3, 2, 3, 2]  # new before old
+    gone = Fleet(model(), 2, events=[Leave(1.0, 0)]).run(asked)
+    late = Fleet(model(), 2, events=[Leave(1.0, 0, limit=0.01)]).run(asked)
+    ends = [[at for at, size in each.sizes if size == 1][-1] for each in (gone, late)]
+    assert ends[0] > 1.01 and ends[1] == pytest.approx(1.01) and len(late.records) == len(gone.records) == 400
+
+
+def test_a_dead_router_and_clients_that_leave_drop_requests():
+    asked = MIX.generate(60.0, 240)
+    run = Fleet(model(), 2, events=[RouterDeath(1.0, back=1.0)]).run(asked)
+    refused = sum(1.0 < each.at + 1e-3 < 2.0 for each in asked)
+    assert refused < run.dropped < refused + 20 and len(run.records) + run.dropped == 240
+    number = next(n for n, each in enumerate(asked) if each.at > 1.0)
+    left = Fleet(model(), 2, events=[HangUp(asked[number].at + 2e-3, frozenset({number}))]).run(asked)
+    assert left.dropped == 1 and len(left.records) == 239
+
+
+def test_drills_are_predicted_from_the_times_of_a_fleet():
+    asked = MIX.generate(330.0, 600)
+    times = FleetTimes(noticed=0.02, engine=0.4, replica=0.5, hung_after=0.2, lost_after=0.3, router=0.4)
+    found = predict(model(), 3, asked, times, at=0.3)
+    assert list(found) == list(DRILLS)
+    assert found["kill"].lost == pytest.approx(0.47) and found["stopped"].lost == pytest.approx(0.72)
+    assert found["stopped"].added_p99 > found["kill"].added_p99 > 0.02
+    assert all(found[name].added_p99 == found[name].lost == 0 for name in ("controller", "blind"))
+    assert found["router"].dropped > 100 and sum(each.dropped for each in found.values()) == found["router"].dropped
+    with pytest.raises(ValueError, match="no drill 'fire'"):
+        predict(model(), 3, asked, times, at=0.3, drills=["fire"])
 
 
 def test_engines_come_and_go():

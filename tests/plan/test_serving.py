@@ -155,8 +155,9 @@ def test_drafts_of_a_model_take_its_time():
 def test_a_plan_with_drafts_from_the_command_line():
     drafts = ("--speculative-config", '{"method": "ngram"}')
     given = ("plan", "serving", "llama-3.2-1b", "--gpu", "l4", "--rate", "1", "--requests", "50", "--simulate", "1")
+    few = ("--tp", "1", "--quantization", "bf16", "--target", "itl.p99=11ms")
     short = ("--prompt-tokens", "uniform:20-90", "--output-tokens", "uniform:10-20")
-    done = run_here(*given, *short, *drafts, "--acceptance", "0.7")
+    done = run_here(*given, *few, *short, *drafts, "--acceptance", "0.7")
     assert done.returncode == 0, done.stderr
     for wrong, why in (
         (drafts, "belong together"),

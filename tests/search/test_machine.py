@@ -10,6 +10,7 @@ from search_runs import Drive, start, tree_of
 from transect import Search
 from transect.search.judges import Program, RewardHead
 from transect.search.methods.registry import search_methods
+from transect.search.prices import BranchPrice
 
 TURNS = 60 if proving() else 12
 
@@ -190,3 +191,39 @@ def test_parameters_that_do_not_fit_a_search_are_refused(fields, sentence):
 def test_methods_that_ask_need_a_conversation():
     with pytest.raises(ValueError, match=r"search.method refine asks the model about its answers: give messages"):
         start(Search("refine"), messages=None)
+
+
+def adaptive_run(price, seconds=0.9):
+    """Waves of four branches of 20 tokens, without a decision of the vote; a step takes what the price says."""
+    search = Search("adaptive", n=16, wave=4, certainty=1.0, budget={"seconds": seconds})
+    drive = Drive(start(search), lambda prompt, choice, seed: f"answer: {seed % 97}{choice}".ljust(20, "."))
+    drive.run.costs.price = price
+    while not drive.run.done:
+        drive.perform()
+        if not drive.run.done:
+            rows = len(drive.left)
+            drive.run.costs.spent_s += 0.01 + 0.002 * rows
+            drive.step()
+    return drive.run
+
+
+def test_a_branch_is_forked_only_if_it_ends_within_the_seconds():
+    run = adaptive_run(BranchPrice(step_s=0.01, row_s=0.002, free_blocks=100, block_size=16))
+    assert run.result.ended_by == "cost" and len(run.tree.branches) == 8  # two waves of 0.36 s; a third is too long
+    forks = run.result.to_dict()["forks"]
+    assert [each["branches"] for each in forks] == [4, 1]
+    assert forks[0] | {"ms": 360.0, "step_ms": 10.0, "row_ms": 2.0, "kv_blocks": 8} == forks[0]
+    assert all(branch.complete for branch in run.tree.branches)  # none was cut
+    smaller = adaptive_run(BranchPrice(step_s=0.01, row_s=0.002, free_blocks=100, block_size=16), seconds=0.65)
+    assert [each["branches"] for each in smaller.result.to_dict()["forks"]] == [2, 1]
+    full = adaptive_run(BranchPrice(step_s=0.0, row_s=1e-6, free_blocks=3, block_size=16))
+    assert full.result.to_dict()["forks"][0]["branches"] == 1  # a branch fills two blocks of the three
+
+
+def test_without_a_price_or_a_budget_of_seconds_nothing_is_held_back():
+    run = adaptive_run(None)
+    assert len(run.tree.branches) == 16 and run.result.ended_by == "method" and run.result.to_dict()["forks"] == []
+    search = Search("adaptive", n=8, wave=4, certainty=1.0)
+    drive = Drive(start(search), lambda prompt, choice, seed: f"answer: {seed % 97}{choice}")
+    drive.run.costs.price = BranchPrice(1.0, 1.0, 1, 16)
+    assert len(drive.all().tree.branches) == 8 and "forks" not in drive.run.result.to_dict()

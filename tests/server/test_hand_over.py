@@ -8,9 +8,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import pytest
+from stub_server import StubServer
+from tiny_llm import save_tiny_llm
 
 from transect.server.hand_over import Inherited, Successor
 
@@ -82,54 +85,67 @@ class Clients(threading.Thread):
     """Requests one after another, each on a connection of its own and on one that is kept, until told to stop."""
 
     def __init__(self, url):
-        super().__init__()
-        self.url, self.stopping, self.count, self.errors = url, threading.Event(), 0, []
-        self.servers = set()
+        super().__init__(daemon=True)
+        self.url, self.stopping, self.errors = url, threading.Event(), []
+        self.servers, self.texts = set(), set()
 
     def run(self):
         body = {"prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0}
         with httpx.Client(base_url=self.url, timeout=120, trust_env=False) as kept:
             while not self.stopping.is_set():
                 try:
-                    for post in (kept.post, httpx.post):
-                        path = "/v1/completions" if post == kept.post else f"{self.url}/v1/completions"
-                        response = post(path, json=body)
+                    for client, url in ((kept, ""), (httpx, self.url)):
+                        response = client.post(f"{url}/v1/completions", json=body, timeout=120)
                         assert response.status_code == 200, response.text
-                        self.count += 1
+                    self.texts.add(self.stream())
                     self.servers.add(httpx.get(f"{self.url}/health", timeout=120).json()["server_pid"])
                 except Exception as error:
                     self.errors.append(error)
 
+    def stream(self):
+        """Return the text of a stream that takes a second."""
+        body = {"prompt": [1, 2, 3], "max_tokens": 100, "seed": 1, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=120) as response:
+            events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert events.pop() == "[DONE]"
+        return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
-def test_a_restart_refuses_no_connection_and_cuts_no_stream(smollm2):
-    """With real processes: requests come all the time, and one stream is longer than the restart."""
-    command = [sys.executable, "-m", "transect", "serve", str(smollm2.path), "--port", "0", "--device", "cpu"]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    old = subprocess.Popen(command, **pipes, text=True)
-    new = None
-    try:
-        url = old.stdout.readline().split(" ready on ")[1].split()[0]
-        body = {"prompt": "Once", "max_tokens": 700, "temperature": 0, "ignore_eos": True}
-        clients = Clients(url)
-        clients.start()
-        with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=300) as response:
-            lines = response.iter_lines()
-            received = [next(lines)]
+    def until(self, servers):
+        """Wait until that many servers have answered."""
+        while len(self.servers) < servers and not self.errors:
+            time.sleep(0.05)
+
+
+def test_restarts_refuse_no_connection_and_cut_no_stream(tmp_path):
+    """Under systemd the old server stops accepting and finishes, and connections wait in the socket for the new one.
+    With ``transect reload --http`` the new server begins first. Clients ask all the time."""
+    save_tiny_llm(tmp_path)
+    servers, pids = [], []
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as sock:
+        try:
+            servers.append(StubServer(tmp_path, "--grace", "60", listening=sock))
+            url = servers[0].url
+            assert servers[0].port == sock.getsockname()[1]
+            clients = Clients(url)
+            clients.start()
+            clients.until(1)
+            with socket.create_connection(sock.getsockname()) as silent:
+                servers[0].process.terminate()
+                assert servers[0].process.wait(60) == 0 and silent.recv(1) == b""
+            servers.append(StubServer(tmp_path, listening=sock))
+            clients.until(2)
             reload = [sys.executable, "-m", "transect", "reload", "--http", url]
             subprocess.run(reload, check=True, timeout=300, stdout=subprocess.DEVNULL)
-            new = httpx.get(f"{url}/health", timeout=120).json()["server_pid"]
-            assert old.poll() is None and new != old.pid
-            received += lines
-        clients.stopping.set()
-        clients.join()
-        assert old.wait(120) == 0
-        assert clients.errors == [] and clients.servers == {old.pid, new}
-        events = [line.removeprefix("data: ") for line in received if line]
-        assert events.pop() == "[DONE]"
-        text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
-        whole = httpx.post(f"{url}/v1/completions", json=body, timeout=300).json()
-        assert text == whole["choices"][0]["text"]
-    finally:
-        old.kill()
-        if new is not None:
-            os.kill(new, signal.SIGTERM)
+            pids = [each.process.pid for each in servers]
+            pids.append(httpx.get(f"{url}/health", timeout=120).json()["server_pid"])
+            clients.until(3)
+            clients.stopping.set()
+            clients.join()
+            assert clients.errors == [] and clients.servers == set(pids) and len(pids) == 3
+            assert len(clients.texts) == 1
+            assert servers[1].process.wait(60) == 0
+        finally:
+            for server in servers:
+                server.stop()
+            for pid in pids[2:]:
+                os.kill(pid, signal.SIGTERM)

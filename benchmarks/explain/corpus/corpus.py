@@ -19,13 +19,18 @@ class Program:
     make: Callable[[bool], Work]
     library: str
     held_out: bool = False
+    device: str = "cpu"
+    steady: bool = False
+    """True if only the time between its optimizer steps counts, not that of setting a trainer up."""
 
 
-def program(*kinds: str, library: str = "torch", held_out: bool = False) -> Callable[[Callable[[bool], Work]], Work]:
+def program(
+    *kinds: str, library: str = "torch", held_out: bool = False, device: str = "cpu", steady: bool = False
+) -> Callable[[Callable[[bool], Work]], Work]:
     """Enter a program into the corpus."""
 
     def enter(make: Callable[[bool], Work]) -> Callable[[bool], Work]:
-        PROGRAMS[make.__name__] = Program(make.__name__, kinds, make, library, held_out)
+        PROGRAMS[make.__name__] = Program(make.__name__, kinds, make, library, held_out, device, steady)
         return make
 
     return enter  # type: ignore[return-value]

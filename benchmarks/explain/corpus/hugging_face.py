@@ -92,11 +92,11 @@ class Texts(Dataset):
         return self.ready[i] if self.fast else self._make(i)
 
 
-@program("loading", library="transformers Trainer")
+@program("loading", library="transformers Trainer", steady=True)
 def trainer_with_a_slow_dataset(fast):
     model, data = llama(), Texts(fast)
     arguments = TrainingArguments(
-        tempfile.mkdtemp(), per_device_train_batch_size=8, num_train_epochs=2, report_to=[], use_cpu=True,
+        tempfile.mkdtemp(), per_device_train_batch_size=8, num_train_epochs=3, report_to=[], use_cpu=True,
         save_strategy="no", disable_tqdm=True, logging_steps=1000,
     )  # fmt: skip
     return lambda: Trainer(model, arguments, train_dataset=data).train()
@@ -110,13 +110,14 @@ def texts_tokenized_each_step(fast):
     with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as file:
         file.write("\n".join(words))
     tokenizer, model = Slow(file.name), bert()
-    texts = [" ".join(words[5 + (i * j) % 78] for j in range(60)) for i in range(8)]
-    ready = tokenizer(texts, return_tensors="pt")
+    texts = [" ".join(words[5 + (i * j) % 78] for j in range(240)) for i in range(8)]
+    options = {"return_tensors": "pt", "truncation": True, "max_length": 64}
+    ready = tokenizer(texts, **options)
 
     def work():
         with torch.inference_mode():
             for _ in range(8):
-                model(**(ready if fast else tokenizer(texts, return_tensors="pt")))
+                model(**(ready if fast else tokenizer(texts, **options)))
 
     return work
 
@@ -137,7 +138,7 @@ def scaler_row_by_row(fast):
     return work
 
 
-@program("launch", library="peft")
+@program("adapters", "launch", library="peft")
 def adapters_left_beside_the_weights(fast):
     from peft import LoraConfig, get_peft_model
 
@@ -160,19 +161,19 @@ def accelerate_reads_each_loss(fast):
     helper = Accelerator(cpu=True)
     net = torch.nn.Linear(16, 16)
     net, optimizer, loader = helper.prepare(
-        net, torch.optim.SGD(net.parameters(), 1e-3), DataLoader(torch.randn(3200, 16), batch_size=64)
+        net, torch.optim.SGD(net.parameters(), 1e-3), DataLoader(torch.randn(50, 256, 16).unbind(), batch_size=None)
     )
 
     def work():
-        kept = []
+        total = 0.0
         for x in loader:
             losses = net(x).square().mean(1)
             helper.backward(losses.mean())
             optimizer.step()
             optimizer.zero_grad()
             if fast:
-                kept.append(losses.detach())
+                total += losses.detach().sum()
             else:
-                kept.extend(each.item() for each in helper.gather(losses))
+                total += sum(each.item() for each in helper.gather(losses))
 
     return work

@@ -10,6 +10,7 @@ import { speedOf } from './generate'
 import { copyText, type MarkdownText } from './markdown-text'
 import './markdown-text'
 import type { Session } from './session'
+import './search-tree'
 import './token-view'
 import './tool-call'
 import type { Answer, Message } from './types'
@@ -54,6 +55,7 @@ export class ChatAnswer extends PageElement {
     return html`<article class="answer" aria-busy=${running} aria-label="Answer${answer.model ? ` of ${answer.model}` : ''}">
       ${answer.lane ? html`<h3 class="lane-name">${answer.lane.name}</h3>` : nothing}
       ${answer.branch ? html`<p class="mark">${icon('branch')} Continued from token ${answer.branch.at + 1} of another answer</p>` : nothing}
+      ${answer.search ? html`<search-tree .search=${answer.search}></search-tree>` : nothing}
       ${answer.thoughts ? this.thoughts() : nothing}
       ${this.shows === 'tokens'
         ? html`<token-view .answer=${answer} .count=${answer.tokens.length} .others=${this.others} @branch=${this.branch}></token-view>`

@@ -1,6 +1,7 @@
 // One request for answers, and its stream read into `Answer` objects.
 
 import { Api, ApiProblem } from '../api'
+import { taken, type SearchNews } from './search'
 import type { Answer, Candidate, Settings, Token } from './types'
 
 interface LogprobEntry {
@@ -28,6 +29,7 @@ interface Chunk {
   model: string
   choices: ChunkChoice[]
   prompt_token_ids?: number[] | null
+  search?: SearchNews
   usage?: { prompt_tokens: number; prompt_tokens_details?: { cached_tokens: number }; continued?: string } | null
 }
 
@@ -41,7 +43,8 @@ export function requestFields(settings: Settings): Record<string, unknown> {
   }
   const stop = settings.stop.split('\n').filter(Boolean)
   if (stop.length) body.stop = stop
-  if (settings.alternatives > 0) Object.assign(body, { logprobs: true, top_logprobs: settings.alternatives })
+  if (settings.search) body.search = { method: settings.search, ...settings.searchOptions, details: true }
+  else if (settings.alternatives > 0) Object.assign(body, { logprobs: true, top_logprobs: settings.alternatives })
   if (settings.schema.trim())
     body.response_format = {
       type: 'json_schema', json_schema: { name: 'answer', schema: parsed(settings.schema, 'The JSON schema') },
@@ -91,6 +94,7 @@ export async function generate(
       for (const answer of answers) {
         answer.requestId ||= chunk.id
         answer.model = chunk.model || answer.model
+        if (chunk.search) answer.search = taken(answer.search ?? null, chunk.search)
         if (chunk.prompt_token_ids) answer.promptTokenIds = chunk.prompt_token_ids
         if (chunk.usage) {
           answer.promptTokens = chunk.usage.prompt_tokens

@@ -61,7 +61,7 @@ export class Session extends EventTarget {
     const ways: (Lane | null)[] = lanes.length ? lanes : [null]
     const requests = ways.map((lane) => {
       const body = this.fieldsOf({ ...settings, seed }, lane)
-      const count = lanes.length ? 1 : settings.n
+      const count = lanes.length || settings.search ? 1 : settings.n
       if (count > 1) body.n = count
       const messages = Array.from({ length: count }, (_, choice) =>
         append(this.conversation, {

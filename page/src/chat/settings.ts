@@ -4,6 +4,7 @@ import { html, nothing } from 'lit'
 import { customElement, property } from 'lit/decorators.js'
 import { PageElement } from '../element'
 import { icon } from '../icons'
+import { searchFields } from './search-settings'
 import { NUMBERS, type ServerFacts, type Settings } from './types'
 
 type NumberName = (typeof NUMBERS)[number]
@@ -37,6 +38,10 @@ export class ChatSettings extends PageElement {
   @property({ attribute: false }) facts: ServerFacts | null = null
   @property({ attribute: false }) models: string[] = []
 
+  private readonly setSearch = (search: string, searchOptions: Settings['searchOptions']): void => {
+    this.dispatchEvent(new CustomEvent('settings', { detail: { ...this.settings, search, searchOptions }, bubbles: true }))
+  }
+
   private set(name: keyof Settings, value: string | number | undefined): void {
     const next = { ...this.settings, [name]: value }
     if (value === undefined) delete next[name]
@@ -59,6 +64,7 @@ export class ChatSettings extends PageElement {
       </div>
       <details><summary>More sampling</summary>${rest.map((name) => this.number(name))}
         ${this.text('stop', 'Stop strings', 2, 'One a line; the answer ends before one')}</details>
+      ${this.facts?.searches?.length ? searchFields(this.facts.searches, this.settings, this.setSearch) : nothing}
       <details><summary>JSON and tools</summary>
         ${this.text('schema', 'JSON schema of answers', 5, '{"type": "object", "properties": {…}}', true)}
         ${this.text('tools', 'Tools, as a JSON list', 5, '[{"type": "function", "function": {"name": …}}]', true)}</details>

@@ -3,6 +3,8 @@
 // A conversation is a tree of messages: editing a message, asking again, and continuing from another token add a
 // sibling and lose nothing. `chosen` says which sibling is shown below each message.
 
+import type { SearchMethod, SearchState } from './search'
+
 /** Settings of requests. An absent number means the model's own default. */
 export interface Settings {
   system: string
@@ -26,6 +28,9 @@ export interface Settings {
   schema: string
   /** Tools as a JSON list, as text; empty for none. */
   tools: string
+  /** Method of a search for the answer, and its settings that differ from their defaults; empty for none. */
+  search: string
+  searchOptions: Record<string, string | number | boolean | string[]>
 }
 
 export const NUMBERS = [
@@ -33,7 +38,9 @@ export const NUMBERS = [
   'seed',
 ] as const
 
-export const SETTINGS: Settings = { system: '', model: '', stop: '', n: 1, alternatives: 5, schema: '', tools: '' }
+export const SETTINGS: Settings = {
+  system: '', model: '', stop: '', n: 1, alternatives: 5, schema: '', tools: '', search: '', searchOptions: {},
+}
 
 /** A token that was drawn, or could have been. */
 export interface Candidate {
@@ -96,6 +103,8 @@ export interface Answer {
   group: string
   /** The answer and the number of its token from which this one was continued. */
   branch: { from: string; at: number } | null
+  /** The search that found the answer. */
+  search?: SearchState
 }
 
 export interface Message {
@@ -132,4 +141,5 @@ export interface ServerFacts {
   thinks: boolean
   operator: boolean
   replicas: number
+  searches?: SearchMethod[]
 }

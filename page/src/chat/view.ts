@@ -117,11 +117,11 @@ export class ChatView extends PageElement {
   }
 
   private answered(messages: Message[]): void {
-    const { status, error, tokenIds } = messages[0]!.answer!
+    const { status, error, tokenIds, search } = messages[0]!.answer!
     this.spoken =
       status === 'failed' ? `The answer failed: ${error}`
       : status === 'stopped' ? 'The answer was stopped.'
-      : `The answer is complete, ${tokenIds.length} tokens.`
+      : `The answer is complete, ${tokenIds.length} tokens${search ? `, chosen from ${search.branches.length} branches` : ''}.`
     for (const { id } of messages) this.querySelector<ChatAnswer>(`[data-message="${id}"]`)?.requestUpdate()
   }
 

@@ -1,12 +1,17 @@
-// What the page knows of an engine: its steps of the last minute, its requests, its KV blocks.
+// What the page knows of an engine: its steps of the last minutes, its requests, its KV blocks.
 
+import { type Sight, runsBefore } from './past'
 import type { Changes, LiveBill, LiveRequest, LiveStep, Route, State } from './protocol'
 
 export const FREE = -1
 export const CACHED = -2
 export const HIDDEN = -3
-/** Seconds that are kept. */
-const KEPT_S = 90
+/** Seconds and steps that are kept, and latencies of tokens. */
+const KEPT_S = 300
+const MOST_STEPS = 12_000
+const MOST_SAMPLES = 100_000
+/** Seconds after the end of a request before another gets its line: longer than the strip. */
+const LANE_S = 35
 const MOST_ROUTES = 30
 
 /** One step of the engine. */
@@ -35,6 +40,8 @@ export interface Request extends LiveRequest {
   tokens: number
   state: 'waiting' | 'running' | 'ended'
   preempted: boolean
+  /** Beginning of its first step; null if it has run in none, or before the page saw it. */
+  started: number | null
   firstToken: number | null
   ended: number | null
   reason: string
@@ -70,6 +77,8 @@ export class EngineModel {
   readonly itl: Sample[] = []
   readonly routes: Route[] = []
   readonly marks: [number, string][] = []
+  /** Snapshots of the blocks and the queue, oldest first. */
+  readonly sights: Sight[] = []
   owners = new Int32Array(0)
   users = new Uint16Array(0)
   /** Time at which each block was evicted last, by block. */
@@ -114,7 +123,12 @@ export class EngineModel {
       this.addStep(each)
     }
     ends.forEach((each) => this.finish(each))
-    if (changes.kv) this.drawBlocks(changes.kv, changes.evicted ?? [])
+    if (changes.kv) {
+      const undo = runsBefore(changes.kv, this.owners, this.users)
+      const evicted = changes.evicted ?? []
+      this.sights.push({ at: changes.seen ?? this.now, waiting: changes.waiting ?? [], stats: changes.stats ?? this.stats, undo, evicted })
+      this.drawBlocks(changes.kv, evicted)
+    }
     if (changes.waiting) this.arrange(changes.waiting)
     if (changes.stats) this.stats = changes.stats
     this.elsewhere = changes.elsewhere ?? this.elsewhere
@@ -174,9 +188,9 @@ export class EngineModel {
 
   private add(given: LiveRequest): void {
     if (this.requests.has(given.seq)) return
-    let lane = this.lanes.findIndex((used) => !used)
+    let lane = this.lanes.findIndex((until) => until < this.now - LANE_S)
     if (lane < 0) lane = this.lanes.length
-    this.lanes[lane] = 1
+    this.lanes[lane] = Infinity
     const known = given.known?.[0] ?? 0
     this.requests.set(given.seq, {
       ...given,
@@ -184,6 +198,7 @@ export class EngineModel {
       tokens: Math.max(0, known),
       state: 'waiting',
       preempted: false,
+      started: given.known ? given.arrival : null,
       firstToken: null,
       ended: null,
       reason: '',
@@ -217,13 +232,14 @@ export class EngineModel {
       const prompt = request?.prompt ?? 0
       if (start < prompt || (count > 1 && !more.has(seq))) step.prefill += count
       else step.decode += count
-      if (request) this.advance(request, seq, more.has(seq) ? start + 1 + more.get(seq)! : start + count, end)
+      if (request) this.advance(request, seq, more.has(seq) ? start + 1 + more.get(seq)! : start + count, step)
     }
     this.steps.push(step)
   }
 
-  /** Account for a row of a request that reaches position `end` at time `at`. */
-  private advance(request: Request, seq: number, end: number, at: number): void {
+  /** Account for a row of a request that reaches position `end` in a step. */
+  private advance(request: Request, seq: number, end: number, { begin, end: at }: Step): void {
+    request.started ??= begin
     if (request.state === 'waiting') request.state = 'running'
     request.preempted = false
     const place = this.places.get(seq)
@@ -246,7 +262,7 @@ export class EngineModel {
     if (choice === 0) [request.tokens, request.reason] = [tokens, reason]
     if (--request.left > 0) return
     request.state = 'ended'
-    request.ended = at
+    request.ended = this.lanes[request.lane] = at
     request.reason ||= reason
   }
 
@@ -287,13 +303,15 @@ export class EngineModel {
     const newest = this.steps.at(-1) // the next step may refer to its rows
     keep(this.steps, (step) => step.end)
     if (!this.steps.length && newest) this.steps.push(newest)
+    this.steps.splice(0, this.steps.length - MOST_STEPS)
+    this.itl.splice(0, this.itl.length - MOST_SAMPLES)
+    keep(this.sights, (sight) => sight.at)
     keep(this.ttft, (sample) => sample.at)
     keep(this.itl, (sample) => sample.at)
     keep(this.marks, (mark) => mark[0])
     for (const [seq, request] of this.requests) {
       if (request.ended === null || request.ended >= oldest) continue
       this.requests.delete(seq)
-      this.lanes[request.lane] = 0
       for (let choice = 0; choice < request.n; choice++) this.seqs.delete(seq + choice)
     }
     for (const [block, at] of this.evicted) if (at < this.now - 3) this.evicted.delete(block)

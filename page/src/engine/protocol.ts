@@ -76,6 +76,8 @@ export interface Changes {
   /** First block, blocks, owner, users of each changed run; see explain/engine/kv_map.py. */
   kv?: number[]
   evicted?: number[]
+  /** Time of the snapshot that `kv` and `waiting` are of. */
+  seen?: number
   /** Waiting sequences in the order of their turns; true if they were preempted. */
   waiting?: [number, boolean][]
   elsewhere?: number
@@ -93,6 +95,8 @@ export interface State extends Changes {
   floors: boolean
   lag: number
   limits: Record<string, number | string | null>
+  /** Names of the orders that the scheduler can have. */
+  policies?: string[]
   words: { parts: Record<string, string>; late: Record<string, string> }
 }
 

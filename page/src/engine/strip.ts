@@ -39,6 +39,9 @@ export class StepStrip extends Drawing {
     if (this.palette) this.draw()
   }
 
+  /** Time of the newest step; steps are drawn in seconds before it. */
+  @property({ attribute: false }) newest = 0
+
   private get lanes(): Request[] {
     const from = this.until - this.seconds
     return [...this.model.requests.values()]
@@ -74,7 +77,8 @@ export class StepStrip extends Drawing {
       context.moveTo(x, AXIS)
       context.lineTo(x, this.height)
       context.textAlign = back ? 'center' : 'right'
-      if (x > 14) context.fillText(back ? `−${back} s` : 'now', Math.min(x, this.width - 2), AXIS / 2)
+      const ago = back + Math.max(0, this.newest - this.until)
+      if (x > 14) context.fillText(ago < 0.5 ? 'now' : `−${Math.round(10 * ago) / 10} s`, Math.min(x, this.width - 2), AXIS / 2)
     }
     context.stroke()
   }
@@ -172,7 +176,9 @@ export class StepStrip extends Drawing {
     const at = steps.findIndex((each) => each.number === this.chosen)
     const moved = { ArrowLeft: at < 0 ? steps.length - 1 : at - 1, ArrowRight: at + 1, Home: 0, End: steps.length - 1 }
     const next = moved[event.key as keyof typeof moved]!
-    this.chosen = steps[Math.max(0, Math.min(steps.length - 1, next))]!.number
+    const step = steps[Math.max(0, Math.min(steps.length - 1, next))]!
+    this.chosen = step.number
+    this.dispatchEvent(new CustomEvent('moment', { detail: step, bubbles: true }))
   }
 
   private readonly pointed = (event: PointerEvent): void => {

@@ -7,10 +7,12 @@ import { PageElement } from '../element'
 import { icon } from '../icons'
 import { count, counted, duration, percent } from './format'
 import './kv'
-import { EngineModel, quantile } from './model'
+import { EngineModel, quantile, type Step } from './model'
 import { billPanel, blocksTable, latencyPanel, routerPanel, stepsTable, tile, timePanel, waitingPanel } from './panels'
+import { modelAt } from './past'
 import type { LiveEvent } from './protocol'
 import './strip'
+import './what-if'
 
 const AGAIN_MS = 1500
 const PANELS_MS = 250
@@ -48,6 +50,7 @@ export class EngineView extends PageElement {
     this.api?.addEventListener('found', this.restart)
     this.addEventListener('follow', (event) => this.follow((event as CustomEvent<string>).detail))
     this.addEventListener('keydown', this.pressed)
+    this.addEventListener('moment', (event) => this.lookAt((event as CustomEvent<Step>).detail, false))
   }
 
   override disconnectedCallback(): void {
@@ -210,17 +213,30 @@ export class EngineView extends PageElement {
       </select></label>`
   }
 
-  /** While paused: a slider over the time that the page still knows. */
+  /** While paused: a slider over the steps that the page still knows. The arrow keys go from step to step. */
   private lookingBack(model: EngineModel) {
-    const oldest = Math.min(0, (model.steps[0]?.begin ?? model.now) - model.now + this.seconds)
-    const move = (event: Event) => (this.until = this.read = model.now + Number((event.target as HTMLInputElement).value))
+    const last = model.steps.length - 1
+    const at = model.steps.findLastIndex((step) => step.end <= this.read + 1e-6)
+    const move = (event: Event) => this.lookAt(model.steps[Number((event.target as HTMLInputElement).value)], true)
+    const ago = Math.max(0, model.now - this.read)
+    const step = model.steps[Math.max(0, at)]
     return html`<label class="inline">Look back
-      <input type="range" min=${oldest} max="0" step="any" .value=${String((this.read || model.now) - model.now)} @input=${move} />
-      <span class="numbers">${duration(Math.max(0, model.now - this.read))}</span></label>`
+      <input type="range" min="0" max=${last} step="1" .value=${String(at < 0 ? last : at)} @input=${move}
+        aria-valuetext="step ${step?.number ?? 0}, ${duration(ago)} ago" />
+      <span class="numbers look-back">step ${step?.number ?? 0}, ${duration(ago)} ago</span></label>`
   }
 
-  private panels(model: EngineModel) {
-    const until = this.read || model.now
+  /** Show everything as it was at the end of a step. `whole`: the strip ends there too. */
+  private lookAt(step: Step | undefined, whole: boolean): void {
+    if (!step || !this.paused) return
+    this.read = step.end
+    if (whole || step.begin < this.until - this.seconds || step.end > this.until) this.until = step.end
+  }
+
+  private panels(whole: EngineModel) {
+    const until = this.read || whole.now
+    const model = this.paused ? modelAt(whole, until) : whole
+    const strip = this.paused && this.until !== until ? modelAt(whole, this.until) : model
     const followed = this.followedSeq(model)
     const operator = model.state.operator
     return html`
@@ -230,7 +246,7 @@ export class EngineView extends PageElement {
         <p class="hint">Above, each block is one step: one pass of the model over some tokens of many requests. Its width is its
           time, and it is filled up to its <b>floor</b>, the least time that this hardware needs. Below, each line is a request
           in the colour of its KV blocks.</p>
-        <step-strip .model=${model} .seconds=${this.seconds} .until=${this.until || model.now} .followed=${followed}></step-strip>
+        <step-strip .model=${strip} .newest=${whole.now} .seconds=${this.seconds} .until=${this.until || whole.now} .followed=${followed}></step-strip>
         <ul class="legend">
           <li><span class="swatch prefill"></span>prefill: reads a prompt</li>
           <li><span class="swatch decode"></span>decode: draws the next token of each answer</li>
@@ -251,6 +267,7 @@ export class EngineView extends PageElement {
           ${billPanel(model, model.bill, this.followed, (id) => this.follow(id))}
         </div>
         ${routerPanel(model)}
+        ${operator ? html`<what-if .api=${this.api} .state=${whole.state}></what-if>` : nothing}
       </div>`
   }
 

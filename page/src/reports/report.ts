@@ -1,6 +1,8 @@
 // Reports as files have them: which kind a file is, and its contents.
 
 import type { LiveBill } from '../engine/protocol'
+import type { Flow } from './flow'
+import type { Layout, Ranking, Timeline } from './layout'
 
 export interface Term {
   name: string
@@ -34,7 +36,7 @@ export interface Run {
   others: Line[]
   checkpoints: number[]
   config: Record<string, unknown> | null
-  layout: string | null
+  layout: Layout | null
   memory: Account[] | null
 }
 
@@ -92,6 +94,9 @@ export type Contents =
   | { kind: 'roofline'; data: Roofline }
   | { kind: 'bill'; data: LiveBill }
   | { kind: 'memory'; data: Account }
+  | { kind: 'flow'; data: Flow }
+  | { kind: 'ranking'; data: Ranking }
+  | { kind: 'schedules'; data: Record<string, Timeline> }
 
 export type Report = Contents & { name: string }
 
@@ -102,12 +107,19 @@ export const KINDS: Record<Contents['kind'], string> = {
   roofline: 'Roofline',
   bill: 'Bill of a request',
   memory: 'Memory',
+  flow: 'Flow',
+  ranking: 'Layouts of a training run',
+  schedules: 'Pipeline schedules',
 }
 
 /** Return the kind of a report's contents. Throws an Error with a sentence for people. */
 export function recognize(given: unknown): Contents {
   const has = (...names: string[]) => typeof given === 'object' && given !== null && names.every((name) => name in given)
   if (has('kind', 'steps') && (given as Run).kind === 'training run') return { kind: 'run', data: given as Run }
+  if (has('kind', 'steps') && (given as Flow).kind === 'flow') return { kind: 'flow', data: given as Flow }
+  if (has('layouts', 'do_not_fit')) return { kind: 'ranking', data: given as Ranking }
+  if (has() && Object.keys(given as object).length && Object.values(given as object).every((each) => each?.bubbles && each.actions))
+    return { kind: 'schedules', data: given as Record<string, Timeline> }
   if (has('parts_s', 'findings')) return { kind: 'explanation', data: given as Explanation }
   if (has('ranks', 'findings', 'status')) return { kind: 'job', data: given as Job }
   if (has('points', 'bytes_per_second')) return { kind: 'roofline', data: given as Roofline }

@@ -4,6 +4,7 @@ import { html, nothing, type TemplateResult } from 'lit'
 import { tile, stackedBar, type Part } from '../engine/panels'
 import { count } from '../engine/format'
 import './chart'
+import { layoutPanel } from './layout'
 import { short, type Series } from './chart'
 import type { Account, Line, Run, Term } from './report'
 
@@ -88,6 +89,7 @@ export function runPage(view: RunView): TemplateResult {
       </div>
     </div>
     ${memoryPanels(run)}
+    ${run.layout ? layoutPanel(run.layout) : nothing}
     ${settingsPanel(run)}
   `
 }
@@ -159,8 +161,8 @@ function settingsPanel(run: Run): TemplateResult | typeof nothing {
   }
   walk(run.config, '')
   return html`<section class="card panel">
-    <h2>Layout and settings</h2>
-    <p class="hint">${run.layout ? `The run is spread as: ${run.layout || 'one device'}.` : ''} Checkpoints:
+    <h2>Settings</h2>
+    <p class="hint">Checkpoints:
       ${run.checkpoints.length ? run.checkpoints.map((step) => `step ${step}`).join(', ') : 'none'}.</p>
     <details><summary>${rows.length} settings</summary><div class="scroll" tabindex="0" role="region" aria-label="Settings">
       <table><thead><tr><th scope="col">Setting</th><th scope="col">Value</th></tr></thead>

@@ -8,7 +8,9 @@ import { billBody } from '../engine/panels'
 import { icon } from '../icons'
 import { explanationPage, jobPage, rooflinePage } from './program'
 import { KINDS, read, recognize, type Report, type Run } from './report'
-import { accountPanel, runPage } from './run'
+import { flowPage } from './flow'
+import { rankingPage, schedulesPage } from './layout'
+import { accountPanel, gib, runPage } from './run'
 
 const LOOK_MS = 3000
 /** True if `transect board` sent this page: there is no model behind it. */
@@ -42,20 +44,21 @@ export class ReportView extends PageElement {
   }
 
   protected override updated(changed: Map<string, unknown>): void {
-    if (!changed.has('active') || !BOARD) return
+    if (!changed.has('active')) return
     clearTimeout(this.timer)
     if (this.active) void this.look()
   }
 
-  /** Read what `transect board` serves, again and again: runs grow. */
+  /** Read what `transect board` serves, or the flows that a server shows to its operator, again and again: they grow. */
   private async look(): Promise<void> {
     try {
-      const found = await this.api.get<{ name: string; content: unknown }[]>('board.json')
+      if (!BOARD && !(await this.api.get<{ flows?: number }>('v1/page')).flows) return
+      const found = await this.api.get<{ name: string; content: unknown }[]>(BOARD ? 'board.json' : 'v1/flows')
       this.served = found.flatMap(({ name, content }) => this.recognized(name, content))
     } catch (error) {
       this.problems = [error instanceof Error ? error.message : String(error)]
     }
-    if (this.active && this.served.some((each) => each.kind === 'run')) this.timer = window.setTimeout(() => void this.look(), LOOK_MS)
+    if (this.active && this.served.some((each) => each.kind === 'run' || each.kind === 'flow')) this.timer = window.setTimeout(() => void this.look(), LOOK_MS)
   }
 
   private recognized(name: string, content: unknown): Report[] {
@@ -135,6 +138,12 @@ export class ReportView extends PageElement {
       case 'bill':
         return html`<section class="card panel"><h2>Bill of a request</h2>
           <p class="hint">Where each millisecond of the request went.</p>${billBody(report.data, {})}</section>`
+      case 'flow':
+        return flowPage(report.data)
+      case 'ranking':
+        return rankingPage(report.data, gib)
+      case 'schedules':
+        return schedulesPage(report.data)
       case 'memory':
         return accountPanel(report.data, 'Memory, as predicted')
     }
@@ -155,6 +164,8 @@ export class ReportView extends PageElement {
       ['transect roofline MODEL --json FILE', 'a model below the ceilings of a device'],
       ['transect explain request URL ID --json > FILE', 'the bill of a request'],
       ['transect memory MODEL --json > FILE', 'an account of memory'],
+      ['transect plan training RUN.toml --json > FILE', 'layouts of a training run, by speed'],
+      ['transect plan schedule --json > FILE', 'schedules of pipelines'],
       ['RUN/log.jsonl', 'the log of a training run'],
     ]
     return html`<section class="card drop">

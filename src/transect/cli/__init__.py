@@ -11,7 +11,8 @@
   ``predicted.py``: what was expected of its steps.
   ``memory.py``: what serving will need, or training (``memory_training.py``), in tables (``memory_tables.py``).
   ``plan.py``: the best way to spread a run; ``plan_serving.py``: a service;
-  ``plan_calibrate.py``: a measured server to plan with; ``plan_workload.py``: traces.
+  ``plan_calibrate.py``: a measured server to plan with; ``plan_workload.py``: traces;
+  ``plan_drills.py``: failures of a fleet.
 * ``eval.py``: how good a model is. ``export.py``: a run's adapter or model for other programs; ``quantize.py``: a model
   in fewer bits.
 * ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators. ``hardware.py``: what this machine can do.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,16 +16,16 @@ MOST_BYTES = 64 * 2**20
 
 def command(
     paths: Annotated[
-        list[Path], typer.Argument(help="Runs, folders of runs, JSON of explain, roofline and others, traces.")
+        list[Path], typer.Argument(help="Runs, folders of runs, flows, JSON of explain, roofline and others, traces.")
     ],
     host: Annotated[str, typer.Option(help="Local address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 0,
     preset: Annotated[str | None, typer.Option(help="Device of traces; default: this machine.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Print the contents as JSON and exit.")] = False,
 ) -> None:
-    """Show runs and reports in the browser: curves, samples, memory, findings, rooflines.
+    """Show runs, flows and reports in the browser: curves, samples, memory, findings, rooflines.
 
-    The page reads running runs again as they grow. Ctrl-C ends it.
+    The page reads runs and flows again as they grow. Ctrl-C ends it.
     """
     import json
 
@@ -51,7 +50,7 @@ class Reports:
     """The reports at some paths.
 
     Args:
-        paths: of runs, folders of runs, and files.
+        paths: of runs, folders of runs, flows (their files or directories), and other files.
         preset: device of traces; None for this machine.
 
     Raises:
@@ -59,26 +58,36 @@ class Reports:
     """
 
     def __init__(self, paths: list[Path], preset: str | None = None) -> None:
+        from ..flow.settings import flow_folder, read_flow
+        from ..server.page.flows import is_flow
         from ..train.loop.overview import runs_in
 
         self._preset = preset
         self._runs: list[Path] = []
+        self._flows: list[Path] = []
         self._files: list[dict[str, Any]] = []
         for path in paths:
-            if path.is_dir():
+            if path.suffix == ".toml":
+                self._flows.append(flow_folder(read_flow(path), path))
+            elif is_flow(path):
+                self._flows.append(path)
+            elif path.is_dir():
                 self._runs += runs_in(path)[:MOST_RUNS]
             else:
                 self._files.append({"name": path.name, "content": self._content(path)})
 
     def __call__(self) -> list[dict[str, Any]]:
-        """Return the reports; runs as they are now. Numbers that JSON lacks are None."""
+        """Return the reports; flows and runs as they are now. Numbers that JSON lacks are None."""
+        from ..server.page.flows import finite, flow_reports
         from ..train.loop.overview import overview
 
         runs = [{"name": path.name, "content": finite(overview(path))} for path in self._runs]
-        return [*runs, *self._files]
+        return [*flow_reports(self._flows), *runs, *self._files]
 
     def _content(self, path: Path) -> Any:
         import json
+
+        from ..server.page.flows import finite
 
         if path.suffix == ".jsonl":
             raise ValueError(f"{path} is a log: name the directory of the run, {path.parent}")
@@ -100,16 +109,8 @@ class Reports:
         from ..costs.presets import preset as find
         from ..explain.program.explain import explain_trace, machine_ceilings
         from ..explain.program.trace_file import read_trace
+        from ..server.page.flows import finite
 
         print(f"transect: {path} is a trace, which is explained now", file=sys.stderr)
         ceilings = machine_ceilings() if self._preset is None else find(self._preset).ceilings()
         return finite(explain_trace(read_trace(path), ceilings).to_dict())
-
-
-def finite(value: Any) -> Any:
-    """Replace infinities and NaN, which JSON lacks, by None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: finite(each) for name, each in value.items()}
-    return [finite(each) for each in value] if isinstance(value, (list, tuple)) else value

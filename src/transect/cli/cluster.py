@@ -189,7 +189,7 @@ def _show(state: dict[str, Any], json: bool) -> None:
         if each["state"] != "gone":
             print(
                 f"  {each['name']}: {each['state']}, generation {each['generation']}, {each['streams']} requests, "
-                f"{each['queued_tokens']} tokens queued, {each['tokens_per_s']:g} tokens/s"
+                f"{each['queued_tokens']} tokens queued, {each['tokens_per_s']:g} tokens/s, pace {each['pace']:g}"
             )
     for each in state["alarms"]:
         print(f"alarm: {each}")

@@ -9,22 +9,24 @@ import typer
 
 def command(
     op: Annotated[str, typer.Argument(help="Operator, as `transect bench ops --list` names it.")],
-    target: Annotated[list[str] | None, typer.Option(help="sm_80, sm_90 or gfx942; repeatable.")] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 or gfx942; repeatable.")
+    ] = None,
     stage: Annotated[str | None, typer.Option(help="Print this stage: ttir, ttgir, llir, ptx, sass or amdgcn.")] = None,
     kernel: Annotated[str, typer.Option(help="Only kernels whose name contains this.")] = "",
 ) -> None:
     """Show registers, spills, shared memory, occupancy and memory accesses of an operator's kernels, without a GPU."""
+    from ..hardware.targets import compiled_as, target_named
     from ..ops.registry import all_ops, get
     from ..ops.tools.compile import missing_tools
     from ..ops.tools.inspection import cells, inspect, stage_text
 
     all_ops()
     entry = get(op)
-    known = ("sm_80", "sm_90", "gfx942")
-    for name in target or ():
-        if name not in known:
-            raise ValueError(f"no target {name!r}; there are: {', '.join(known)}")
-    found = list(inspect(entry, target or (("sm_90",) if stage and stage != "amdgcn" else ()), kernel, stage or ""))
+    targets = tuple(compiled_as(target_named(name).name) for name in target or ())
+    if not targets and stage and stage != "amdgcn":
+        targets = ("sm_90",)
+    found = list(inspect(entry, targets, kernel, stage or ""))
     if not found:
         raise ValueError(f"{op} declares no kernel" + (f" called {kernel!r}" if kernel else "") + " for this target")
     if stage:

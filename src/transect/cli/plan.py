@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import plan_calibrate, plan_serving, plan_workload
+from . import plan_calibrate, plan_drills, plan_serving, plan_workload
 
 if TYPE_CHECKING:
     from ..costs.machine import Machine
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 application.command("serving")(plan_serving.command)
 application.command("calibrate")(plan_calibrate.command)
+application.command("drills")(plan_drills.command)
 application.command("workload")(plan_workload.command)
 
 TOKENS = 2**15
@@ -240,17 +241,5 @@ def schedule(
         for rank, line in enumerate(drawn(times)):
             print(f"  {rank}  {line.rstrip()}")
     if json:
-        print(
-            encoder.dumps(
-                {
-                    each: {
-                        "length": times.length,
-                        "bubbles": times.bubbles,
-                        "kept": times.kept,
-                        "actions": [[[str(a), begin, end] for a, begin, end in rank] for rank in times.spans],
-                    }
-                    for each, times in found.items()
-                }
-            )
-        )
+        print(encoder.dumps({each: times.to_dict() for each, times in found.items()}))
     return 0

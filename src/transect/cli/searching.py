@@ -83,4 +83,7 @@ class ShownSearch:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         votes = ", ".join(f"{answer[:20]}: {count:g}" for answer, count in list(result.votes.items())[:3])
         made = f"{result.search.method.name}: {len(result.tree.branches)} branches, {result.drawn} tokens"
+        if result.ended_by == "cost":
+            dear = result.quotes[-1]
+            made += f"; another branch was predicted to take {dear['ms']:g} ms, longer than the budget leaves"
         return f"{made}; votes {votes}" if votes else made

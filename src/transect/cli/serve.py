@@ -121,7 +121,10 @@ def command(
     again = None if sys.stdin is not None and sys.stdin.isatty() else reload
     alone = not under_torchrun()
     try:
-        return asyncio.run(serve(start, options, sock, ready=ready, reload=again, restart=restart if alone else None))
+        restarting = restart if alone else None
+        return asyncio.run(
+            serve(start, options, sock, ready=ready, reload=again, restart=restarting, held=inherited.held)
+        )
     finally:
         if uds is not None and abandoned(uds):  # else a successor listens there
             Path(uds).unlink(missing_ok=True)

@@ -20,7 +20,7 @@ def command(
 ) -> None:
     """Watch a server: the time of its steps by cause, MBU and MFU, the queue, KV blocks, waiting requests.
 
-    Each engine is shown. A server that answered once is polled again when it is silent.
+    Each engine, or replica of a fleet, is shown. A server that answered once is polled again when it is silent.
     """
     import sys
     import time
@@ -39,11 +39,12 @@ def command(
         logs = open_logs(url, api_key)
         found = [view(log, StepWork.of(log.header, rates_for(log.header, preset)), window=window) for log in logs]
         if json:
-            numbered = [{"engine": n} if len(found) > 1 else {} for n in range(len(found))]
+            numbered = [{"engine": log.name or n} if len(found) > 1 or log.name else {} for n, log in enumerate(logs)]
             return "\n".join(dumps(name | each.to_dict()) for name, each in zip(numbered, found, strict=True))
         rows = []
-        for number, each in enumerate(found):
-            rows += ([f"engine {number}"] if len(found) > 1 else []) + each.lines()
+        for number, (log, each) in enumerate(zip(logs, found, strict=True)):
+            title = log.name or (f"engine {number}" if len(found) > 1 else "")
+            rows += [title, *each.lines()] if title else each.lines()
         return "\n".join(rows)
 
     def patient(first: bool = False) -> str:

@@ -75,7 +75,7 @@ def command(
 
     if not torch.cuda.is_available():
         raise ValueError("tuning measures on the GPU, and torch finds none here; the rules of thumb stay in use")
-    device = torch.cuda.get_device_name()
+    device = tuning.device_name()
     units = [
         (entry.name, knobs, case)
         for entry, knobs in chosen

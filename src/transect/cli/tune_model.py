@@ -43,6 +43,7 @@ def tune(
     """
     import torch
 
+    from ..hardware.device import target_of
     from ..ops.linear.few_rows import search
     from ..ops.linear.few_rows.choices import FOLDER, MOST_ROWS
     from ..ops.tools.timing import time_graph
@@ -52,7 +53,7 @@ def tune(
         raise ValueError(
             f"--rows takes numbers from 1 to {MOST_ROWS} with commas between them; more rows need no tuning"
         )
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    if not target_of().hopper:
         raise ValueError("the products of a model are tuned on a Hopper GPU, and torch finds none here")
     device, name = torch.device("cuda", torch.cuda.current_device()), torch.cuda.get_device_name()
     units = torch.cuda.get_device_properties(device).multi_processor_count

@@ -3,7 +3,7 @@
 * ``settings``: the fleet file.
 * ``links``: authenticated connections. ``remote_engine``: the engine at the other end of one, as an ``AsyncEngine``.
 * ``fleet``: the replicas at the router's end, as one engine: ``Replicas`` of ``engine/frontends`` with places that come
-  and go. ``host``: a replica at the other end. ``metrics``: the fleet in ``/metrics``.
+  and go. ``paces``: their speeds. ``host``: a replica at the other end. ``metrics``: the fleet in ``/metrics``.
 * ``scaling``: decisions about the number of replicas, with reasons.
 * ``router``: both as plain processes. ``manifests``: Kubernetes, KubeRay, systemd.
 * ``ray_app``, ``ray_policy``, ``ray_cluster``: both as deployments of Ray Serve, the autoscaling policy there, and the

@@ -28,6 +28,7 @@ from ..text.model_text import ModelText, load_text, text_settings
 from . import links
 from .links import LinkError
 from .metrics import FleetCollector, routes
+from .paces import Paces
 from .remote_engine import RemoteEngine
 from .scaling import Decider
 from .settings import FleetSettings
@@ -63,6 +64,7 @@ class RemoteReplicas(Replicas):
         self._alone_since = time.monotonic()
         """Time since which there has been no replica."""
         self._rates: dict[AsyncEngine, _Rate] = {}
+        self._paces = Paces()
         self._past: Any = _Past()
         """Key of the sum of all replaced engines in ``_counted``."""
         self._counted_at, self._counted_before = time.monotonic(), 0
@@ -219,6 +221,7 @@ class RemoteReplicas(Replicas):
         else:
             old, self.engines[place] = self.engines[place], engine
             self._rates.pop(old, None)
+            self._paces.forget(old)
             self._fold(old)
             self._replaced(place, old)
         log.warning("transect: fleet: replica %s is ready (place %d, generation %d)", name, place, engine.generation)
@@ -302,7 +305,9 @@ class RemoteReplicas(Replicas):
 
     def _load(self, index: int, engine: AsyncEngine, stats: SchedulerStats) -> links.LoadReport:
         rate = self._rates.setdefault(engine, _Rate(stats))
-        rate.learn(stats)
+        if (measured := rate.learn(stats)) is not None:
+            self._paces.learn(engine, *measured)
+            self._router.weigh(index, self._paces.pace(engine))
         waiting, running = stats.waiting + stats.preempted, stats.running
         return links.LoadReport(self._router.load(index), waiting, running, stats.kv_usage, rate.highest, self.rate)
 
@@ -351,6 +356,7 @@ class RemoteReplicas(Replicas):
                 "state": "gone" if engine.death is not None else "leaving" if engine.retired else "ready",
                 "detail": engine.death or "",
                 "queued_tokens": self._router.load(index),
+                "pace": self._router.pace(index),
                 "tokens_per_s": round(self._rates[engine].highest, 1) if engine in self._rates else 0.0,
                 "streams": len(engine._streams),
                 "pid": engine.pid,
@@ -374,16 +380,19 @@ class _Rate:
         """Tokens per second while the replica is busy; 0 before it was."""
         self._before, self._at = stats, time.monotonic()
 
-    def learn(self, stats: SchedulerStats) -> None:
-        """Take the newest statistics."""
+    def learn(self, stats: SchedulerStats) -> tuple[int, int, float] | None:
+        """Take the newest statistics. Returns the steps, tokens and busy seconds since the last ones; None if they are
+        too few to tell a rate."""
         before, now = self._before, time.monotonic()
         tokens = self._computed(stats) - self._computed(before)
-        seconds = stats.step_seconds - before.step_seconds
+        steps, seconds = stats.timed_steps - before.timed_steps, stats.step_seconds - before.step_seconds
         if stats.timed_steps == before.timed_steps and before.running and stats.running:
-            seconds = now - self._at  # steps without times
+            steps, seconds = stats.steps - before.steps, now - self._at  # steps without times
         self._before, self._at = stats, now
-        if seconds > SHORTEST_BUSY_S and tokens > 0:
-            self.highest = max(tokens / seconds, RATE_MEMORY * self.highest)
+        if seconds <= SHORTEST_BUSY_S or tokens <= 0 or steps <= 0:
+            return None
+        self.highest = max(tokens / seconds, RATE_MEMORY * self.highest)
+        return steps, tokens, seconds
 
     @staticmethod
     def _computed(stats: SchedulerStats) -> int:

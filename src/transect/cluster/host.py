@@ -50,6 +50,9 @@ class Relay:
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         """Result of the newest wait for ``Ready``."""
         self._link: FleetLink | None = None
+        """Link of the router that has the engine."""
+        self._next: FleetLink | None = None
+        """Link of a router that gets the engine with its next ``Ready``."""
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._wait())]
 
     @classmethod
@@ -103,14 +106,10 @@ class Relay:
             LinkError: the router is gone.
             EngineDeadError: the engine has ended.
         """
-        self._ready = asyncio.get_running_loop().create_future()
-        await self._send(wire.encode(wire.NewCaller()))
-        ready = await self._ready
-        if self.death is not None:
-            raise EngineDeadError(self.death)
-        link.put(links.ENGINE, wire.encode(ready))
-        self._link = link
+        self._ready, self._next = asyncio.get_running_loop().create_future(), link
         try:
+            await self._send(wire.encode(wire.NewCaller()))
+            await self._ready
             while True:
                 kind, data = await link.receive()
                 if kind == links.LINK:
@@ -121,7 +120,7 @@ class Relay:
                     self.served = True
                     await self._send(data)
         finally:
-            self._link = None
+            self._link = self._next = None
 
     async def _send(self, data: bytes) -> None:
         try:
@@ -142,6 +141,9 @@ class Relay:
                 message = wire.decode_from_engine(data)
                 if isinstance(message, wire.Ready):
                     self._ready.set_result(message)
+                    if self._next is not None:  # here, not where ``_ready`` is awaited: the next message may come first
+                        self._link, self._next = self._next, None
+                        self._link.put(links.ENGINE, data)
                 elif isinstance(message, wire.Failed):
                     self._ready.set_exception((ValueError if message.user_error else EngineDeadError)(message.message))
 

@@ -78,7 +78,14 @@ class StepTimes:
     def predict(self, load: StepLoad) -> float:
         """Predict the seconds of a step; 0 before the first measurement. More work never takes less time: a part with
         little data may be negative, and then counts as zero."""
-        tokens, ends = load[0], self._ends
+        return self._seconds(load[0], load[1] + load.context, load[2], load.scored)
+
+    def with_tokens(self, load: StepLoad, tokens: int) -> float:
+        """Predict the seconds of a step like ``load`` with another number of tokens."""
+        return self._seconds(tokens, load[1] + load.context, load[2], load.scored)
+
+    def _seconds(self, tokens: int, keys: int, pairs: int, scored: int) -> float:
+        ends = self._ends
         place = bisect_left(KNOTS, tokens)
         if place == 0:
             found = ends[0]
@@ -88,7 +95,7 @@ class StepTimes:
             low, high = KNOTS[place - 1], KNOTS[place]
             before = ends[place - 1]
             found = before + (ends[place] - before) * ((tokens - low) / (high - low))
-        return found + self._keys * (load[1] + load.context) + self._pairs * load[2] + self._scored * load.scored
+        return found + self._keys * keys + self._pairs * pairs + self._scored * scored
 
     def soonest(self, load: StepLoad) -> float:
         """Return the earliest likely end of a step: the prediction less ``DEVIATIONS`` standard deviations."""
@@ -137,15 +144,12 @@ class StepTimes:
             limit: the largest answer.
             scored: tokens beyond those of ``beside`` may be of prompts whose log-probabilities are requested.
         """
-        least = beside.tokens
+        least, keys, before = beside.tokens, beside.keys + beside.context + context, beside.pairs
 
         def fits(tokens: int) -> bool:
             more = tokens - least
-            pairs = beside.pairs + more * context + more * (more + 1) // 2
-            load = beside._replace(
-                tokens=tokens, pairs=pairs, scored=more if scored else 0, context=beside.context + context + more
-            )
-            return self.predict(load) <= seconds
+            pairs = before + more * context + more * (more + 1) // 2
+            return self._seconds(tokens, keys + more, pairs, more if scored else 0) <= seconds
 
         low, high = least, max(limit, least)
         if fits(high):

@@ -23,11 +23,13 @@ from ..costs.model import kv_bytes_per_token, weight_bytes
 from ..costs.storage import Storage, storage_for, storage_held
 from ..costs.units import GIB
 from ..hardware.host_memory import free_memory
+from ..hardware.targets import act_as
 from ..models.decoder import Decoder
 from ..models.native import NativeStack
 from ..models.row_adapters import add_row_adapters
 from ..models.weights.kinds import rounded_values
 from ..models.weights.row_adapted import RowAdapters
+from ..ops.lang.jit import follow_target
 from ..parallel.launch import Ranks
 from ..parallel.load import load_shard, shard_of
 from ..parallel.mesh import Mesh
@@ -127,6 +129,9 @@ def build_engine(
     ends = source.config.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
     device, reason = device_for(config)
     if device.type == "cuda":
+        if config.gpu.target is not None:
+            act_as(config.gpu.target)
+        follow_target()
         device = device if mesh is None else mesh.world.device
         torch.cuda.set_device(device)
     if config.enable_lora and mesh is not None and (device.type == "cuda" or mesh.layout.size > mesh.tensor.size):

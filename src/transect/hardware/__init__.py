@@ -1,6 +1,7 @@
 """The device that is here: detected, and measured once. ``costs/`` has the classes that these figures fill.
 
 * ``device.py``    ``Device``: which one is here, with its driver and sizes
+* ``targets.py``   kinds of GPUs to compile for: their limits, and acting as another one
 * ``measured.py``  the ceilings of a device here: from the user's cache, or measured now and kept
 * ``load.py``      how busy a device is with other work
 * ``cache.py``     where the user's cache is

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
 from .cpu import processor_name
+from .targets import PROCESSOR, Target, acted_target, target_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,31 @@ def detect(which: str = "auto") -> Device:
         device.index or 0,
         "" if hip else f"GPU-{found.uuid}",
     )
+
+
+def target_of(device: torch.device | None = None) -> Target:
+    """Return the target that kernels on a device (default: torch's current GPU) are chosen and cut for: the one that
+    this process's GPU acts as, or its own. ``PROCESSOR`` for a processor; without limits for a GPU that ``targets.py``
+    lacks."""
+    if device is not None and device.type != "cuda":
+        return PROCESSOR
+    return acted_target() or own_target(device)
+
+
+@cache
+def own_target(device: torch.device | None = None) -> Target:
+    """Return a GPU's own target."""
+    if not torch.cuda.is_available():
+        return PROCESSOR
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        name = properties.gcnArchName.split(":")[0]
+    else:
+        name = f"sm_{properties.major}{properties.minor}"
+    try:
+        return target_named(name)
+    except ValueError:
+        return replace(PROCESSOR, name=name, capability=(0, 0) if torch.version.hip else divmod(int(name[3:]), 10))
 
 
 def driver_version() -> str:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from ..costs.ceilings import Ceilings
+from .device import target_of
 
 PROBE_BYTES = 2 * 2**30
 LINK_BYTES = 256 * 2**20
@@ -87,7 +88,7 @@ def matmul_rates(device: str) -> dict[str, float]:
 
 def has_fp8(device: str) -> bool:
     """Return True if matrix products of float8_e4m3fn run on the tensor cores: compute capability 8.9 and up."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    return target_of(torch.device(device)).fp8_products
 
 
 def launch_seconds(device: str = "cuda", launches: int = 2000) -> float:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..hardware.device import target_of
+from ..hardware.targets import compiled_as
 from .activation import gelu, swiglu  # noqa: F401
 from .attention.packed import attention  # noqa: F401
 from .attention.paged import kv_cache_write, paged_attention, rotary_kv_write  # noqa: F401
@@ -142,9 +144,4 @@ def _unfit(implementation: Implementation, target: str, batch_invariant: bool) -
 
 def _target(device: torch.device) -> str:
     """Return the registry's name of a device."""
-    if device.type != "cuda":
-        return device.type
-    if torch.version.hip:
-        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+    return compiled_as(target_of(device).name) if device.type == "cuda" else device.type

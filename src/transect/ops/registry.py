@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from ..costs.work import Cost
+from ..hardware.targets import TARGETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Implementation:
     """One way to compute an operator.
 
     ``load`` returns the callable, or raises ``Unavailable`` with the reason; it may compile, so it is called once.
-    ``targets`` names what it runs on: ``cpu``, ``sm_80``, ``sm_90``, ``gfx942``, or ``any``.
+    ``targets`` names what it runs on: targets of ``hardware/targets.py``, ``cpu``, or ``any``.
     """
 
     backend: str
@@ -56,7 +57,7 @@ class Kernel:
     divisible: tuple[str, ...] = ()
     warps: int = 4
     stages: int = 3
-    targets: tuple[str, ...] = ("sm_80", "sm_90", "gfx942")
+    targets: tuple[str, ...] = tuple(TARGETS)
     implementation: str = "triton"
     """Name of the implementation in ``Op.implementations`` that launches it."""
     options: Mapping[str, Any] = field(default_factory=dict)

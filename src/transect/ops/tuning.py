@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ..hardware.cache import cache_folder
+from ..hardware.targets import acted_target
 
 log = logging.getLogger(__name__)
 SHIPPED = Path(__file__).parent / "tuned"
@@ -36,9 +37,15 @@ def user_folder() -> Path:
     return cache_folder() / "tuned"
 
 
-def file_name(device_name: str) -> str:
+def file_name(name: str) -> str:
     """Convert ``NVIDIA H200`` to ``nvidia_h200.json``."""
-    return re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".json"
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") + ".json"
+
+
+def device_name(device: torch.device | None = None) -> str:
+    """Return the name under which findings of a GPU are kept; one that acts as another target has its own."""
+    acted = acted_target()
+    return torch.cuda.get_device_name(device) + (f" as {acted.name}" if acted is not None else "")
 
 
 def bucket(size: int) -> int:
@@ -52,14 +59,14 @@ def bucket_name(size: Size) -> str:
 
 
 @cache
-def choices(device_name: str, own: bool = True) -> Mapping[str, Mapping[str, Config]]:
+def choices(name: str, own: bool = True) -> Mapping[str, Mapping[str, Config]]:
     """Load all known choices of a device: shipped ones, overridden by the user's own unless ``own`` is False."""
     merged: dict[str, dict[str, Config]] = {}
     for folder in (SHIPPED, *([user_folder()] if own else [])):
-        for launcher, buckets in _read(folder / file_name(device_name)).items():
+        for launcher, buckets in _read(folder / file_name(name)).items():
             merged.setdefault(launcher, {}).update(buckets)
     if not merged:
-        log.warning("no tuned kernel configurations for %s: rules of thumb are used (`transect tune OP`)", device_name)
+        log.warning("no tuned kernel configurations for %s: rules of thumb are used (`transect tune OP`)", name)
     return merged
 
 
@@ -70,7 +77,7 @@ def choose(launcher: str, size: Size, device: torch.device, rule: Callable[[Any]
     So a file that is older than a knob is still of use. ``own``: see ``choices``.
     """
     if device.type == "cuda":
-        found = choices(torch.cuda.get_device_name(device), own).get(launcher, {}).get(bucket_name(size))
+        found = choices(device_name(device), own).get(launcher, {}).get(bucket_name(size))
         if found is not None:
             return {**rule(size), **found}
     return rule(size)
@@ -88,11 +95,11 @@ def _read(path: Path) -> dict[str, dict[str, Config]]:
         return {}
 
 
-def save(device_name: str, findings: Mapping[str, Mapping[str, Config]], folder: Path | None = None) -> Path:
+def save(name: str, findings: Mapping[str, Mapping[str, Config]], folder: Path | None = None) -> Path:
     """Add findings to a device's file (the user's unless ``folder`` is given); returns its path."""
-    path = (folder or user_folder()) / file_name(device_name)
+    path = (folder or user_folder()) / file_name(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    known: dict[str, Any] = {"device": device_name, "choices": _read(path)}
+    known: dict[str, Any] = {"device": name, "choices": _read(path)}
     for launcher, buckets in findings.items():
         known["choices"].setdefault(launcher, {}).update(buckets)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")

@@ -7,6 +7,7 @@ A training run:
 A service, simulated: the shipping scheduler, prefix cache, router and scaling policies on a virtual clock:
 
 * ``requests.py``: requests of a trace as engines take them. ``fleet.py``: some engines behind a router
+* ``disturbances.py``: failures, rolls and departures in it. ``drills.py``: what each of them costs and adds
 * ``target.py``: percentiles to keep. ``choices.py``: cards, layouts and formats, and how such an engine behaves
 * ``capacity.py``: the highest rate of an engine. ``serving.py``: engines for a load, reasons, costs
 * ``drafting.py``: a model that drafts

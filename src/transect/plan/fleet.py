@@ -6,6 +6,7 @@ the router chooses. Engines may start, drain and fail while requests come.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -15,11 +16,12 @@ from ..bench.traces.asked import Asked
 from ..costs.steps import StepLoad
 from ..engine.scheduling.drafters.registry import SpeculativeConfig
 from ..engine.scheduling.leap import DecodeSeconds
-from ..engine.scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
+from ..engine.scheduling.policies.routing import TYPICAL_OUTPUT, Router
 from ..engine.scheduling.policies.scaling import Scaler, Seen
 from ..engine.scheduling.scheduler_config import SchedulerConfig
 from ..engine.scheduling.simulation import SimulatedEngine, Timeline
 from ..engine.scheduling.virtual_device import StepSeconds
+from .disturbances import Disturbance, Disturbed, Kill, Member, Sent
 from .requests import Tokens, shares_prefixes
 
 LESSONS, LESSON_CONTEXT = 3, 512
@@ -105,17 +107,6 @@ def _doubled(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """An engine that fails at ``at`` seconds, and comes back ``back`` seconds later. Its requests are sent elsewhere
-    with the tokens that are known, ``notice`` seconds after the failure."""
-
-    at: float
-    engine: int = 0
-    back: float = 60.0
-    notice: float = 0.0
-
-
 @dataclass(slots=True)
 class FleetGauges:
     """Sums over observations of engines, one for each arrival.
@@ -154,6 +145,7 @@ class FleetRun:
         records: of the requests, in the order of the trace, as the load generator has them.
         seconds: until the last answer. engine_seconds: of all engines, from start to stop. busy: of their devices.
         prefix_hits: prompt tokens found in prefix caches, over all. sizes: (second, engines) at each change.
+        dropped: number of requests that were broken off or refused.
     """
 
     records: list[Record]
@@ -165,35 +157,10 @@ class FleetRun:
     prefix_hits: float
     gauges: FleetGauges
     sizes: list[tuple[float, int]]
+    dropped: int = 0
 
 
-@dataclass(slots=True)
-class _Sent:
-    """A request in progress."""
-
-    number: int
-    asked: Asked
-    ticket: Ticket | None
-    line: Timeline
-    told: int = 0
-    before: list[float] = field(default_factory=list)
-    """Times of tokens drawn by engines that have failed since."""
-
-
-class _Member:
-    """An engine of the fleet."""
-
-    def __init__(self, engine: SimulatedEngine, began: float) -> None:
-        self.engine, self.began, self.ended = engine, began, -1.0
-        self.ready_at, self.draining = began, False
-        self.sent: dict[str, _Sent] = {}
-
-    @property
-    def alive(self) -> bool:
-        return self.ended < 0
-
-
-class Fleet:
+class Fleet(Disturbed):
     """A number of like engines.
 
     Args:
@@ -201,7 +168,7 @@ class Fleet:
         engines: number at the start.
         scaler: changes the number, every ``interval`` seconds; None if it stays.
         start_s: seconds that an engine takes to start.
-        kills: engines that fail.
+        kills, events: engines that fail; other disturbances.
         router: makes what chooses engines, from the tokens that each one's cache holds and the tokens of a block.
     """
 
@@ -214,22 +181,22 @@ class Fleet:
         interval: float = 15.0,
         start_s: float = 60.0,
         kills: Sequence[Kill] = (),
+        events: Sequence[Disturbance] = (),
         router: Callable[[list[int], int], Router] = Router,
     ) -> None:
         self.model, self.scaler, self.interval, self.start_s = model, scaler, interval, start_s
-        self._kills = sorted(kills, key=lambda kill: kill.at)
+        super().__init__((*kills, *events))
         self._tokens = Tokens()
         places = engines if scaler is None else 2 * max(engines, scaler.most)  # some drain while others start
+        places += engines if events else 0
         limits = model.scheduler
         self._router = router([limits.num_blocks * limits.block_size] * places, limits.block_size)
         self._engines = engines
-        self._routes = engines > 1 or scaler is not None or bool(kills)
-        self._members: list[_Member] = []
-        """Engines by the router's number; a new engine replaces one that has ended."""
-        self._gone: list[_Member] = []
+        self._routes = engines > 1 or scaler is not None or bool(self._disturbances)
+        self._gone: list[Member] = []
         self._gauges = FleetGauges()
         self._sizes: list[tuple[float, int]] = []
-        self._done: list[tuple[_Sent, Timeline]] = []
+        self._done: list[tuple[Sent, Timeline]] = []
 
     def run(self, asked: Sequence[Asked]) -> FleetRun:
         """Send the requests at their times, and run to the last answer.
@@ -239,19 +206,18 @@ class Fleet:
         """
         self._prefixes = self.model.scheduler.enable_prefix_caching and shares_prefixes(asked)
         for _ in range(self._engines):
-            self._start(0.0, ready_at=0.0)
-        look, arrived, kills = self.interval, 0, list(self._kills)
+            self.start(0.0, ready_at=0.0)
+        self.plan_events()
+        look, arrived = self.interval, 0
         for number, each in enumerate(asked):
             due = each.at + self.model.intake
-            while kills and kills[0].at <= due:
-                self._fail(kills.pop(0))
+            self.happen(due)
             while self.scaler is not None and look <= due:
                 self._scale(look, (number - arrived) / self.interval)
                 look, arrived = look + self.interval, number
             self._run_to(due)
             self._send(number, each, due)
-        for kill in kills:
-            self._fail(kill)
+        self.happen(math.inf)
         for member in self._members:
             if member.alive:
                 member.engine.run()
@@ -260,8 +226,8 @@ class Fleet:
 
     # Engines
 
-    def _start(self, now: float, ready_at: float) -> None:
-        member = _Member(self.model.start(ready_at, self._prefixes), now)
+    def start(self, now: float, ready_at: float) -> None:
+        member = Member(self.model.start(ready_at, self._prefixes), now)
         member.ready_at = ready_at
         place = next((place for place, each in enumerate(self._members) if not each.alive), len(self._members))
         if place == len(self._members):
@@ -284,15 +250,17 @@ class Fleet:
 
     def _run_to(self, now: float) -> None:
         for member in self._members:
-            if member.alive and member.ready_at <= now:
+            if member.alive and member.ready_at <= now and not member.silent:
                 member.engine.run(now)
                 self._collect(member)
                 if member.draining and not member.sent:
                     self._stop(member, now)
 
-    def _stop(self, member: _Member, now: float) -> None:
+    def _stop(self, member: Member, now: float) -> None:
         member.ended = now
         self._changed(now)
+        if member.then is not None:
+            member.then(now)
 
     def _scale(self, now: float, rate: float) -> None:
         assert self.scaler is not None
@@ -307,7 +275,7 @@ class Fleet:
         wanted = self.scaler.engines(seen)
         here = len(ready) + starting
         for _ in range(wanted - here):
-            self._start(now, now + self.start_s)
+            self.start(now, now + self.start_s)
         for place in self._ready(now)[wanted:] if wanted < here else ():
             self._members[place].draining = True
 
@@ -320,27 +288,12 @@ class Fleet:
                 rates.append((stats.prompt_tokens - stats.prefix_hit_tokens + stats.generation_tokens) / busy)
         return max(rates)
 
-    def _fail(self, kill: Kill) -> None:
-        """Lose an engine: its unfinished requests are sent again with the tokens that are known."""
-        self._run_to(kill.at)
-        member = self._members[kill.engine]
-        if not member.alive:
-            return
-        lost = list(member.sent.values())
-        member.sent.clear()
-        self._stop(member, kill.at)
-        self._start(kill.at, kill.at + kill.back)
-        for sent in lost:
-            if sent.ticket is not None:
-                self._router.done(sent.ticket)
-            known = sent.before + [moment for moment in sent.line.moments if moment <= kill.at]
-            if len(known) >= sent.asked.output_tokens:
-                known = known[: sent.asked.output_tokens - 1]
-            self._send(sent.number, sent.asked, kill.at + kill.notice, known)
-
     # Requests
 
     def _send(self, number: int, asked: Asked, now: float, known: Sequence[float] = ()) -> None:
+        if now < self._down_until:
+            self._dropped += 1
+            return
         ready = self._ready(now)
         if not ready:  # the service is down: requests wait for the next engine
             place = min((m.ready_at, i) for i, m in enumerate(self._members) if m.alive)[1]
@@ -353,13 +306,14 @@ class Fleet:
             ticket = self._router.send(request.prompt_token_ids, outputs, ready)
             place = ticket.engine
         member = self._members[place]
-        member.engine.run(now)
+        if not member.silent:
+            member.engine.run(now)
         member.engine.add(request, [repeat(self._tokens.answer(asked))])
-        sent = _Sent(number, asked, ticket, member.engine.lines[name, 0], before=list(known))
+        sent = Sent(number, asked, ticket, member.engine.lines[name, 0], before=list(known))
         member.sent[name] = sent
         self._gauges.look(member.engine)
 
-    def _collect(self, member: _Member) -> None:
+    def _collect(self, member: Member) -> None:
         """Take finished requests, and report new tokens to the router."""
         for line in member.engine.done:
             sent = member.sent.pop(line.request_id, None)
@@ -399,4 +353,5 @@ class Fleet:
             sum(each.prefix_hit_tokens for each in stats) / asked_for if asked_for else 0.0,
             self._gauges,
             self._sizes,
+            self._dropped,
         )

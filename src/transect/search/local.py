@@ -15,6 +15,7 @@ from ..text.output_processor import OutputProcessor
 from ..text.reasoning import thoughts_of
 from .judges import Judge, Program
 from .machine import Call, EndChoice, Operation, Render, RunRequest, SearchRun
+from .prices import BranchPrice
 from .result import SearchResult
 from .settings import SearchSettings
 from .tree import Messages, Tree
@@ -115,16 +116,17 @@ class LocalSearch:
         Raises:
             ValueError: an engine request was refused, or a search has no answer. Nothing is left running.
         """
+        began = time.monotonic()
         ends = {
-            id(run): time.monotonic() + run.search.budget.seconds
-            for run in self._runs
-            if run.search.budget.seconds is not None
+            id(run): began + run.search.budget.seconds for run in self._runs if run.search.budget.seconds is not None
         }
         try:
             self._perform()
             while any(not run.done for run in self._runs):
                 if not self._owners:
                     raise RuntimeError("a search waits, and the engine has no request of it")
+                if ends:
+                    self._quote(time.monotonic() - began)
                 for output in self._llm.step():
                     self._take(output)
                 if ends:
@@ -139,6 +141,12 @@ class LocalSearch:
             while self._owners and self._llm.has_work:
                 for output in self._llm.step():
                     self._owners.pop(output.request_id, None)
+
+    def _quote(self, spent_s: float) -> None:
+        """Tell the searches what a branch costs now."""
+        price = BranchPrice.of(self._llm.stats(), self._llm.config.block_size)
+        for run in self._runs:
+            run.costs.price, run.costs.spent_s = price, spent_s
 
     def _take(self, output: Any) -> None:
         name = output.request_id

@@ -27,6 +27,7 @@ from ..engine.scheduling.arrivals import seed_of
 from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.output_processor import Update
 from .judges import VERDICT_PARAMS, Judge, Likelihood, ModelVerdict, Program, RewardHead, judge_of
+from .prices import ForkCosts
 from .result import SearchResult
 from .settings import SearchSettings
 from .tree import Action, Assess, Branch, Drop, Extend, Messages, Tree
@@ -150,15 +151,15 @@ class SearchRun:
         """Virtual time in tokens."""
         self.result: SearchResult | None = None
         self.drawn = 0
-        """Tokens that the engine has drawn for branches, those after the end of a dropped branch included."""
+        """Tokens that the engine has drawn, those after the end of a dropped branch included."""
+        self.costs = ForkCosts(tree, search.budget.seconds)
         self.version = 0
         """Number of changes of the tree that ``progress`` shows."""
         self._prompts: dict[int, list[int]] = {tree.root.id: list(prompt_token_ids)}
         """Prompts by the root's id."""
         self._max_model_len, self._decode = max_model_len, decode
         self._steps = search.method.steps(tree, search.options)
-        self._begun = False
-        self._next_key = 0
+        self._begun, self._next_key = False, 0
         self._operations: list[Operation] = []
         self._works: dict[tuple[int, int], _Work] = {}
         """Running branches by (engine request, choice)."""
@@ -178,7 +179,7 @@ class SearchRun:
 
     @property
     def done(self) -> bool:
-        """True once there is a result."""
+        """True once the search has a result."""
         return self.result is not None
 
     def take(self) -> list[Operation]:
@@ -254,14 +255,14 @@ class SearchRun:
         """Return counts for a stream: branches by state, tokens, votes."""
         states = [branch.state for branch in self.tree.branches]
         votes = self.search.method.votes
-        return {
-            "method": self.search.method.name,
-            "alive": states.count("alive"),
-            "ended": states.count("ended"),
-            "dropped": states.count("dropped"),
-            "tokens": self.drawn,
-            **({} if votes is None else {"votes": dict(votes(self.tree, self.search.options))}),
-        }
+        counts = {state: states.count(state) for state in ("alive", "ended", "dropped")}
+        voted = {} if votes is None else {"votes": dict(votes(self.tree, self.search.options))}
+        return {"method": self.search.method.name, **counts, "tokens": self.drawn, **voted}
+
+    @property
+    def running(self) -> dict[int, int]:
+        """Number of tokens drawn so far for each running branch, by its id; ``Branch.tokens`` gets them at its end."""
+        return {work.branch.id: len(work.tokens) for work in self._works.values()}
 
     # ---- virtual time ------------------------------------------------------------------------------------------------
 
@@ -303,7 +304,7 @@ class SearchRun:
         try:
             actions = self._steps.send(news) if self._begun else next(self._steps)
         except StopIteration:
-            self._finish("method")
+            self._finish("cost" if self.costs.too_dear else "method")
             return
         finally:
             self._begun = True
@@ -491,7 +492,8 @@ class SearchRun:
         chosen = self.search.method.choose(self.tree, self.search.options)
         if chosen.finish_reason in (None, "step"):
             chosen.finish_reason = "length"
-        self.result = SearchResult(self.search, self.tree, chosen, self.seed, self.drawn, ended_by)
+        costs = self.costs.to_list()
+        self.result = SearchResult(self.search, self.tree, chosen, self.seed, self.drawn, ended_by, costs)
 
     def _key(self) -> int:
         self._next_key += 1

@@ -1,8 +1,8 @@
-"""``SearchResult``: the answer of a search, and its tree as plain data."""
+"""``SearchResult``: the answer of a search, and its tree as plain data, also while it grows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,9 @@ class SearchResult:
         branch: the chosen one.
         seed: with it, the same request has the same tree.
         drawn: tokens that the engine drew for branches.
-        ended_by: "method", or the budget that was spent: "tokens" or "seconds".
+        ended_by: "method", or the budget that was spent: "tokens" or "seconds"; "cost" if one more branch would not
+            have ended within the seconds.
+        quotes: predicted costs of forks, for methods that ask for them.
     """
 
     search: SearchSettings
@@ -29,6 +31,7 @@ class SearchResult:
     seed: int
     drawn: int
     ended_by: str
+    quotes: Sequence[Mapping[str, Any]] = ()
 
     @property
     def text(self) -> str:
@@ -42,7 +45,8 @@ class SearchResult:
         return {} if votes is None else dict(votes(self.tree, self.search.options))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return settings, votes and branches for JSON. Branches have texts if ``search.details`` is set."""
+        """Return settings, votes and branches for JSON. Branches have texts if ``search.details`` is set; ``forks`` are
+        the predicted costs, where there is a budget in seconds."""
         return {
             **self.search.to_dict(),
             "seed": self.seed,
@@ -50,8 +54,25 @@ class SearchResult:
             "ended_by": self.ended_by,
             "chosen": self.branch.id,
             "votes": dict(self.votes),
+            **({"forks": list(self.quotes)} if self.search.budget.seconds is not None else {}),
             "branches": [_described(branch, self.search.details) for branch in self.tree.branches],
         }
+
+
+class TreeNews:
+    """Descriptions of branches that have changed since the last look, for streams that draw a growing tree."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, dict[str, Any]] = {}
+
+    def take(self, tree: Tree, running: Mapping[int, int]) -> list[dict[str, Any]]:
+        """Return new and changed branches without texts. ``running``: tokens of running branches, by id."""
+        found = [_described(branch, False) for branch in tree.branches]
+        for each in found:
+            each["tokens"] += running.get(each["id"], 0)
+        changed = [each for each in found if each != self._told.get(each["id"])]
+        self._told.update((each["id"], each) for each in changed)
+        return changed
 
 
 def _described(branch: Branch, texts: bool) -> dict[str, Any]:

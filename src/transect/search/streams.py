@@ -11,8 +11,12 @@ from ..checkpoints.peft_config import AdapterFiles
 from ..engine.frontends.mailbox import Mailbox
 from ..text.output_processor import Update
 from .machine import Call, EndChoice, Operation, Render, RunRequest, SearchRun
+from .prices import BranchPrice
+from .result import TreeNews
 from .tree import Messages
 
+QUOTE_S = 0.1
+"""Age in seconds from which the price of a branch is asked for again."""
 PROGRESS_S = 0.25
 """Least seconds between two reports in which only numbers of tokens have changed."""
 
@@ -32,9 +36,14 @@ class Performs(Protocol):
     async def call(self, operation: Call) -> float | None:
         """Return the score of a judge's function."""
 
+    async def price(self) -> BranchPrice | None:
+        """Return the cost of a branch now; None if it is not known."""
+
 
 async def follow(run: SearchRun, engine: Performs) -> AsyncGenerator[dict[str, Any], None]:
     """Run a search to its end, and yield its progress; afterwards ``run.result`` is set.
+
+    With ``details`` in its settings, progress names the branches that have changed.
 
     Closing the generator ends all engine requests. Errors of the engine are raised here.
 
@@ -45,8 +54,10 @@ async def follow(run: SearchRun, engine: Performs) -> AsyncGenerator[dict[str, A
     mailbox: Mailbox[Callable[[], None] | Exception] = Mailbox()
     tasks: set[asyncio.Task[None]] = set()
     seconds = run.search.budget.seconds
-    end = None if seconds is None else loop.time() + seconds
+    began = quoted = loop.time()
+    end = None if seconds is None else began + seconds
     version, shown = -1, 0.0
+    tree_news = TreeNews()
 
     def start(work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
@@ -67,7 +78,8 @@ async def follow(run: SearchRun, engine: Performs) -> AsyncGenerator[dict[str, A
             now = loop.time()
             if run.version != version or now - shown >= PROGRESS_S or run.done:
                 version, shown = run.version, now
-                yield run.progress()
+                more = {"branches": tree_news.take(run.tree, run.running)} if run.search.details else {}
+                yield run.progress() | more
             if run.done:
                 return
             if end is not None and now >= end:
@@ -78,6 +90,10 @@ async def follow(run: SearchRun, engine: Performs) -> AsyncGenerator[dict[str, A
                     news = await mailbox.take()
             except TimeoutError:
                 continue
+            if end is not None:
+                run.costs.spent_s = loop.time() - began
+                if run.costs.price is None or loop.time() - quoted >= QUOTE_S:
+                    run.costs.price, quoted = await engine.price(), loop.time()
             for each in news:
                 if isinstance(each, Exception):
                     raise each
@@ -155,3 +171,7 @@ class OverEngine:
     async def call(self, operation: Call) -> float | None:
         """Return the score of a judge's function."""
         return await asyncio.to_thread(operation.judge.function, operation.question, operation.answer)
+
+    async def price(self) -> BranchPrice | None:
+        """Return the cost of a branch now; None if it is not known."""
+        return BranchPrice.of(await self._engine.stats(), self._engine.config.block_size)

@@ -153,6 +153,9 @@ class Tree:
         self.root = Branch(-1, adapter=adapter)
         """The prompt; it has no tokens of its own."""
         self.branches: list[Branch] = []
+        self.affordable: Callable[[int], int] = lambda count: count
+        """Returns the number of at most ``count`` more branches that the search's seconds pay for, by the engine's
+        predicted step times; see ``prices.py``."""
 
     def fork(self, parent: Branch, count: int, adapter: str | None = None) -> list[Branch]:
         """Create ``count`` branches that continue ``parent``. ``adapter``: another than the parent's."""

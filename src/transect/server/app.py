@@ -50,6 +50,7 @@ from .operations.live import Watches
 from .operations.live_routes import live_routes
 from .operations.release_routes import release_routes
 from .operations.routes import operations
+from .operations.what_if import what_if_routes
 from .options import ServerOptions
 from .page.routes import page
 from .prompts import chat_prompt, encode, most_counted, truncated
@@ -107,7 +108,7 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     app.include_router(operations)
     app.include_router(retrieval, responses=REFUSALS)
     app.include_router(bills)
-    for router in (live_routes, adapter_routes, capture_routes, release_routes):
+    for router in (live_routes, what_if_routes, adapter_routes, capture_routes, release_routes):
         app.include_router(router, responses=REFUSALS)
     for each in getattr(engine, "routes", ()):  # of a fleet
         app.include_router(each, responses=REFUSALS)

@@ -27,6 +27,7 @@ from .openai.protocol import FIELDS
 from .openai.replies import PromptDetails, Usage
 from .operations import request_log
 from .operations.metrics import RequestTimer
+from .sender import current_sender
 from .serving import Serving
 from .watching import RequestWatch
 
@@ -105,6 +106,8 @@ class Generation:
         self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
         self._client, self._adapter = current_client(), current_adapter() if adapter is None else adapter
+        affinity = current_sender().affinity
+        self._session = affinity and f"{self._client.name} {affinity}"
         self._dropped: set[int] = set()
         """Choices that ``drop`` has ended."""
         serving.owners.note(self.id)
@@ -253,6 +256,7 @@ class Generation:
             weight=self._client.weight,
             adapter=adapter,
             output_token_ids=self._given,
+            session=self._session,
         )
         try:
             async with aclosing(stream) as updates:  # type: ignore[type-var]

@@ -35,6 +35,8 @@ class Inherited:
         self._ready: int | None = None
         self.sockets: list[int] = []
         """Descriptors of listening sockets."""
+        self.held = False
+        """True if another process, such as systemd, keeps the sockets open after the end of this one."""
         if found["LISTEN_PID"] != str(os.getpid()) or not found["LISTEN_FDS"].isdecimal():
             return
         names = found["LISTEN_FDNAMES"].split(":")
@@ -45,6 +47,7 @@ class Inherited:
                 self._ready = fd
             else:
                 self.sockets.append(fd)
+        self.held = bool(self.sockets) and self._ready is None
 
     def listening(self) -> socket.socket | None:
         """Return the socket to listen on; None if none was passed.

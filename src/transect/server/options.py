@@ -59,6 +59,7 @@ class ServerOptions:
         allowed_headers: Allowed header of cross-origin requests; repeatable.
         allow_credentials: Allow credentials, such as cookies, in cross-origin requests.
         page: Serve the page at ``/``: chat, and live views of the engine.
+        flow_dirs: Directory of a flow that the page shows to the operator; repeatable.
         root_path: Path prefix under which a proxy serves this server, such as ``/llm``.
         ssl_certfile: Speak TLS with this certificate (PEM).
         ssl_keyfile: Key of the certificate (PEM), if in a separate file.
@@ -114,6 +115,7 @@ class ServerOptions:
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
     page: bool = True
+    flow_dirs: Annotated[tuple[str, ...], About(option="flow")] = ()
     root_path: str = ""
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None

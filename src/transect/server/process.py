@@ -18,6 +18,7 @@ import os
 import signal
 import socket
 import stat
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -43,6 +44,8 @@ BACKLOG = 2048
 """Connections that wait to be accepted."""
 ACCEPTED_AT_ONCE = 32
 """Connections that are accepted in one pass of the event loop."""
+SILENT_S = 1.0
+"""Seconds that a new connection gets for its first byte when the server ends and another one follows."""
 RED_S = 1.0
 """Seconds for which /health reports 503 after the engine's death, so that a probe can see it."""
 
@@ -183,6 +186,7 @@ async def serve(
     ready: Callable[[Any], None],
     reload: Callable[[Any], Awaitable[None]] | None = None,
     restart: Callable[[], Successor] | None = None,
+    held: bool = False,
 ) -> int:
     """Start the engine, serve until a signal, the engine's death or a successor, and clean up.
 
@@ -193,6 +197,7 @@ async def serve(
         ready: called once with the engine, when requests are accepted.
         reload: replaces the engine's processes, on SIGHUP; None if SIGHUP ends the server.
         restart: starts another server on the socket, on SIGUSR2; None if SIGUSR2 does nothing.
+        held: another process keeps the socket open: from a signal on, connections wait there for the next server.
 
     Returns:
         The process's exit code.
@@ -208,7 +213,7 @@ async def serve(
         reloading = None if reload is None else asyncio.create_task(_reload(engine, signals, reload))
         succession = asyncio.create_task(_succession(signals, restart))
         try:
-            return await _serve(engine, options, sock, signals, ready, succession)
+            return await _serve(engine, options, sock, signals, ready, succession, held)
         finally:
             if reloading is not None:
                 reloading.cancel()
@@ -283,6 +288,7 @@ async def _serve(
     signals: _Signals,
     ready: Callable[[Any], None],
     succession: asyncio.Task[None],
+    held: bool = False,
 ) -> int:
     renderer = RenderApart()
     app = create_app(engine, options, renderer)
@@ -333,12 +339,14 @@ async def _serve(
             await asyncio.sleep(RED_S)
         elif succession.done() and not signals.first.done():
             code = DRAINED
-            for each in server.servers:
-                each.close()  # in this process alone
-            serving.handed_over = True
+            _leave_socket(server, serving)
             open_ones = _until_none(server.server_state.connections)
             await _drain(serving, engine, signals, death, options.drain_timeout_s, open_ones)
             server.force_exit = True
+        elif held and (code := _code(signals)) == DRAINED:
+            _leave_socket(server, serving)
+            open_ones = _until_none(server.server_state.connections, closing=True)
+            server.force_exit = not await _drain(serving, engine, signals, death, options.grace_s, open_ones)
         else:
             code = _code(signals)
             serving.draining = True
@@ -364,9 +372,21 @@ async def _death(engine: Engine) -> str | None:
     return health.detail
 
 
-async def _until_none(connections: set[Any]) -> None:
-    """Wait until there are no connections: those of idle clients are closed after ``keep_alive_s``."""
+def _leave_socket(server: uvicorn.Server, serving: Serving) -> None:
+    """Accept no more connections, in this process alone, and close each connection after its answer."""
+    for each in server.servers:
+        each.close()
+    serving.handed_over = True
+
+
+async def _until_none(connections: set[Any], closing: bool = False) -> None:
+    """Wait until there are no connections: those of idle clients are closed after ``keep_alive_s``, or with ``closing``
+    at once, and those without a request after ``SILENT_S``."""
+    began = time.monotonic()
     while connections:
+        for each in list(connections) if closing else ():
+            if each.idle or (each.silent and time.monotonic() - began > SILENT_S):
+                each.shutdown()
         await asyncio.sleep(0.05)
 
 

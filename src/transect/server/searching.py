@@ -15,6 +15,7 @@ from typing import Any, Self
 from ..engine.scheduling.sampling_params import SamplingParams
 from ..search.local import check_adapters, question_of
 from ..search.machine import Call, RunRequest, SearchRun
+from ..search.prices import BranchPrice
 from ..search.settings import SearchSettings
 from ..search.streams import follow
 from ..search.tree import Messages, Tree
@@ -240,3 +241,8 @@ class Searching:
     async def call(self, operation: Call) -> float | None:
         """Return a verifier's score."""
         return await self._serving.search.call(operation)
+
+    async def price(self) -> BranchPrice | None:
+        """Return the cost of a branch in the engine now."""
+        engine = self._serving.engine
+        return BranchPrice.of(await engine.stats(), engine.config.block_size)

@@ -1,7 +1,8 @@
 """The person behind a request, as far as the request names one: user, session, and consent to captures.
 
 Headers come before fields of the body. ``X-User-Id`` or the fields ``safety_identifier``, ``user`` and
-``metadata.user_id`` name the user; ``X-Session-Id`` or ``metadata.session_id`` the session.
+``metadata.user_id`` name the user; ``X-Session-Id`` or ``metadata.session_id`` the session. ``prompt_cache_key`` names
+requests that should share a cache.
 ``X-Transect-Capture: no`` (or ``yes``), the field ``store`` and the header ``Sec-GPC: 1`` speak of captures; one no
 outweighs any yes.
 """
@@ -29,17 +30,27 @@ class Sender:
         session: id of the session or conversation; empty if the request names none.
         beginning: the conversation up to its first message of the user; empty for other requests.
         consent: the request's own word on captures; None if it says nothing.
+        cache_key: name of requests that should share a cache; empty if the request gives none.
     """
 
     user: str = ""
     session: str = ""
     beginning: str = ""
     consent: bool | None = None
+    cache_key: str = ""
 
     @property
     def key(self) -> str:
         """Text that all requests of this user, session or conversation share; empty if there is none."""
         for kind, value in (("user", self.user), ("session", self.session), ("conversation", self.beginning)):
+            if value:
+                return f"{kind}:{value}"
+        return ""
+
+    @property
+    def affinity(self) -> str:
+        """Text that all requests share which one of several engines should get; empty if there is none."""
+        for kind, value in (("session", self.session), ("cache", self.cache_key), ("user", self.user)):
             if value:
                 return f"{kind}:{value}"
         return ""
@@ -76,6 +87,7 @@ def sender_of(headers: Mapping[str, str], body: Any = None, beginning: str = "")
         _first(headers.get("x-session-id"), metadata.get("session_id")),
         beginning or beginning_of(body),
         _consent(headers, getattr(body, "store", None)),
+        _first(getattr(body, "prompt_cache_key", None)),
     )
 
 

@@ -71,6 +71,7 @@ class Engine(Protocol):
         weight: float = 1.0,
         adapter: AdapterFiles | None = None,
         output_token_ids: Given | None = None,
+        session: str = "",
     ) -> AsyncIterator[Update]:
         """Yield deltas of all choices until each had its terminal update; closing the iterator early aborts the
         request."""

@@ -29,6 +29,7 @@ def test_every_replica_has_devices_of_its_own():
     parts = [config_of(config, index) for index in range(3)]
     assert [part.first_device for part in parts] == [0, 2, 4]
     assert [part.decision_log for part in parts] == ["log.0", "log.1", "log.2"]
+    assert config_of(EngineConfig(model="m", decision_log="log"), 0).decision_log == "log"
     assert {(part.data_parallel_size, part.tensor_parallel_size) for part in parts} == {(1, 2)}
 
 

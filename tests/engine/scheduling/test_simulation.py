@@ -19,6 +19,11 @@ def seconds(load):
     return 2e-3 + 1e-4 * load.tokens + 1e-6 * (load.keys + load.pairs)
 
 
+def windowed(load):
+    """A law that is no line in the keys: half of the layers read 64 positions of a sequence at most."""
+    return 2e-3 + 1e-4 * load.tokens + 5e-7 * (load.keys + min(load.keys, 64 * load.rows)) + 1e-6 * load.pairs
+
+
 def of_batch(batch):
     return seconds(StepLoad.of(batch.spans()))
 
@@ -34,12 +39,28 @@ def workload(seed, count, rate):
     return found
 
 
-def run(work, config, lag, host, leaps):
-    engine = SimulatedEngine(config, of_batch, lag=lag, host=host, decodes=seconds if leaps else None)
+def known(times, law):
+    """Let step times be those of ``law``, and no step change them."""
+    for rows in (1, 2, 4, 6, 12, 24) * 5:
+        for load in (StepLoad(rows, 60 * rows, 0, rows, 0, rows), StepLoad(rows, 60, 30 * rows, 2, 1, rows)):
+            times.learn(load, law(load))
+    times.learn = lambda load, seconds: None
+
+
+def run(work, config, lag, host, leaps, law=seconds, clients=1):
+    def of(batch):
+        return law(StepLoad.of(batch.spans()))
+
+    engine = SimulatedEngine(config, of, lag=lag, host=host, decodes=law if leaps else None)
+    if config.itl_target is not None:
+        known(engine.scheduler.times, law)
     for number, (at, prompt, outputs, token) in enumerate(work):
         engine.run(at)
         params = SamplingParams(max_tokens=outputs, ignore_eos=True, n=1 + (number % 5 == 4))
-        engine.add(Request(str(number), prompt, params, arrival_time=at), [repeat(token)] * params.n)
+        client = str(number * number % clients)
+        engine.add(Request(str(number), prompt, params, arrival_time=at, client=client), [repeat(token)] * params.n)
+        if number % 9 == 8:  # a client leaves
+            engine.core.abort(str(number - 1))
     engine.run()
     return engine
 
@@ -62,14 +83,18 @@ def outcome(engine):
     st.sampled_from((1, 4, 16)),
     st.sampled_from((1, 1.5, 4)),
     st.booleans(),
+    st.sampled_from((None, 0.0, 4e-3)),
+    st.sampled_from((1, 3)),
+    st.sampled_from((seconds, windowed)),
 )
-def test_leaps_change_nothing(seed, rate, lag, host, block_size, room, caching):
+def test_leaps_change_nothing(seed, rate, lag, host, block_size, room, caching, target, clients, law):
+    """Decisions, times and prefix cache, also where steps are sized by time: then with step times that are known."""
     work = workload(seed, 25, rate)
     config = SchedulerConfig(
         num_blocks=int(room * -(-200 // block_size)), block_size=block_size, max_num_seqs=6, max_model_len=200,
-        max_num_batched_tokens=24, enable_prefix_caching=caching, seed=0,
+        max_num_batched_tokens=24, enable_prefix_caching=caching, itl_target=target, seed=0,
     )  # fmt: skip
-    stepped, leapt = (run(work, config, lag, host, leaps) for leaps in (False, True))
+    stepped, leapt = (run(work, config, lag, host, leaps, law, clients) for leaps in (False, True))
     (moments, counted), (moments_leapt, counted_leapt) = outcome(stepped), outcome(leapt)
     assert counted == counted_leapt
     for name, times in moments.items():
@@ -92,7 +117,7 @@ def test_leaps_are_taken():
             )
         engine.run()
         assert len(engine.done) == 2 and all(len(line.moments) == 150 for line in engine.done)
-        assert len(calls) < 30 < engine.device.steps
+        assert len(calls) < 10 < engine.device.steps
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -11,6 +11,7 @@ from planted_faults import ceilings
 from torch import nn
 from torch.utils.data import DataLoader
 
+from transect.explain.program import steady
 from transect.explain.program.explain import Explain, explain_script, fit
 from transect.explain.program.finding import Material
 from transect.explain.program.findings_host import crowded, library, threads
@@ -36,6 +37,7 @@ with torch.inference_mode():
     for _ in range(3000):
         net(torch.ones(4, 16))
 """
+FOREVER = "while time.time() < began + 0.5"
 NO_STEPS = "import torch\nx = torch.ones(8, 8)\nfor _ in range(300):\n    x = (x @ x).tanh()\n"
 
 
@@ -65,6 +67,13 @@ def test_a_program_without_steps_is_timed_by_a_second_run(tmp_path):
     assert all(each.gain <= found.split.own for each in found.findings)
     log.unlink()
     assert not explained(tmp_path, body).split.measured and log.read_text() == "run "
+
+
+def test_a_long_program_without_steps_is_recorded_for_a_limited_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(steady, "FIRST_S", 0.1)
+    found = explained(tmp_path, "import time\nbegan = time.time()\n" + NO_STEPS.replace("for _ in range(300)", FOREVER))
+    assert found.split.wall < 0.3 and any("no step repeats" in note for note in found.split.notes)
+    assert not torch.autograd.profiler._is_profiler_enabled
 
 
 def test_imports_are_start_up_and_no_finding(tmp_path):

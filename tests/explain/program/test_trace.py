@@ -368,6 +368,7 @@ def test_the_commands(gpu_trace, tmp_path):
     )
 
 
+@pytest.mark.prove
 def test_torchs_own_log_stays_out_of_what_a_program_says(tmp_path):
     """In a process of its own: who profiles first sets how much torch logs for good."""
     script = tmp_path / "script.py"

@@ -14,6 +14,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -70,12 +71,20 @@ struct Block {
   std::map<uint32_t, std::vector<struct Fiber*>> at_barrier;
 };
 
+struct Piece {  // of 16 bytes, copied by a thread of its own accord
+  unsigned char* to;
+  const void* from;
+  int bytes;  // the rest is zeros
+};
+
 struct Fiber {
   ucontext_t context;
   void* stack;
   Block* block;
   dim3 index;
   void* watched = nullptr;  // by a race detector
+  std::vector<Piece> asked;                 // since the last group of copies
+  std::deque<std::vector<Piece>> on_their_way;  // groups of copies
 };
 
 struct Copy {

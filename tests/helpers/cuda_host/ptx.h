@@ -181,6 +181,32 @@ inline void cp_async_bulk_tensor_2d_shared__cluster_global_mbarrier__complete_tx
       to, map, x, y, barrier, 1 << rank, policy);
 }
 
+// A thread's own copies: what they will overwrite is spoilt at once, and they land when the thread waits for them.
+
+inline void cp_async_cg_shared_global_L2__128B(uint32_t to, const void* from, int whole, int bytes) {
+  if ((uintptr_t)from % 16) machine::fail("a copy from an address that is no multiple of 16");
+  if (bytes) machine::readable(from, bytes);
+  unsigned char* place = shared(to, whole, 16);
+  memset(place, machine::kSpoilt, whole);
+  machine::now->asked.push_back({place, from, bytes});
+}
+inline void cp_async_cg_shared_global_L2__cache_hint_L2__128B(uint32_t to, const void* from, int whole, int bytes,
+                                                              uint64_t policy) {
+  cp_async_cg_shared_global_L2__128B(to, from, whole, bytes);
+}
+inline void cp_async_commit_group() {
+  machine::now->on_their_way.push_back(std::move(machine::now->asked));
+  machine::now->asked.clear();
+}
+inline void cp_async_wait_group(int pending) {
+  auto& groups = machine::now->on_their_way;
+  for (; (int)groups.size() > pending; groups.pop_front())
+    for (const machine::Piece& piece : groups.front()) {
+      memset(piece.to, 0, 16);
+      memcpy(piece.to, piece.from, piece.bytes);
+    }
+}
+
 // Launches that depend on each other: here the launch before has ended.
 
 inline void griddepcontrol_wait() {}
@@ -199,6 +225,11 @@ void cvt_rn_f16x2_e4m3x2(T& to, uint16_t from) {
   to = numbers::half_bits(numbers::of_e4m3(from & 255)) | (uint32_t)numbers::half_bits(numbers::of_e4m3(from >> 8)) << 16;
 }
 
+template <typename T>
+void lop3_b32(T& to, uint32_t a, uint32_t b, uint32_t c, int table) {
+  if (table != 0xEA) machine::fail("lop3 with another table than (a & b) | c");
+  to = (a & b) | c;
+}
 inline void setp_eq_u32(bool& p, unsigned a, unsigned b) { p = a == b; }
 template <typename T>
 void selp_u32(T& to, unsigned a, unsigned b, bool p) { to = p ? a : b; }

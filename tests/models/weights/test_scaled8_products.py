@@ -1,8 +1,8 @@
 """The kernels made for products in 8 bits on a GPU; ``tests/ops/linear/packed/eight_bit`` tests their results."""
 
 import pytest
-import torch
 
+from transect.hardware.targets import TARGETS
 from transect.models.weights import kinds, scaled8
 
 
@@ -11,7 +11,7 @@ def made(monkeypatch):
     """The names of the kernels that a Hopper GPU with a compiler would have got."""
     names = []
     monkeypatch.setattr(scaled8, "has_dependent_launch", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: TARGETS["sm_90"])
     monkeypatch.setattr(scaled8.scaled8_rows, "CudaRows8", lambda device: names.append("rows") or "rows")
     monkeypatch.setattr(scaled8.scaled8_chain, "CudaChain", lambda device: names.append("chain") or "chain")
     return names

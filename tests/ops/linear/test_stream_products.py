@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from cuda_kernels import loaded
 
+from transect.hardware.targets import TARGETS
 from transect.ops.linear import stream_products
 from transect.ops.linear.few_rows import choices
 from transect.ops.linear.few_rows.cuda import Beside, CudaRows, CudaTiling
@@ -46,7 +47,7 @@ def test_nothing_runs_here_that_was_not_measured() -> None:
 def test_one_row_of_a_model_runs_here_on_an_h200(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Measured or not."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: TARGETS["sm_90"])
     monkeypatch.setattr(choices, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(stream_products, "CudaRows", object)
     config, products = PRESETS[name], StreamProducts(torch.device("cuda", 0))

@@ -230,6 +230,7 @@ def test_a_check_on_a_processor_compares_what_runs_there_and_triton_s_kernels() 
     assert not any(row.wrong for row in _rows(op))  # nobody asked
 
 
+@pytest.mark.prove
 def test_the_measuring_process_of_a_check_on_a_processor_interprets_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     pytest.importorskip("triton")

@@ -218,20 +218,6 @@ async def test_what_cannot_be_watched_is_refused(client, address, status, code):
     assert code is None or response.json()["error"]["code"] == code
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """Two replicas behind keys."""
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_llm(folder)
-    keys = folder / "keys.jsonl"
-    keys.write_text('{"key": "key-of-alice", "name": "alice"}\n{"key": "key-of-bob", "name": "bob"}\n')
-    found = StubServer(
-        folder, "--api-key-file", str(keys), "--admin-api-key", "key-of-admin", "--data-parallel-size", "2"
-    )
-    yield found
-    found.stop()
-
-
 def events_of(server, key, until, **query):
     """Read events over HTTP."""
     events = []

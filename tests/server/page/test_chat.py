@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from accessible import check_accessible
 from page_engine import PageEngine, PageServer
 from page_scripts import MARKDOWN, SCRIPTS
 
@@ -195,6 +196,71 @@ def test_two_settings_and_a_second_server_are_compared(page, ask):
         table.get_by_text("(+0.000)").nth(1).wait_for()
     finally:
         other.stop()
+
+
+def test_two_adapters_are_compared(new_page, ask, tmp_path):
+    for name in ("poet", "clerk"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        (tmp_path / name / "adapter_model.safetensors").write_text(name)
+    server = PageServer(PageEngine(SCRIPTS), allowed_lora_dir=str(tmp_path))
+    try:
+        page = new_page(server.url)
+        page.get_by_role("button", name="Compare").click()
+        dialog = page.get_by_role("dialog")
+        for number, name in enumerate(("poet", "clerk")):
+            lane = dialog.locator("fieldset").nth(number)
+            lane.get_by_label("Name").fill(f"the {name}")
+            lane.get_by_label("Model").select_option(name)
+        dialog.get_by_role("button", name="Compare", exact=True).click()
+        ask(page, "adapter who are you?")
+        page.locator("compare-view").wait_for()
+        assert sorted(server.engine.adapters) == ["clerk", "poet"]
+        assert [(each["model"], each["text"]) for each in answers(page)] == [
+            ("poet", "This is poet speaking."), ("clerk", "This is clerk speaking."),
+        ]  # fmt: skip
+        assert len({each["body"]["seed"] for each in answers(page)}) == 1
+        page.get_by_role("button", name="Difference of log-probabilities").click()
+        page.get_by_text("(+0.000)").nth(1).wait_for()
+    finally:
+        server.stop()
+
+
+def test_a_searchs_tree_grows_beside_its_answer(page, ask, server, monkeypatch):
+    """Branches, votes and the winner are drawn while they run, and read with the keys and as a list."""
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_text("Search: more compute").click()
+    form = page.locator("chat-settings")
+    offered = form.locator("[name=search] option").all_inner_texts()
+    assert {"majority", "beam", "best of n"} <= set(offered)
+    form.locator("[name=search]").select_option("majority")
+    form.locator("[name=search-n]").fill("6")
+    form.locator("[name=search-extract]").select_option("number")
+    monkeypatch.setattr(server.engine, "step_s", 0.1)
+    ask(page, "vote on it", wait=False)
+    page.wait_for_function(
+        "() => document.querySelector('search-tree')?.search.branches.some((each) => each.tokens > 1)"
+    )
+    state = page.evaluate("document.querySelector('search-tree').search")
+    assert len(state["branches"]) == 6 and state["chosen"] is None
+    assert page.locator("search-tree .alive").count() > 3
+    page.locator("search-tree .check").wait_for()
+    assert texts(page)[0].endswith("is 4") and server.engine.params[-1].n == 6
+    found = page.evaluate("document.querySelector('search-tree').search")
+    assert found["votes"]["4"] >= 3 and found["endedBy"] == "method"
+    assert any(each["state"] == "dropped" for each in found["branches"])  # the vote was decided before
+    assert page.locator("search-tree .cross").count() == page.locator("search-tree .dropped").count() > 0
+    tree = page.locator("search-tree .drawing")
+    tree.press("Home")
+    assert page.locator("search-tree .readout").inner_text().startswith("Branch 0, the answer: ended")
+    assert "votes for 4" in page.locator("search-tree .readout").inner_text()
+    tree.press("ArrowDown")
+    page.get_by_text("Branches as a list").click()
+    rows = page.get_by_role("region", name="Branches of the search").locator("tbody tr").all_inner_texts()
+    assert len(rows) == 6 and "won" in rows[0]
+    check_accessible(page, "a search's tree")
+    page.reload()
+    page.locator("search-tree .check").wait_for()  # the browser keeps it
 
 
 def test_conversations_are_exported_and_imported(page, ask, new_page, server, tmp_path):

@@ -88,3 +88,13 @@ async def test_without_the_page_the_server_answers_as_before(engine):
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         assert (await client.get("/")).status_code == 404
         assert (await client.get("/page/page.js")).status_code == 404
+
+
+@pytest.mark.parametrize("options", [ServerOptions(model_names=("m",), api_keys=("k",), admin_api_keys=("boss",))])
+async def test_flows_and_predictions_are_the_operators(client):
+    for key, shown, predicted in (("k", 403, 403), ("boss", 200, 404)):  # the fake engine keeps no log
+        headers = {"Authorization": f"Bearer {key}"}
+        assert (await client.get("/v1/flows", headers=headers)).status_code == shown
+        asked = await client.post("/v1/decisions/what-if", headers=headers, json={"set": {}})
+        assert asked.status_code == predicted
+        assert (await client.get("/v1/page", headers=headers)).json()["flows"] == 0

@@ -65,4 +65,4 @@ def test_a_branch_of_a_model_is_exact(new_page, url, ask):
 
 def test_the_pictures_of_the_pages_can_be_made(browser, url, tmp_path):
     pictures = make(browser, url, tmp_path)
-    assert len(pictures) == 3 and all(0 < path.stat().st_size < LARGEST for path in pictures)
+    assert len(pictures) == 4 and all(0 < path.stat().st_size < LARGEST for path in pictures)

@@ -1,6 +1,8 @@
-"""Reports in a real browser: a training run on the board, and files that are dropped on the page."""
+"""Reports in a real browser: a training run, a flow and a layout on the board, and files dropped on the page."""
 
+import dataclasses
 import json
+import os
 import re
 import threading
 import time
@@ -13,11 +15,20 @@ from training_runs import tiny_run
 
 from transect.cli.board import Reports
 from transect.explain.program.split import PARTS
+from transect.flow.chain import StepState
+from transect.flow.folder import FlowFolder
+from transect.flow.gate.measure import GateVerdict
+from transect.flow.rollout.rule import ROLL_BACK, CanaryBars, look
+from transect.flow.steps.step import StepOutcome
 from transect.server.page.board import create_board
 from transect.server.process import bind, url_of
+from transect.spec.layouts.picture import layout_picture
+from transect.spec.layouts.spread import Spread
 from transect.train.loop.report import RunLog
 from transect.train.loop.trainer import Trainer
 
+PICTURES = os.environ.get("TRANSECT_PICTURES")
+"""Folder for the pictures of docs; none are kept without it."""
 EXPLAINED = {
     "wall_s": 1.2,
     "plain_s": 1.0,
@@ -42,6 +53,44 @@ ROOFLINE = {
         }
     ],
 }
+SPREAD = Spread(data=2, tensor=2, pipeline=4, zero=1)
+RUN = {
+    **{"kind": "training run", "name": "large", "every": 1, "others": [], "checkpoints": [4], "config": {}},
+    **{"memory": None, "layout": layout_picture(SPREAD, 30, 8)},
+    "steps": [{"kind": "step", "step": step, "loss": 3.0 - step, "tokens_per_second": 9.0} for step in (1, 2)],
+}
+
+
+def write_flow(folder, *, watched):
+    """Write the states of a flow whose candidate the gate lets pass; the watch runs, or has rolled it back."""
+    verdicts = {
+        "perplexity": GateVerdict(True, "the perplexity is lower: 3.1 against 3.4", 3.1, 3.4, (-0.4, -0.2)),
+        "size": GateVerdict(True, "4 MB are allowed", 3.0e6, 3.0e6),
+    }
+    verdict = look({"requests": 90, "errors": 18}, {"requests": 900, "errors": 0}, CanaryBars(), 0.95, last=True)
+    assert verdict.action == ROLL_BACK
+    outcomes = {
+        "gate": StepOutcome("passed 2 measures against units:1", figures={k: v.to_dict() for k, v in verdicts.items()}),
+        "register": StepOutcome("units:2", figures={"version": "units:2", "bytes": 3_000_000}),
+        "release": StepOutcome(
+            "units is now units:1 90%, units:2 10%",
+            figures={"units:1": 0.9, "units:2": 0.1},
+            outputs={"candidate": "units:2", "current": "units:1"},
+        ),
+    }
+    states = [StepState(name, "done", seconds=3.0, outcome=each.to_dict()) for name, each in outcomes.items()]
+    if watched:
+        seen = StepOutcome(f"{verdict.action}: {verdict.reason}", figures={"looks": 1, "rates": verdict.rates})
+        back = StepOutcome(f"units:2 was rolled back to units:1: {verdict.reason}", passed=False)
+        states.append(StepState("watch", "done", outcome=seen.to_dict()))
+        states.append(StepState("promote", "stopped", outcome=back.to_dict()))
+    else:
+        figures = {"figures": {"candidate requests": 20, "current requests": 180}}
+        states.append(StepState("watch", "running", began=time.time(), outcome=figures))
+        states.append(StepState("promote"))
+    steps = [dataclasses.asdict(each) for each in states]
+    folder.mkdir(exist_ok=True)
+    FlowFolder(folder).write_chain({"name": "units", "file": "units.toml", "updated": time.time(), "steps": steps})
 
 
 @pytest.fixture(scope="module")
@@ -53,28 +102,30 @@ def board(tmp_path_factory):
     log = RunLog(config.run_dir, tensorboard=False)
     Trainer(config).run([log])
     log.close()
-    for name, content in (("explained.json", EXPLAINED), ("roofline.json", ROOFLINE)):
+    reports = {"explained.json": EXPLAINED, "roofline.json": ROOFLINE, "layout.json": RUN}
+    for name, content in reports.items():
         (folder / name).write_text(json.dumps(content))
-    read = Reports([folder / "run", folder / "explained.json", folder / "roofline.json"])
+    write_flow(folder / "flow", watched=False)
+    read = Reports([folder / "run", folder / "flow", *(folder / name for name in reports)])
     sock = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(create_board(read), lifespan="off", log_config=None))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     while not server.started and thread.is_alive():
         time.sleep(0.002)
-    yield url_of(sock)
+    yield url_of(sock), folder
     server.force_exit = server.should_exit = True
     thread.join()
 
 
 def test_a_training_run_and_reports_are_shown(new_page, board):
-    page = new_page(board)
+    page = new_page(f"{board[0]}/#/reports/run")
     page.get_by_role("heading", name="Loss").wait_for()
     assert page.get_by_role("navigation").inner_text().split() == ["Reports"]
     assert page.locator("line-chart path").count() >= 4
     page.get_by_text("The cat").first.wait_for()
     page.get_by_text("optimizer state").first.wait_for()
-    page.get_by_text("The run is spread as: one device").wait_for()
+    page.get_by_text("One device computes everything").wait_for()
     chart = page.locator("line-chart .line-chart").first
     chart.focus()
     chart.press("ArrowLeft")
@@ -89,9 +140,42 @@ def test_a_training_run_and_reports_are_shown(new_page, board):
     assert page.locator(".roofline circle").count() == 1
 
 
+def test_a_flow_is_drawn_while_it_runs(new_page, board):
+    with FlowFolder(board[1] / "flow").locked():  # as a process that runs the flow does
+        page = new_page(f"{board[0]}/#/reports/flow%20units")
+        chain = page.get_by_role("list", name="Steps of the flow")
+        assert [each.split()[:2] for each in chain.get_by_role("listitem").all_inner_texts()] == [
+            ["gate", "done"], ["register", "done"], ["release", "done"], ["watch", "running"], ["promote", "waiting"],
+        ]  # fmt: skip
+        gate = page.get_by_role("region", name="Measures of the gate").locator("tbody tr")
+        assert gate.count() == 2 and "perplexity is lower" in gate.first.inner_text()
+        assert "10%" in page.locator(".tile", has_text="Canary").inner_text()
+    write_flow(board[1] / "flow", watched=True)
+    page.get_by_text("Last decision, by promote:").wait_for()
+    page.get_by_text("units:2 was rolled back to units:1").first.wait_for()
+    rates = page.get_by_role("region", name="Rates that the watch compares")
+    assert "18 of 90" in rates.inner_text() and page.locator(".interval .worse").count() == 1
+    check_accessible(page, "a flow")
+    if PICTURES:
+        page.screenshot(path=Path(PICTURES) / "board-flow.png")
+
+
+def test_a_layout_is_drawn(new_page, board):
+    page = new_page(f"{board[0]}/#/reports/layout.json")
+    page.get_by_text("replica 1").wait_for()
+    assert page.locator(".ranks rect").count() == 16 and page.locator(".ranks text.number").count() == 16
+    assert page.locator(".schedule .forward").count() == page.locator(".schedule .backward").count() == 4 * 8
+    page.get_by_text("Ranks as a table").click()
+    assert page.get_by_role("region", name="Ranks", exact=True).locator("tbody tr").count() == 16
+    check_accessible(page, "a layout")
+    if PICTURES:
+        page.get_by_role("heading", name="Layout", exact=True).scroll_into_view_if_needed()
+        page.locator("section", has=page.locator(".ranks")).screenshot(path=Path(PICTURES) / "board-layout.png")
+
+
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.prove)])
 def test_axe_finds_no_error(new_page, board, scheme):
-    page = new_page(board, color_scheme=scheme)
+    page = new_page(f"{board[0]}/#/reports/run", color_scheme=scheme)
     page.get_by_role("heading", name="Loss").wait_for()
     check_accessible(page, "a training run")
     for name, text in (("explained.json", "A loop in Python"), ("roofline.json", "FLOPs/byte")):

@@ -61,6 +61,7 @@ def answer(package, model):
     return run(package, "generate", model, PROMPT, "--max-tokens", 12, "--temperature", 0, "--dtype", "float32")
 
 
+@pytest.mark.prove
 def test_the_tests_of_all_families_run_for_it(package):
     files = ("spec/families/test_records.py", "models/test_parity.py", "checkpoints/test_gguf_families.py")
     out = run(

@@ -17,18 +17,20 @@ ROOT = Path(__file__).parents[3]
 BITS = 4 + 16 / 32
 """Bits of a number in the guide's format."""
 LOGITS = """
-import sys, torch
+import torch
 from transect.checkpoints.load import load_model
 from transect.checkpoints.resolve import resolve
 from transect.models.context import VarlenContext
 
-model, quantization, out = sys.argv[1], sys.argv[2] or None, sys.argv[3]
-made = load_model(resolve(model), native=False, dtype="bfloat16", quantization=quantization)
-context = VarlenContext(torch.tensor([0, 6], dtype=torch.int32), made.ops)
-with torch.no_grad():
-    logits = made.logits(made(torch.tensor([5, 6, 7, 9, 11, 13]), context.positions(), context)).float()
-bits = {w.format.bits for name, w in made.weights() if name != "head"}
-torch.save((logits, bits, made.layers[0].mlp.down.dense().float()), out)
+found = []
+for model, quantization in (("plain", None), ("plain", "e2m1"), ("few", None)):
+    made = load_model(resolve(model), native=False, dtype="bfloat16", quantization=quantization)
+    context = VarlenContext(torch.tensor([0, 6], dtype=torch.int32), made.ops)
+    with torch.no_grad():
+        logits = made.logits(made(torch.tensor([5, 6, 7, 9, 11, 13]), context.positions(), context)).float()
+    bits = {w.format.bits for name, w in made.weights() if name != "head"}
+    found.append((logits, bits, made.layers[0].mlp.down.dense().float()))
+torch.save(found, "found.pt")
 """
 
 
@@ -59,18 +61,13 @@ def written(package):
     return package / "few"
 
 
-def found(package, model, quantization=""):
-    import torch
-
-    run(package, model, quantization, "found.pt", program=("-c", LOGITS))
-    return torch.load(package / "found.pt", weights_only=False)
-
-
 def test_a_model_is_rounded_and_loaded_in_its_bits(package, written):
     """Rounded when it is loaded, and read from its checkpoint: the same codes, so the same logits to the bit."""
-    exact, _, dense = found(package, "plain")
-    rounded, bits, values = found(package, "plain", "e2m1")
-    stored, same_bits, _ = found(package, "few")
+    import torch
+
+    run(package, program=("-c", LOGITS))
+    found = torch.load(package / "found.pt", weights_only=False)
+    (exact, _, dense), (rounded, bits, values), (stored, same_bits, _) = found
     assert bits == same_bits == {BITS}
     assert (rounded == stored).all() and not (rounded == exact).all()
     assert (values - dense).norm() < 0.11 * dense.norm()

@@ -26,7 +26,7 @@ def test_a_run_is_described_with_its_settings_samples_and_memory(tmp_path):
     found = json.loads(json.dumps(overview.overview(run)))
     assert [line["step"] for line in found["steps"]] == [1, 2, 3, 4] and found["every"] == 1
     assert [line["step"] for line in found["others"] if line["kind"] == "sample"] == [2, 4]
-    assert found["config"]["steps"] == 4 and found["checkpoints"][-1] == 4 and found["layout"] == "one device"
+    assert found["config"]["steps"] == 4 and found["checkpoints"][-1] == 4 and found["layout"]["words"] == "one device"
     (account,) = found["memory"]
     assert account["peak"] == max(phase["bytes"] for phase in account["phases"]) > 0
     assert any(term["name"] == "optimizer state" and term["bytes"] for term in account["terms"])

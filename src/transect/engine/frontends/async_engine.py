@@ -194,6 +194,7 @@ class AsyncEngine(Generates):
         weight: float = 1.0,
         adapter: AdapterFiles | None = None,
         output_token_ids: Given | None = None,
+        session: str = "",
     ) -> OutputStream:
         """Check a request, and build its stream for ``follow``. Raises as ``generate`` does."""
         self._check_alive()
@@ -204,7 +205,7 @@ class AsyncEngine(Generates):
         if adapter is not None and not self.config.enable_lora:
             raise ValueError("this engine serves no adapters: start it with enable_lora")
         return OutputStream(
-            request_id, prompt, ids, params, priority, pooling, client, weight, adapter, output_token_ids
+            request_id, prompt, ids, params, priority, pooling, client, weight, adapter, output_token_ids, session
         )
 
     async def follow(self, stream: OutputStream) -> AsyncGenerator[Update, None]:

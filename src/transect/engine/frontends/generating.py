@@ -57,6 +57,7 @@ class Generates(ABC):
         weight: float = 1.0,
         adapter: AdapterFiles | None = None,
         output_token_ids: Given | None = None,
+        session: str = "",
     ) -> AsyncGenerator[Update, None]:
         """Yield deltas of all choices until each has had its terminal update. Raises as ``generate`` does."""
 

@@ -150,6 +150,7 @@ class _Loop:
         if self._core.decisions is not None:
             self._decided.append(self._core.decisions.header)
             self._core.decisions.sink = self._decided.append
+            self._send_decided([])
 
     def run(self) -> None:
         while not self._stopping:
@@ -240,6 +241,8 @@ class _Loop:
         if self._core.decisions is not None:
             self._decided.append(self._core.decisions.header)
         self._send(self._ready)
+        if self._decided:
+            self._send_decided([])
 
     def _submit(self, message: wire.Submit) -> None:
         self._read = message.number

@@ -64,7 +64,7 @@ async def start_engines(
 
 def config_of(config: EngineConfig, index: int) -> EngineConfig:
     """Derive the configuration of one replica: its GPUs, its share of the cores and of a cache's default size, and its
-    own decision log."""
+    own decision log, which has the given name if there is one replica."""
     threads = config.threads or max(1, config.cpu_threads() // config.ranks)
     file = config.decision_log
     return dataclasses.replace(
@@ -72,7 +72,7 @@ def config_of(config: EngineConfig, index: int) -> EngineConfig:
         data_parallel_size=1,
         first_device=config.first_device + index * (config.ranks // config.data_parallel_size),
         threads=threads,
-        decision_log=None if file is None else f"{file}.{index}",
+        decision_log=file if file is None or config.replicas == 1 else f"{file}.{index}",
         hung_after_s=config.silence_s,
     )
 
@@ -256,7 +256,7 @@ class Replicas(Generates):
                 return
             open_ones = [index for index in living if self.engines[index] not in full] or living
             named = {} if stream.adapter is None else {"adapter": stream.adapter.id}
-            ticket = self._router.send(stream.prompt_token_ids, most, open_ones, **named)
+            ticket = self._router.send(stream.prompt_token_ids, most, open_ones, session=stream.session, **named)
             self.num_routed += 1
             self.routed.append((stream.request_id, stream.client, ticket))
             engine = self._where[stream.request_id] = self.engines[ticket.engine]

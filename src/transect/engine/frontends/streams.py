@@ -49,6 +49,7 @@ class OutputStream:
         pooling, client, weight: see ``Request``.
         adapter: files of its adapter; None for none.
         output_token_ids: tokens that the client gives answers to begin with, see ``Request``; None for none.
+        session: name that the requests of a session share; empty for none.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class OutputStream:
         weight: float = 1.0,
         adapter: AdapterFiles | None = None,
         output_token_ids: Given | None = None,
+        session: str = "",
     ) -> None:
+        self.session = session
         self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
         self.params, self.priority, self.pooling = params, priority, pooling
         self.client, self.weight, self.adapter, self.given = client, weight, adapter, output_token_ids

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ...costs.learning import StepTimes
+from ...costs.steps import StepLoad
 from . import limits
 from .arrivals import Arrivals
 from .batch import Clock, ScheduledBatch, ScheduledRow, StepResult
@@ -339,8 +340,18 @@ class Bookkeeping:
         if self.speculation is not None:
             self.speculation.clear_cache()
 
+    def decode_seconds(self) -> tuple[float, float]:
+        """Predict the seconds of a step that decodes the running sequences, and those that one more sequence of their
+        mean length adds; zeros before step times are learned."""
+        rows, keys = len(self.running), sum(seq.length for seq in self.running)
+        more = rows + 1, keys + keys // max(1, rows)
+        with_one = self.times.predict(StepLoad(more[0], more[1], 0, more[0], 0, more[0]))
+        step = self.times.predict(StepLoad(rows, keys, 0, rows, 0, rows)) if rows else 0.0
+        return min(step, with_one), max(with_one - step, 0.0)
+
     def stats(self) -> SchedulerStats:
         """Return gauges of this moment and counters since the start."""
+        step, row = self.decode_seconds()
         return SchedulerStats(
             waiting=self.waiting.num_new,
             preempted=self.waiting.num_preempted,
@@ -360,6 +371,8 @@ class Bookkeeping:
             predicted_step_seconds=self.times.predicted,
             finished=dict(self._finished),
             kv_evictions=self.cache.evictions,
+            next_step_seconds=step,
+            next_row_seconds=row,
             **({} if self.speculation is None else self.speculation.counts()),
         )
 

@@ -176,6 +176,8 @@ class DecisionRing:
         """Time of the newest record, in seconds on the clock of this process."""
         self.count = 0
         """Number of chunks that were put, those that have been dropped included."""
+        self.listeners: list[Callable[[], None]] = []
+        """Callables without arguments that each ``put`` calls."""
         self._chunks: deque[bytes] = deque()
         self._size = 0
 
@@ -191,6 +193,8 @@ class DecisionRing:
         while self._size > self.limit:
             self._size -= len(self._chunks.popleft())
             self.lost = True
+        for listener in self.listeners:
+            listener()
 
     def since(self, count: int, limit: int = RING_BYTES) -> bytes:
         """Return the newest chunks: those after the first ``count``, as far back as they are kept, and at most
@@ -202,6 +206,11 @@ class DecisionRing:
                 break
             found.append(chunk)
         return b"".join(reversed(found))
+
+    def newest(self, limit: int) -> tuple[bytes, bool]:
+        """Return the header with at most ``limit`` bytes of the newest chunks, and True if that is the whole log."""
+        found = self.since(0, limit)
+        return self.header + found, not self.lost and len(found) == self._size
 
     def mentioning(self, name: bytes) -> bytes:
         """Return the chunks from the first one that has ``name`` in it; empty if none has."""

@@ -95,10 +95,14 @@ class SchedulerStats(msgspec.Struct):
     """Cached blocks whose contents were dropped for new ones."""
     grammar_cache_bytes: int = 0
     """Memory of compiled grammars that are kept."""
+    next_step_seconds: float = 0.0
+    """Predicted time of a step that decodes the running sequences; 0 if there are none, or no times are learned."""
+    next_row_seconds: float = 0.0
+    """Predicted time that one more sequence adds to that step; 0 if no times are learned."""
 
     @classmethod
     def sum(cls, stats: Sequence[SchedulerStats]) -> SchedulerStats:
-        """Add up the gauges and counters of several schedulers."""
+        """Add up the gauges and counters of several schedulers; predicted times of a step are means."""
         total: dict[str, Any] = {}
         for field in msgspec.structs.fields(cls):
             values = [getattr(each, field.name) for each in stats]
@@ -106,13 +110,14 @@ class SchedulerStats(msgspec.Struct):
                 names = dict.fromkeys(name for each in values for name in each)
                 total[field.name] = {name: sum(each.get(name, 0) for each in values) for name in names}
             else:
-                total[field.name] = sum(values)
+                total[field.name] = sum(values) / (len(values) if field.name.startswith("next_") else 1)
         return cls(**total)
 
     def of_the_past(self) -> SchedulerStats:
         """Return the counters of a scheduler that has ended: its gauges are 0."""
         blocks = ("kv_blocks_total", "kv_blocks_used", "kv_blocks_cached")
-        gauges = ("waiting", "preempted", "running", *blocks, "grammar_cache_bytes")
+        times = ("next_step_seconds", "next_row_seconds")
+        gauges = ("waiting", "preempted", "running", *blocks, *times, "grammar_cache_bytes")
         return msgspec.structs.replace(self, **dict.fromkeys(gauges, 0))
 
     @property

@@ -102,9 +102,10 @@ class Request(msgspec.Struct, frozen=True):
         prompt = tuple(self.prompt_token_ids)
         if not prompt:
             raise ValueError("the prompt is empty: give at least one token")
-        for token in prompt:
-            if not isinstance(token, int) or not 0 <= token < 2**31:
-                raise ValueError(f"prompt_token_ids must be whole numbers in [0, 2**31), got {token!r}")
+        if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= 2**31:
+            for token in prompt:  # find the wrong one, if it is not a subclass
+                if not isinstance(token, int) or not 0 <= token < 2**31:
+                    raise ValueError(f"prompt_token_ids must be whole numbers in [0, 2**31), got {token!r}")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise ValueError(f"priority must be a whole number (lower runs earlier), got {self.priority!r}")
         if not 0 < self.weight < float("inf"):

@@ -7,8 +7,8 @@ come first). Each is guaranteed one token of the budget. The rest of the budget 
 cuts them into chunks (Sarathi-Serve, Agrawal et al. 2024). So decodes never wait behind prompts, and prompts always
 progress. Then the queue's head is admitted while there are places, budget and KV blocks for all its tokens. No request
 overtakes the head, so every request is served eventually (with ``longest_first``: once no longer ones arrive). One
-exception: if prompts of its length have used their share of the step, others go first, as long as places and blocks for
-the head are left (backfilling, Lifka 1995).
+exception: if prompts of its length or client have used their share of the step, others go first, as long as places and
+blocks for the head are left (backfilling, Lifka 1995).
 
 When a sequence needs a block and none is free, the running sequence of the worst rank is preempted: it returns its
 blocks, keeps its output tokens, and recomputes prompt and output at its next turn. Draws depend on positions, not on
@@ -50,13 +50,17 @@ BARRED = ("kv", "places", "adapters")
 class Plan:
     """A step in the making."""
 
-    __slots__ = ("chunk", "copies", "forks", "rows", "sequences", "shares", "step")
+    __slots__ = ("chunk", "copies", "forks", "rooms", "rows", "sequences", "shares", "step", "taken")
 
     def __init__(self, step: int, budget: Budget) -> None:
         self.step = step
         self.chunk = budget.chunk
         self.shares = [list(share) for share in budget.shares]
         """Remaining tokens of each share, see ``Share``."""
+        self.rooms = dict(budget.rooms)
+        """Remaining prompt tokens of each limited client."""
+        self.taken: dict[str, int] = {}
+        """Prompt tokens of each client."""
         self.rows: list[ScheduledRow] = []
         self.sequences: list[Sequence] = []
         """The sequence of each row."""
@@ -69,14 +73,18 @@ class Plan:
         counts = [row.num_tokens for row in self.rows]
         return sum(count > 1 for count in counts), sum(counts)
 
-    def allows(self, count: int) -> int:
-        """Return the tokens that a prompt with ``count`` tokens to compute may take of the step."""
+    def allows(self, count: int, client: str) -> int:
+        """Return the tokens that a client's prompt with ``count`` tokens to compute may take of the step."""
         left = next((tokens for over, tokens in self.shares if count > over), count)
-        return min(count, left, self.chunk)
+        return min(count, left, self.chunk, self.rooms.get(client, count))
 
-    def take(self, count: int, most: int) -> int:
-        """Give a prompt with ``count`` tokens to compute what it may take, one token to ``most``. Returns how many."""
-        taken = max(1, min(self.allows(count), most))
+    def take(self, count: int, most: int, client: str) -> int:
+        """Give a client's prompt with ``count`` tokens to compute what it may take, one token to ``most``. Returns how
+        many."""
+        taken = max(1, min(self.allows(count, client), most))
+        self.taken[client] = self.taken.get(client, 0) + taken
+        if client in self.rooms:
+            self.rooms[client] = max(0, self.rooms[client] - taken)
         for share in self.shares:
             if count > share[0]:
                 share[1] = max(0, share[1] - taken)
@@ -94,7 +102,13 @@ class Scheduler(Bookkeeping):
 
     def coming(self) -> Coming:
         """Return the facts of the next step if it were planned now."""
-        return self.budget.coming(self.running, self.waiting, self._cut, self.held_back in BARRED)
+        barred, state = self.held_back in BARRED, self._state_of_budget()
+        return self.budget.coming(self.running, self.waiting, self._cut, barred, state)
+
+    def _state_of_budget(self) -> tuple[int, ...]:
+        """Return numbers of which one changes whenever the bounds of the next step may."""
+        waiting = self.waiting.changes
+        return self._step, self.blocks.committed_step, len(self.running), waiting, self._cut, self.held_back in BARRED
 
     def schedule(self) -> ScheduledBatch | None:
         """Plan the next step; None if nothing can run now (no work, or all sequences wait for the step in flight). Each
@@ -115,7 +129,8 @@ class Scheduler(Bookkeeping):
         running, depth = self.running, self.config.pipeline_depth
         most = -(-len(running) // depth)
         active = [seq for seq in running if seq.seq_id not in paused] if paused else running
-        budget = self.budget.of_next(active, self.waiting, self._cut, self.held_back in BARRED)
+        state = None if paused else self._state_of_budget()
+        budget = self.budget.of_next(active, self.waiting, self._cut, self.held_back in BARRED, state)
         spare = budget.tokens - len(active)
         others_wait = len(self.waiting) > 0 and self.arrivals.order.shared and self.held_back not in BARRED
         plan = Plan(self._step + 1, budget)
@@ -176,7 +191,7 @@ class Scheduler(Bookkeeping):
             again = False
             if take > 1:
                 ahead = self._ahead(seq) if others_wait else 0
-                take = plan.take(take, 1 + max(0, spare - ahead))
+                take = plan.take(take, 1 + max(0, spare - ahead), seq.request.spec.client)
                 spare -= take - 1
             end = seq.scheduled + take
             if (seq.shared_block is not None or end > len(seq.block_ids) * block_size) and not self._make_room(
@@ -213,7 +228,8 @@ class Scheduler(Bookkeeping):
             self._last.clear()  # rows of the next step do not start where these end
         else:
             self._last.append(sequences)
-        self.budget.planned(not batch.again and any(row.num_tokens - len(row.drafts) > 1 for row in rows))
+        prompts = not batch.again and any(row.num_tokens - len(row.drafts) > 1 for row in rows)
+        self.budget.planned(prompts, plan.taken)
         self._in_flight.append((batch, sequences))
         return batch
 
@@ -382,10 +398,11 @@ class Scheduler(Bookkeeping):
         most, graph = self.config.graph_prompts, self.config.graph_tokens or 0
         prompts, tokens = plan.sizes() if most is not None and len(self.waiting) else (0, 0)
         passed: Sequence | None = None
-        for seq in self.waiting.in_order() if plan.shares else iter(self.waiting.head, None):
+        for seq in self.waiting.in_order() if plan.shares or plan.rooms else iter(self.waiting.head, None):
             if spare <= 0 or (most is not None and prompts >= most and tokens <= graph):
                 break
-            if not plan.allows(seq.to_compute):  # its like have taken their share: it is not held up by shorter ones
+            if not plan.allows(seq.to_compute, seq.request.spec.client):
+                # Its like, or its client, have taken their share: it does not hold up others.
                 passed = passed or seq
                 continue
             used = self._try_admit(seq, spare, plan, passed)
@@ -415,12 +432,9 @@ class Scheduler(Bookkeeping):
         if seq.last_step > blocks.committed_step:  # preempted while a step of it is in flight
             self.held_back = "flight"
             return None
-        others = self._places + (0 if passed is None else self._places_of(passed))
-        if others + self._places_of(seq) > self.config.max_num_seqs:
-            self.held_back = "places"
-            return None
-        if seq.adapter and self._lacks_slot(seq.adapter):
-            self.held_back = "adapters"
+        others = 0 if passed is None else self._places_of(passed)
+        if (barrier := self._barrier(seq, others)) is not None:
+            self.held_back = barrier
             return None
         computes_all = not state.prompt_done and state.spec.whole_prompt
         cached = blocks.find_prefix(seq)
@@ -442,10 +456,29 @@ class Scheduler(Bookkeeping):
             if self.config.enable_prefix_caching and not computes_all:
                 self._prefix_query_tokens += seq.prompt_len
                 self._prefix_hit_tokens += seq.scheduled
-        take = plan.take(seq.length - seq.scheduled, spare) if spare > 0 else 0
+        take = plan.take(seq.length - seq.scheduled, spare, state.spec.client) if spare > 0 else 0
         if take:
             self._plan_row(seq, seq.scheduled + take, plan)
         return take
+
+    def _barrier(self, seq: Sequence, others: int = 0) -> str | None:
+        """Return what ``seq`` lacks until a running sequence ends: places, or a slot for its adapter; None if nothing.
+        ``others``: places that are kept for others."""
+        if self._places + others + self._places_of(seq) > self.config.max_num_seqs:
+            return "places"
+        return "adapters" if seq.adapter and self._lacks_slot(seq.adapter) else None
+
+    def admits_none(self) -> bool:
+        """Return True if no sequence can be admitted before a running one ends, as long as all of these only decode."""
+        head = self.waiting.head()
+        if head is None:
+            return True
+        if self._static or self.held_back not in BARRED:
+            return False
+        if self.cache.enable_prefix_caching:  # blocks that are needed may turn out to be there
+            return self._barrier(head) is not None
+        needed = self.blocks.blocks_for(head.length) + self._watermark
+        return needed > self.cache.num_free or self._barrier(head) is not None
 
     def _lacks_slot(self, adapter: str) -> bool:
         """Return True if sequences with as many other adapters run as there may be."""

@@ -120,14 +120,14 @@ class SimulatedEngine:
         """Run until the clock reaches ``until``, the time of the next arrival, or until there is no work. A step that
         has begun by then is finished."""
         core, clock = self.core, self.clock
-        while core.has_work:
+        while core.has_work and clock.time < until:
+            if self._decodes is not None and self._leap(until, self._decodes):
+                continue
             wait = self._wait_to_plan()
             if clock.time + wait >= until:
                 break
             clock.advance(wait)
             self.step()
-            if self._decodes is not None:
-                self._leap(until, self._decodes)
         if until < math.inf:
             clock.advance(max(0.0, until - clock.time))
 
@@ -139,8 +139,16 @@ class SimulatedEngine:
             wait = min(wait, max(LOOK, self.device.known_at - self.clock.time + LOOK / 2))
         return wait
 
-    def _leap(self, until: float, seconds: DecodeSeconds) -> None:
-        moments = leap(self.core, self.device, until, seconds)
-        if moments:
-            for seq in self.scheduler.running:
-                self.lines[seq.request_id, seq.index].moments.extend(moments)
+    def _leap(self, until: float, seconds: DecodeSeconds) -> bool:
+        """Take steps that only decode together; False if there are none."""
+        found = leap(self.core, self.device, until, seconds)
+        if found is None:
+            return False
+        for seq, tokens in found.tokens:
+            name = seq.request_id, seq.index
+            line = self.lines[name]
+            line.moments.extend(found.moments[:tokens])
+            if seq.finish_reason is not None:
+                line.reason, line.cached = seq.finish_reason, seq.num_cached
+                self.done.append(self.lines.pop(name))
+        return True

@@ -29,10 +29,13 @@ class WaitingQueue:
         """Ids of requests of ``elsewhere`` that join the queue now."""
         self._last_admission: float | None = None
         self._interval: float | None = None
+        self.changes = 0
+        """Number of changes so far."""
         self.reset()
 
     def reset(self) -> None:
         """Remove all waiting sequences."""
+        self.changes += 1
         self.num_preempted = 0
         self.num_tokens = 0
         """Tokens to be computed of all waiting sequences."""
@@ -118,6 +121,7 @@ class WaitingQueue:
     def grew(self, seq: Sequence, tokens: int) -> None:
         """Count additional tokens of a sequence, which may wait if it was preempted while its step was in flight."""
         if seq.status is Status.WAITING:
+            self.changes += 1
             self.num_tokens += tokens
             self.num_felt += 0 if seq.request.spec.in_one_piece else tokens
 
@@ -128,6 +132,7 @@ class WaitingQueue:
         self._count(seq, -1)
 
     def _count(self, seq: Sequence, change: int) -> None:
+        self.changes += 1
         self.num_tokens += change * seq.to_compute
         self.num_felt += 0 if seq.request.spec.in_one_piece else change * seq.to_compute
         if seq.request.first_scheduled is None:

@@ -102,6 +102,7 @@ class DecisionRunLog:
         requests: by id, in the order of their arrival at the scheduler. An id that was used again has its last life.
         complete: True if the log begins with the start of the engine.
         idle: seconds since the newest record, where a running server gave the log.
+        name: of the engine, where it is a replica of a fleet.
     """
 
     header: Header
@@ -111,6 +112,7 @@ class DecisionRunLog:
     lives: list[Life]
     complete: bool
     idle: float = 0.0
+    name: str = ""
 
     @property
     def newest(self) -> float:

@@ -74,6 +74,7 @@ def _fetched(source: str, api_key: str | None, engine: int) -> tuple[DecisionRun
     complete = answer.headers.get("x-decisions-complete") == "true"
     idle = float(answer.headers.get("x-decisions-idle", 0))
     log = build(read_records(answer.content), complete=complete, idle=idle)
+    log.name = answer.headers.get("x-decisions-engine", "")
     return log, int(answer.headers.get("x-decisions-engines", 1))
 
 

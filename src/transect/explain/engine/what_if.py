@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...costs.fitting import Errors, FittedSteps
+from ...engine.scheduling.decisions import read_records
 from .calibration import calibrated, drift, measured_steps, spread
-from .log import DecisionRunLog
+from .log import DecisionRunLog, build
+from .rates import rates_for
 from .simulate import Latencies, changed, recorded, simulate
 from .work import StepWork
 
@@ -99,6 +103,20 @@ def what_if(log: DecisionRunLog, work: StepWork, settings: Sequence[str]) -> Wha
     return WhatIf(changes, recorded(log), same, predicted, model, plain, followed, spread(log), tuple(warnings))
 
 
+def main() -> None:
+    """Predict the log on the standard input: ``python -m transect.explain.engine.what_if whole|part NAME=VALUE ...``.
+
+    Prints JSON; an error is a line on the standard error. Other processes run first.
+    """
+    os.nice(19)
+    log = build(read_records(sys.stdin.buffer.read()), complete=sys.argv[1] == "whole")
+    try:
+        found = what_if(log, StepWork.of(log.header, rates_for(log.header, measure=False)), sys.argv[2:])
+    except ValueError as error:
+        sys.exit(str(error).removeprefix("--set "))
+    print(json.dumps(found.to_dict()))
+
+
 def parse(settings: Sequence[str]) -> dict[str, Any]:
     """Parse ``["max_num_seqs=8", "batching=static"]`` to names and values; values are JSON if possible, else text.
 
@@ -115,3 +133,7 @@ def parse(settings: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             found[name.strip()] = value
     return found
+
+
+if __name__ == "__main__":
+    main()

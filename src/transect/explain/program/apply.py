@@ -16,6 +16,7 @@ from .changes import CHANGES, MOST_MODULES, Batched, NotPossible, Running
 from .finding import Finding
 from .report import Explanation
 from .script import Script
+from .switches import SWITCHES
 from .timing import timed
 
 RUNS = 3
@@ -82,7 +83,7 @@ def _measured(script: Script, finding: Finding, name: str) -> Applied:
     before = after = float("inf")
     setup = 0.0
     try:
-        change = _batching(script) if name == "batching" else CHANGES[name]
+        change = _batching(script) if name == "batching" else (CHANGES | SWITCHES)[name]
         for _ in range(RUNS):
             before = min(before, timed(script))
             with change() as running:

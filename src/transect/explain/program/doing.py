@@ -7,6 +7,7 @@ prints for a moment.
 
 from __future__ import annotations
 
+import ast
 import functools
 import itertools
 import linecache
@@ -75,6 +76,7 @@ LIBRARIES = (
     ("copying", re.compile(r"/copy\.py:deepcopy$")),
     ("optimizer", re.compile(r"/torch/optim/\w+\.py:_single_tensor_")),
 )
+ADAPTER = re.compile(r"/peft/tuners/\w+/layer\.py$")
 """Kinds of work by the function of a library, including its callees."""
 RUN = ("run", "call", "check_call", "check_output", "getoutput", "getstatusoutput")
 """Functions of ``subprocess`` that start a process and wait for its end."""
@@ -100,6 +102,11 @@ def user_stack(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     return tuple(f for f in itertools.takewhile(lambda f: not f.file.endswith(RUNS), stack) if OURS not in f.file)
 
 
+def in_loader(stack: tuple[Frame, ...]) -> bool:
+    """Return True if a stack is in a ``DataLoader``."""
+    return any(each.function == "__next__" and each.file.endswith("/utils/data/dataloader.py") for each in stack)
+
+
 @functools.lru_cache(maxsize=10_000)
 def doing_of(stack: tuple[Frame, ...]) -> Doing:
     """Classify a stack, given innermost frame first."""
@@ -120,7 +127,7 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
             return Doing("host", "tokenize", user)
         if "/logging/" in frame.file and frame.function not in FORKS:
             return Doing("host", "logging", user)
-    kind = _by_library(inner) or _by_line(inner, user)
+    kind = _by_library(inner) or _by_adapter(inner) or _by_line(inner, user)
     if kind == "python" and any(CALLERS.search(frame.file) for frame in inner):
         return Doing("launch", "calls", user)
     return Doing("loading" if kind == "file" else "host", kind, user)
@@ -140,8 +147,57 @@ def _by_library(inner: Sequence[Frame]) -> str:
     return "process" if starts else ""
 
 
+def statement(file: str, line: int) -> str:
+    """Return the text of the statement that a line belongs to; of a loop or a condition only its head."""
+    return _statements(file).get(line) or linecache.getline(file, line)
+
+
+@functools.lru_cache(maxsize=200)
+def _statements(file: str) -> dict[int, str]:
+    """Return the text of the statement at each line of a file that has statements of several lines."""
+    lines = linecache.getlines(file)
+    try:
+        tree = ast.parse("".join(lines))
+    except (SyntaxError, ValueError):
+        return {}
+    found: dict[int, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            body = getattr(node, "body", None)
+            last = body[0].lineno - 1 if body else node.end_lineno or node.lineno
+            if last > node.lineno:
+                text = "".join(lines[node.lineno - 1 : last])
+                found |= dict.fromkeys(range(node.lineno, last + 1), text)
+    return found
+
+
+@functools.lru_cache(maxsize=200)
+def _loops(file: str) -> list[tuple[int, int]]:
+    """Return (first line, last line) of the loops and comprehensions of a file, inner ones last."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return []
+    kinds = ast.For, ast.While, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp
+    spans = [(node.lineno, node.end_lineno or node.lineno) for node in ast.walk(tree) if isinstance(node, kinds)]
+    return sorted(spans, key=lambda span: span[0] - span[1])
+
+
+def loop_at(frame: Frame | None) -> tuple[str, int]:
+    """Return file and first line of the innermost loop around a line; ("", 0) if there is none."""
+    spans = _loops(frame.file) if frame is not None else []
+    around = [first for first, last in spans if frame is not None and first <= frame.line <= last]
+    return (frame.file, around[-1]) if frame is not None and around else ("", 0)
+
+
+def _by_adapter(inner: Sequence[Frame]) -> str:
+    """Return "adapters" in an adapter of peft, but for the layer that it adapts; else an empty string."""
+    frame = next((each for each in inner if ADAPTER.search(each.file) and each.function == "forward"), None)
+    return "adapters" if frame is not None and "base_layer(" not in statement(frame.file, frame.line) else ""
+
+
 def _by_line(inner: Sequence[Frame], user: Frame | None) -> str:
     """Classify by the text of the user's line, which called the ``inner`` frames."""
-    text = linecache.getline(user.file, user.line) if user is not None else ""
+    text = statement(user.file, user.line) if user is not None else ""
     alone = all(WRITERS.search(frame.file) for frame in inner)
     return next((kind for kind, each in LINES if (alone or kind in READS) and each.search(text)), "python")

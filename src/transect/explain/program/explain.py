@@ -6,6 +6,7 @@ embeddings get. What all of that costs is measured beforehand and shown as a par
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 from collections.abc import Callable
@@ -30,8 +31,8 @@ from .recording import autograd_seconds, marks, profiler_seconds
 from .report import Explanation
 from .sampler import StackSamples
 from .script import Input, Script, ScriptFailed
-from .split import Split, split_trace
-from .steady import Steady, Steps
+from .split import Split, split_trace, trace_seconds
+from .steady import FIRST_S, Steady, Steps
 from .timing import timed
 from .trace import KERNEL, OP, Trace
 
@@ -103,6 +104,7 @@ class Explain:
             "threads": torch.get_num_threads(),
             "cores": self._cores,
             "padding": steady.watch.padding,
+            "chained": steady.watch.chained,
         }
         if self._all_cores and steady.recording.idle_cores is not None:
             facts["idle_cores"] = steady.recording.idle_cores
@@ -111,8 +113,8 @@ class Explain:
         if trace.recorded:
             facts["autograd_s"] = autograd_seconds(trace.on_gpu)
         self._say(f"explaining {len(trace.ts)} events")
-        self._samples = samples
-        self.result = explain_trace(
+        self._explain = functools.partial(
+            explain_trace,
             trace,
             self.ceilings,
             samples,
@@ -120,8 +122,16 @@ class Explain:
             facts=facts,
             steps_s=self._steps_floor(),
             floor_s=self._floor_s,
-            steps=steady.steps,
+            plain_samples=steady.plain_samples,
         )
+        self.result = self._explain(steps=steady.steps)
+        if self.limited:
+            self.result.split.notes.append(f"no step repeats: only the first {FIRST_S:g} seconds are explained")
+
+    @property
+    def limited(self) -> bool:
+        """True if only the beginning of a program without steps was recorded."""
+        return self._steady.limited and self._steady.steps is None
 
     @property
     def done(self) -> bool:
@@ -136,12 +146,8 @@ class Explain:
         except NotPossible as error:
             found.split.notes.append(f"without profiling the program was not timed: {error}")
             return found
-        split, imports = found.split, found.split.parts["startup"]  # modules are imported already
-        named = fit(split, found.named, min(split.wall, plain + imports))
-        return replace(found, findings=find(replace(self._material(found), named=named)), named=named)
-
-    def _material(self, found: Explanation) -> Material:
-        return Material(found.split, self.ceilings, found.named, self._samples, found.facts)
+        imports = found.split.parts["startup"]  # modules are imported already
+        return self._explain(plain_s=plain + imports)
 
     def _steps_floor(self) -> float:
         """Sum the floors of the engine steps that ended inside."""
@@ -167,6 +173,8 @@ def explain_trace(
     steps_s: float = 0.0,
     floor_s: float = 0.0,
     steps: Steps | None = None,
+    plain_s: float = 0.0,
+    plain_samples: StackSamples | None = None,
 ) -> Explanation:
     """Split a trace by cause and find changes.
 
@@ -175,13 +183,18 @@ def explain_trace(
         steps_s: the least time of what has no shapes in the trace, where an engine's decision log says it.
         floor_s: the least time of everything, where the caller knows it.
         steps: those that the trace has, with their time without profiling.
+        plain_s: seconds of the same work without profiling; 0 if unknown.
+        plain_samples: of the main thread in other steps, without profiling.
     """
     for index in marks(trace)[:1]:
         trace.drop_before(float(trace.ts[index]))
     facts = dict(facts or {})
     facts.setdefault("backward", any("Backward" in key.name or "autograd::" in key.name for key in trace.keys))
     padded = float(facts.get("padding", 0.0))
-    split = split_trace(trace, ceilings, profiler_s=profiler_s, padding=padded)
+    share = steps.plain_share if steps is not None and steps.plain_s else None
+    wall = trace_seconds(trace)
+    plain = min(wall, plain_s) if plain_s else None if share is None else wall * share
+    split = split_trace(trace, ceilings, profiler_s=profiler_s, padding=padded, plain=plain)
     named = name_gaps(split, samples)
     if steps_s:
         split.rate(steps_s)
@@ -195,9 +208,9 @@ def explain_trace(
         split.notes.append("no operator of PyTorch ran in the process: all of it is Python")
     elif not any(key.shapes for key in trace.keys):
         split.notes.append("the trace has no shapes (record_shapes=True records them): no kernel has a floor")
-    if steps is not None and steps.plain_s:
-        named = fit(split, named, split.wall * steps.plain_share)
-    found = find(Material(split, ceilings, named, samples, facts))
+    if plain is not None:
+        named = fit(split, named, plain)
+    found = find(Material(split, ceilings, named, samples, facts, plain_samples))
     return Explanation(split, found, named, facts, ceilings, steps=steps)
 
 
@@ -217,7 +230,13 @@ def explain_script(script: Script, run: Explain, *, again_s: float = 0.0) -> Exp
         ending = script.run()
     assert run.result is not None
     found = replace(run.result, interrupted=ending.interrupted)
-    if found.steps is None and 0 < found.split.wall <= again_s and not ending.interrupted and not ending.failed:
+    if (
+        found.steps is None
+        and not run.limited
+        and 0 < found.split.wall <= again_s
+        and not ending.interrupted
+        and not ending.failed
+    ):
         found = run.again(script, found)
     if ending.interrupted:
         found.split.notes.append("the script was interrupted: this is what ran until then")
@@ -235,6 +254,9 @@ def machine_ceilings() -> Ceilings:
 def fit(split: Split, named: list[Named], plain: float) -> list[Named]:
     """Change the parts so that all but "profiler" add up to ``plain``, the seconds of the same work without profiling.
 
+    On a host the split has already taken a constant from each operator, and what is left is due to the machine's
+    speed. On a GPU profiling makes some parts longer (``SLOWED``).
+
     Returns:
         ``named`` with times that fit.
     """
@@ -242,19 +264,18 @@ def fit(split: Split, named: list[Named], plain: float) -> list[Named]:
     excess = split.own - plain
     split.measured = True
     before = dict(parts)
-    slowed = {part: most * parts[part] for part, most in SLOWED.items() if parts[part] > 0}
-    if excess > 0:
-        taken = min(1.0, excess / (sum(slowed.values()) or 1.0))
+    slowed = {part: most * parts[part] for part, most in SLOWED.items() if parts[part] > 0 and split.on_gpu}
+    if excess > 0 or not slowed:
+        taken = max(0.0, min(1.0, excess / (sum(slowed.values()) or 1.0)))
         for part, seconds in slowed.items():
             parts[part] -= taken * seconds
         rest = sum(seconds for part, seconds in parts.items() if part != "profiler")
-        for part in parts:  # the machine was slower meanwhile
-            parts[part] *= 1.0 if part == "profiler" else plain / rest
+        for part in parts:  # the machine was slower or faster meanwhile
+            parts[part] *= 1.0 if part == "profiler" or not rest else plain / rest
     else:
         whole = sum(parts[part] for part in slowed)
         for part in slowed:
             parts[part] += -excess * parts[part] / whole
-        parts["unexplained"] += 0.0 if slowed else -excess
     shrink = plain / split.own if split.own > 0 else 1.0
     parts["profiler"] = split.wall - plain
     if split.on_gpu:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...costs.ceilings import Ceilings
 from .gaps import Named
-from .sampler import StackSamples
+from .sampler import Sample, StackSamples
 from .split import Split
 
 MANY = 16
 """Calls of the same work that count as a loop."""
+ENOUGH = 60
+"""Samples that suffice for shares of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +55,31 @@ class Material:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the run: ``threads`` of torch, ``cores``, ``backward`` (True if one ran), ``padding`` (share of tokens),
     ``autograd_s`` (seconds that recording adds to an operator)."""
+    plain_samples: StackSamples | None = None
+    """Samples of steps without profiling."""
+
+    @property
+    def stacks(self) -> list[Sample]:
+        """Samples that show how a step's time is spent: without profiling if there are enough, else with it."""
+        plain = self.plain_samples.samples if self.plain_samples is not None else []
+        if len(plain) >= ENOUGH or self.samples is None:
+            return plain
+        return self.samples.samples
+
+    def shares(self, name: Callable[[Sample], str]) -> dict[str, float]:
+        """Return the share of the time without profiling by ``name`` of its samples; empty if they are too few."""
+        plain = self.plain_samples.samples if self.plain_samples is not None else []
+        return weighed(plain, name) if len(plain) >= ENOUGH else {}
+
+
+def weighed(samples: Sequence[Sample], name: Callable[[Sample], str]) -> dict[str, float]:
+    """Return the share of the time by ``name`` of its samples; a sample stands for the time since the one before.
+
+    A sampler waits while a function of C holds the interpreter's lock, and finds it or the next line afterwards.
+    """
+    times: dict[str, float] = {}
+    for before, sample in itertools.pairwise(samples):
+        each = name(sample)
+        times[each] = times.get(each, 0.0) + sample.at - before.at
+    whole = sum(times.values())
+    return {each: seconds / whole for each, seconds in times.items()} if whole else {}

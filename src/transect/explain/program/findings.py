@@ -11,12 +11,26 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from ...hardware.cores import usable_cores
+from .doing import doing_of, in_loader
 from .finding import MANY, Finding, Material
-from .findings_host import collector, crowded, host, library, other_threads, threads, whole_shares
+from .findings_host import (
+    IDLE,
+    SAMPLED,
+    collector,
+    crowded,
+    host,
+    library,
+    other_threads,
+    rest_share,
+    threads,
+    whole_shares,
+)
 from .libraries import attention, placed
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, SIZES, cost, floor
-from .split import COPIES, SYNC, WAITS, OpStat, Split, of_number, on_the_host
+from .split import COPIES, SLOW_CALL_S, SYNC, WAITS, OpStat, Split, of_number, on_the_host
 from .stretches import stretches
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
 
@@ -28,6 +42,29 @@ RECORDING_S = 1e-6
 """Seconds that autograd adds to an operator, assumed if not measured."""
 REACHED = 0.5
 """Share of a device's rate that a product of some hundred rows roughly reaches."""
+FOR_VALUES = {
+    f"aten::{name}"
+    for name in (
+        *("item", "_local_scalar_dense", "is_nonzero", "select", "unbind", "as_strided", "_to_copy", "to", "copy_"),
+        *("max", "min", "amax", "amin", "sum", "mean", "norm", "linalg_vector_norm", "argmax", "argmin", "any", "all"),
+        *(
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "isnan",
+            "isfinite",
+            "isinf",
+            "equal",
+            "empty",
+            "empty_strided",
+            "detach",
+        ),
+    )
+}
+"""Operators that programs call to read a single value."""
 VALUE_BYTES = 64
 """Largest copy to the host, in bytes, that counts as single values, as ``.item()`` makes it."""
 
@@ -35,11 +72,17 @@ VALUE_BYTES = 64
 def find(material: Material) -> list[Finding]:
     """Return all findings of interest, best first."""
     found = [each for detector in DETECTORS for each in detector(material)]
-    left = 1.0 - sum(share for share, _ in whole_shares(material).values())  # operators that a library calls are its
-    found = [replace(each, gain=each.gain * left) if each.kind in CALLING else each for each in found]
+    whole = whole_shares(material).items()  # operators that a library calls are its
+    left = 1.0 - sum(share for kind, (share, _) in whole if kind in {each.kind for each in found})
+    rest = rest_share(material)
+    scale = {
+        each.kind: (1.0 if each.kind in SAMPLED else rest) * (left if each.kind in CALLING else 1.0) for each in found
+    }
+    found = [replace(each, gain=each.gain * scale[each.kind]) for each in found]
     wall = material.split.own or 1.0
     found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
-    return list(placed(sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain), material))
+    found = sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain)
+    return [replace(each, gain=min(each.gain, wall)) for each in placed(found, material)]
 
 
 def compiling(material: Material) -> Iterator[Finding]:
@@ -90,10 +133,24 @@ def synchronisation(material: Material) -> Iterator[Finding]:
 
 
 def _sync_launch(split: Split, calls: int) -> float:
-    """Return the launch time in the loop around ``calls`` waits: that of operators called about as often."""
-    inside = sum(op.calls for op in split.ops if calls / 2 <= op.calls <= 2 * calls)
-    every = sum(op.calls for op in split.ops) or 1
-    return split.parts["launch"] * inside / every if calls >= MANY else 0.0
+    """Return the launch time of operators that only make the values of ``calls`` waits (called about as often, they
+    reduce a tensor, compare, or take an element), and of the gaps after them."""
+    made = [op for op in split.ops if calls / 2 <= op.calls <= 2 * calls and op.name in FOR_VALUES]
+    if calls < MANY or not made:
+        return 0.0
+    trace, names = split.trace, {op.name for op in made}
+    ops = np.flatnonzero((trace.kind == OP) & (trace.lane == split.lane))
+    ends = np.maximum.accumulate(trace.ts[ops] + trace.dur[ops])
+    outer = ops[trace.ts[ops] >= np.append(-np.inf, ends[:-1])]
+    gaps = [gap for gap in split.gaps if gap.part == "launch"]
+    before = np.searchsorted(trace.ts[outer], [gap.begin for gap in gaps], side="left") - 1
+    after = sum(
+        gap.seconds
+        for gap, index in zip(gaps, before.tolist(), strict=True)
+        if index >= 0 and trace.key_of(int(outer[index])).name in names
+    )
+    own = sum(op.launch for op in made if op.name not in SYNC)
+    return min(split.parts["launch"], own + after)
 
 
 def launching(material: Material) -> Iterator[Finding]:
@@ -109,14 +166,19 @@ def launching(material: Material) -> Iterator[Finding]:
         waits = sum(op.calls for op in split.named("aten::item"))
         seconds = split.parts["launch"] - _sync_launch(split, waits)
     seconds *= 1 - 1 / most.calls
+    fused = seconds * _fusible(split)
+    chained = bool(material.facts.get("chained"))
     yield Finding(
         "launch",
         "many small operators",
         f"{calls} operators; {most.title} {most.calls} times with {most.key.shapes}",
-        seconds,
-        "do the loop's work in one batch; else torch.compile or a CUDA graph",
-        apply=_fewer_calls(material),
-        gains={"compile": seconds * _fusible(split)},
+        fused if chained else seconds,
+        "each call needs the result of the one before: use a module for whole sequences (nn.LSTM, not LSTMCell), or "
+        "torch.compile"
+        if chained
+        else "do the loop's work in one batch; else torch.compile or a CUDA graph",
+        apply="compile" if chained else _fewer_calls(material),
+        gains={"compile": fused},
     )
 
 
@@ -149,13 +211,16 @@ def _fewer_calls(material: Material) -> str:
 
 def small_batch(material: Material) -> Iterator[Finding]:
     """Find a product with few rows that is repeated: the weights are read every time."""
+    if material.facts.get("chained"):
+        return  # there is nothing to put together
     gain, evidence, worst = 0.0, "", 0.0
     rates = {name: REACHED * rate for name, rate in material.ceilings.flops_per_second.items()}
     reached = replace(material.ceilings, flops_per_second=rates)
     for op in material.split.ops:
         key = replace(op.key, name=op.name)
         rows = _rows(key)
-        if op.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor:
+        waits = op.tiny and op.seconds > op.calls * SLOW_CALL_S  # for threads, which ``crowded`` finds
+        if op.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor or waits:
             continue
         count = min(op.calls, 256)
         batched = floor(_with_rows(key, rows * count), reached)
@@ -302,8 +367,11 @@ def loading(material: Material) -> Iterator[Finding]:
     seconds = split.parts["loading"] - sum(each.seconds for each in material.named if each.doing.part == "loading")
     if seconds <= 0:
         return
+    plain = material.shares(lambda sample: "loading" if in_loader(sample.stack) else "")
+    if plain and not split.on_gpu:
+        seconds = plain.get("loading", 0.0) * split.own
     workers = max(1, usable_cores() - 1)
-    rest = split.wall - seconds
+    rest = split.own - seconds
     beside = any("MultiProcessingDataLoader" in key.name for key in split.trace.keys)
     left = 0.0 if beside else max(0.0, seconds / workers - rest)
     advice = (
@@ -311,13 +379,18 @@ def loading(material: Material) -> Iterator[Finding]:
     )
     if beside:
         advice = "more workers, or less work for each sample; persistent_workers=True, and a larger prefetch_factor"
+    inside = [sample for sample in material.stacks if in_loader(sample.stack)]
+    waits = 2 * sum(doing_of(sample.stack).kind in IDLE for sample in inside) > len(inside) or not inside
+    if left and not waits:
+        advice = f"a faster __getitem__, or one for whole batches; {advice}, {1e3 * (seconds - left):.1f} ms at most"
     yield Finding(
         "loading",
         "the loop waits for the workers that load its data" if beside else "the loop waits for its data",
         f"{1e3 * seconds:.1f} ms in DataLoader.__next__",
-        seconds - left,
+        seconds - left if waits else seconds,
         advice,
         apply="" if beside or usable_cores() < 2 else "loader workers",
+        gains={"loader workers": seconds - left},
     )
 
 
@@ -347,7 +420,8 @@ def allocation(material: Material) -> Iterator[Finding]:
     if len(calls) >= MANY:
         seconds = float(sum(split.trace.dur[i] for i in calls))
         advice = "remove torch.cuda.empty_cache(); keep shapes alike; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        yield Finding("allocation", "the allocator asks the driver", f"{len(calls)} calls", seconds, advice)
+        title, evidence = "the allocator asks the driver", f"{len(calls)} calls"
+        yield Finding("allocation", title, evidence, seconds, advice, apply="no empty_cache")
 
 
 def _runtime(split: Split, pattern: str) -> list[int]:

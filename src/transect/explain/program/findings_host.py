@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .doing import doing_of
-from .finding import Finding, Material
+from .doing import doing_of, in_loader
+from .finding import ENOUGH, Finding, Material, weighed
 from .gaps import Named
-from .split import SLOW_CALL_S, SYNC, Split
+from .sampler import Sample
+from .split import SLOW_CALL_S, SMALL_S, SYNC, Split
 from .trace import OP
 
 HOST_ADVICE = {
@@ -34,17 +35,24 @@ HOST_ADVICE = {
     "saving": ("checkpoints are written in the loop", "save every N steps, or copy the state and write it in a thread"),
     "copying": ("objects are copied deep in the loop", "keep one copy and write into it: tensor.copy_()"),
     "optimizer": ("the optimizer goes from parameter to parameter", "fused=True, or foreach=True"),
+    "adapters": ("adapters compute beside the weights", "merge them: model.merge_and_unload() for inference"),
     "python": (
         "Python computes between operators",
         "vectorize it with torch (numpy's work shows as Python's here), or move it out of the loop",
     ),
 }
-WHOLE = ("stacks", "printing", "saving", "copying", "optimizer")
+EVERYWHERE = ("tokenize", "logging", "sleep", "file", "parse", "wait", "process")
+"""Kinds that a stack shows wherever it was sampled, between operators or inside of one."""
+MOST_LEFT = 1.25
+"""Largest factor of what samples leave to operators."""
+WHOLE = ("stacks", "printing", "saving", "copying", "optimizer", "adapters")
 """Kinds that include the operators called for them, not only the gaps between these."""
+SAMPLED = (*EVERYWHERE, *WHOLE, "loading", "collection", "attention", "padding")
+"""Kinds of findings whose gain is no time of the trace's operators."""
 CHECKS = ("isnan", "ne", "any", "is_nonzero", "item", "_local_scalar_dense")
 """Operators by which anomaly detection checks each gradient."""
 UPDATES = ("addcdiv_", "addcmul_", "lerp_", "mul_", "add_", "sqrt", "div_")
-"""Operators of an optimizer update; fused, they move half the bytes."""
+"""Operators of an optimizer update."""
 IDLE = ("wait", "sleep")
 """Kinds in which the main thread has nothing to do."""
 
@@ -54,42 +62,82 @@ def host(material: Material) -> Iterator[Finding]:
     totals: dict[str, list[Named]] = {}
     for each in material.named:
         totals.setdefault(each.doing.kind, []).append(each)
-    for kind, every in totals.items():
+    plain = {} if material.split.on_gpu else material.shares(_kind)
+    for kind in dict.fromkeys([*totals, *(each for each in plain if each in EVERYWHERE)]):
+        every = totals.get(kind, [])
         seconds = sum(each.seconds for each in every)
-        where = max(every, key=lambda each: each.seconds).doing.frame
+        if plain and kind in EVERYWHERE:
+            seconds = plain.get(kind, 0.0) * material.split.own
+        where = max(every, key=lambda each: each.seconds).doing.frame if every else None
         place = f"in {where}" if where else "outside of its own lines"
         evidence = f"{1e3 * seconds:.1f} ms between operators, most of it {place}"
+        if not every:
+            evidence = f"{plain[kind]:.0%} of the samples without profiling"
         if kind == "compile" or kind in WHOLE:
             continue  # ``compiling`` and ``library`` have them
         if kind in HOST_ADVICE:
             title, advice = HOST_ADVICE[kind]
             # Beside a thread that holds the lock it is unknown how long the same Python would take.
             alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
-            yield Finding(kind, title, evidence, seconds * alone, advice)
+            apply = "no collection" if kind == "collection" else ""
+            yield Finding(kind, title, evidence, seconds * alone, advice, apply)
+
+
+def rest_share(material: Material) -> float:
+    """Return the factor by which time in the trace is too long where samples without profiling show more time in kinds
+    that they determine than the trace does."""
+    plain = {} if material.split.on_gpu else material.shares(_sampled)
+    if not plain:
+        return 1.0
+    own = material.split.own or 1.0
+    traced = sum(each.seconds for each in material.named if each.doing.kind in EVERYWHERE)
+    loading = sum(each.seconds for each in material.named if each.doing.part == "loading")
+    traced += material.split.parts["loading"] - loading
+    return min(MOST_LEFT, (1.0 - plain.get("sampled", 0.0)) / max(0.01, 1.0 - traced / own))
+
+
+def _sampled(sample: Sample) -> str:
+    return "sampled" if in_loader(sample.stack) or doing_of(sample.stack).kind in EVERYWHERE else ""
+
+
+def _kind(sample: Sample) -> str:
+    """Return the kind of a sample's work; empty for a loader's, which is a finding of its own."""
+    return "" if in_loader(sample.stack) else doing_of(sample.stack).kind
 
 
 def library(material: Material) -> Iterator[Finding]:
     """Find work of library functions, including the operators that they call."""
     split = material.split
     for kind, (count, line) in whole_shares(material).items():
+        if kind == "adapters" and material.facts.get("backward", True):
+            continue
         seconds = count * split.own
         if kind == "stacks":
             checks = sum(op.calls for op in split.named(*(f"aten::{name}" for name in CHECKS)))
             calls = sum(op.calls for op in split.ops) or 1
             seconds += split.parts["sync"] + split.parts["launch"] * checks / calls
         elif kind == "optimizer":
-            update = split.named(*(f"aten::{name}" for name in UPDATES))
-            seconds -= sum(op.calls * (op.floor or 0.0) for op in update) / 2
+            seconds -= _fused_update(split)
         if split.on_gpu:  # beside what the GPU computes it costs nothing
             seconds = min(seconds, max(0.0, split.issuing - split.busy))
         title, advice = HOST_ADVICE[kind]
-        apply = "fused optimizer" if kind == "optimizer" else ""
+        apply = {"optimizer": "fused optimizer", "stacks": "no anomaly detection"}.get(kind, "")
         yield Finding(kind, title, f"{count:.0%} of the time, most of it in {line}", max(0.0, seconds), advice, apply)
+
+
+def _fused_update(split: Split) -> float:
+    """Estimate the seconds of a fused update: Adam's passes over its numbers are halved, plain SGD has only one. Large
+    tensors take as long per byte as before."""
+    update = split.named(*(f"aten::{name}" for name in UPDATES))
+    passes = 0.5 if any(op.name != "aten::add_" for op in update) else 1.0
+    large = (op.seconds if op.seconds > op.calls * SMALL_S else op.calls * (op.floor or 0.0) for op in update)
+    return passes * sum(large)
 
 
 def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
     """Return for each kind in ``WHOLE`` its share of the samples, and the user's line that is most of them."""
-    samples = material.samples.samples if material.samples is not None else []
+    samples = material.stacks
+    shares = weighed(samples, lambda sample: doing_of(sample.stack).kind)
     lines: dict[str, Counter[str]] = {}
     for sample in samples:
         doing = doing_of(sample.stack)
@@ -97,7 +145,7 @@ def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
             lines.setdefault(doing.kind, Counter())[str(doing.frame or "a library")] += 1
     if material.samples is not None and not material.samples.anomalies:
         lines.pop("stacks", None)  # other code wrote a stack down
-    return {kind: (seen.total() / len(samples), seen.most_common(1)[0][0]) for kind, seen in lines.items()}
+    return {kind: (shares.get(kind, 0.0), seen.most_common(1)[0][0]) for kind, seen in lines.items()}
 
 
 def other_threads(material: Material) -> Iterator[Finding]:
@@ -146,17 +194,23 @@ def collector(material: Material) -> Iterator[Finding]:
     """Find time of the garbage collector, if the program does not call it."""
     if material.samples is None or any(each.doing.kind == "collection" for each in material.named):
         return
-    found = material.samples.samples
+    plain = material.plain_samples
+    watched = plain if plain is not None and len(plain.samples) >= ENOUGH else material.samples
+    found = watched.samples
     times = [sample.at for sample in found]
-    every = material.samples.collections
-    before = ((begin, end, bisect_right(times, begin) - 1) for begin, end in every)
+    before = ((begin, end, bisect_right(times, begin) - 1) for begin, end in watched.collections)
     # Modules that are imported make objects once, and no advice on a loop helps.
-    kept = [(begin, end) for begin, end, i in before if i < 0 or doing_of(found[i].stack).kind != "import"]
-    seconds = sum(end - begin for begin, end in kept) * (1 - material.split.share("recompilation"))
-    if seconds:
-        evidence = f"{len(kept)} collections, {1e3 * seconds:.1f} ms"
+    kept = [end - begin for begin, end, i in before if i < 0 or doing_of(found[i].stack).kind != "import"]
+    seconds = sum(kept) - max(kept, default=0.0)  # a single long one is no habit
+    if watched is plain:
+        seconds *= material.split.own / (times[-1] - times[0])
+    seconds *= 1 - material.split.share("recompilation")
+    if seconds > 0:
+        evidence = f"{len(kept)} collections, {1e3 * sum(kept):.1f} ms"
         advice = "gc.freeze() after setting up, or gc.disable() in the loop; make fewer objects"
-        yield Finding("collection", "the garbage collector runs often", evidence, seconds, advice)
+        yield Finding(
+            "collection", "the garbage collector runs often", evidence, seconds, advice, apply="no collection"
+        )
 
 
 def threads(material: Material) -> Iterator[Finding]:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .doing import Doing, doing_of
+from .overhead import IdleGap
 from .sampler import Frame, StackSamples
-from .split import COMMUNICATION, LONG_GAP_S, SHORT_GAP_S, IdleGap, Split, on_the_host, self_segments
+from .split import COMMUNICATION, LONG_GAP_S, SHORT_GAP_S, Split, on_the_host, self_segments
 from .stretches import pieces, stretches
 from .trace import OP, PYTHON, RANGE, RUNTIME, Trace
 
@@ -100,13 +101,15 @@ def _communicating(split: Split, samples: StackSamples | None) -> Iterator[IdleG
             inside = found[bisect_left(times, begin) : bisect_right(times, end)]
             waits = sum("/torch/" in sample.stack[0].file for sample in inside)
             communicates = part and 2 * waits >= len(inside)
-            yield IdleGap(begin, end, "communication" if communicates else gap.part, gap.label)
+            cost = gap.cost * (end - begin) / (gap.end - gap.begin)
+            yield IdleGap(begin, end, "communication" if communicates else gap.part, gap.label, cost)
 
 
 def _inside_calls(split: Split, samples: StackSamples | None) -> list[Named]:
     """Name the work of a Python library in the gaps of a loop that calls operators.
 
-    An example is reading a file tensor by tensor, whose time is not that of calling operators.
+    Examples are reading a file tensor by tensor, or calling an estimator row by row: its time is not that of calling
+    operators.
     """
     gaps = [gap for gap in split.gaps if gap.part == "launch"]
     begins = [gap.begin for gap in gaps]
@@ -118,7 +121,7 @@ def _inside_calls(split: Split, samples: StackSamples | None) -> list[Named]:
             continue
         total += 1
         doing = doing_of(sample.stack)
-        if doing.kind in LIBRARIES and sample.stack[0] != doing.frame:
+        if doing.kind in (*LIBRARIES, "python") and sample.stack[0] != doing.frame:
             counts[doing] += 1
     if sum(counts.values()) < RARE * total or not total:
         return []

@@ -5,18 +5,29 @@ A switch is looked up by the kind of a finding and the files of the library that
 
 from __future__ import annotations
 
+import functools
+import math
 import re
+import statistics
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .doing import LIBRARY, doing_of, user_stack
+import torch
+
+from .doing import LIBRARY, doing_of, loop_at, user_stack
 from .finding import Finding, Material
 from .sampler import Frame, Sample
+from .split import OpStat
 
 OFTEN = 0.1
 """Least share of samples that show a library at work."""
 CALLS = ("launch", "small batch", "autograd", "collection", "inefficiency")
+CALLING = ("launch", "small batch", "sync", "autograd")
+"""Kinds of findings about calls of operators, from any line."""
+LOOPED = ("python", "launch", "sync", "small batch")
+"""Kinds of findings about a loop that a batch replaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +48,10 @@ LIGHTNING = re.compile(r"/(?:pytorch_)?lightning/")
 ACCELERATE = re.compile(r"/accelerate/")
 SENTENCES = re.compile(r"/sentence_transformers/")
 SKLEARN = re.compile(r"/sklearn/")
+GRAPHS = re.compile(r"/torch_geometric/")
+DIFFUSERS = re.compile(r"/diffusers/")
+PICTURES = re.compile(r"/torchvision/transforms/")
+PANDAS = re.compile(r"/pandas/")
 OPTIM = re.compile(r"/torch/optim/")
 SWITCHES = (
     Switch("transformers", GENERATE, CALLS, "generate for several prompts in one call (pad on the left); "
@@ -65,18 +80,41 @@ SWITCHES = (
     Switch("accelerate", ACCELERATE, ("float32 products",), "Accelerator(mixed_precision='bf16')"),
     Switch("scikit-learn", SKLEARN, ("python", "launch"), "call transform or predict once for all rows; n_jobs=-1 "
            "where the estimator has it"),
+    Switch("torch-geometric", GRAPHS, CALLS, "torch_geometric.loader.DataLoader(graphs, batch_size=64): many graphs in "
+           "one call"),
+    Switch("diffusers", DIFFUSERS, CALLS, "num_images_per_prompt or a list of prompts in one call; "
+           "pipe.unet = torch.compile(pipe.unet)"),
+    Switch("torchvision", PICTURES, ("loading", "python"), "transforms.v2 on batches of tensors, after the loader"),
+    Switch("pandas", PANDAS, ("loading", "python"), "torch.from_numpy(frame.to_numpy()) once, then index the tensor"),
     Switch("torch", OPTIM, ("optimizer", "launch"), "the optimizer's fused=True"),
 )  # fmt: skip
 
 
 def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
-    """Yield findings with the user's line, the library's function, and the library's switch."""
-    samples = material.samples.samples if material.samples is not None else []
+    """Yield findings with the user's line, the library's function, and the library's switch, best first. What one
+    loop spends in Python and on calls is one finding, if all of the loop can be done in a batch."""
+    samples = material.stacks
+    loops: dict[tuple[str, int], Finding] = {}
+    rest: list[Finding] = []
     for each in found:
         chosen = [sample for sample in samples if _belongs(sample, each.kind)] or list(samples)
         words = next(_switches(each.kind, chosen), "")
         advice = f"{words}. Else: {each.advice}" if words else each.advice
-        yield replace(each, where=_where(chosen), advice=advice)
+        line, where = _where(chosen)
+        each = replace(each, where=where, advice=advice)
+        loop = loop_at(line)
+        if each.kind not in LOOPED or not loop[0] or material.facts.get("backward", True):
+            rest.append(each)
+        elif loop in loops:
+            first = loops[loop]
+            more = 0.0 if each.kind == "small batch" else 1.0  # its operators are those that are called
+            gain, share = first.gain + more * each.gain, min(1.0, first.share + more * each.share)
+            evidence = f"{first.evidence}; in the same loop: {each.title} ({each.share:.0%})"
+            apply = ", ".join(dict.fromkeys(filter(None, [first.apply, each.apply])))
+            loops[loop] = replace(first, gain=gain, share=share, evidence=evidence, apply=apply)
+        else:
+            loops[loop] = each
+    yield from sorted([*rest, *loops.values()], key=lambda each: -each.gain)
 
 
 def _belongs(sample: Sample, kind: str) -> bool:
@@ -86,7 +124,7 @@ def _belongs(sample: Sample, kind: str) -> bool:
         return any("/torch/utils/data/" in frame.file for frame in sample.stack)
     if kind == "optimizer":
         return any("/torch/optim/" in frame.file for frame in sample.stack)
-    return doing.kind == kind if kind not in ("launch", "small batch", "sync", "autograd") else doing.part == "host"
+    return doing.kind == kind if kind not in CALLING else doing.part in ("host", "launch")
 
 
 def _switches(kind: str, samples: Sequence[Sample]) -> Iterator[str]:
@@ -103,8 +141,8 @@ def _switches(kind: str, samples: Sequence[Sample]) -> Iterator[str]:
             yield f"{switch.library}: {switch.words}"
 
 
-def _where(samples: Sequence[Sample]) -> str:
-    """Return the user's line that most samples are below, and the function that it calls there."""
+def _where(samples: Sequence[Sample]) -> tuple[Frame | None, str]:
+    """Return the user's line that most samples are below, also as text with the function that it calls there."""
     counts: Counter[tuple[Frame, Frame | None]] = Counter()
     for sample in samples:
         stack = user_stack(sample.stack)
@@ -112,11 +150,11 @@ def _where(samples: Sequence[Sample]) -> str:
         if index is not None:
             counts[stack[index], stack[index - 1] if index else None] += 1
     if not counts:
-        return ""
+        return None, ""
     (user, called), _ = counts.most_common(1)[0]
     file = user.file.rpartition("/")[2]
     inside = f", which calls {called.function} ({_library(called.file)})" if called is not None else ""
-    return f"{file}:{user.line} in {user.function}{inside}"
+    return user, f"{file}:{user.line} in {user.function}{inside}"
 
 
 def _library(file: str) -> str:
@@ -125,14 +163,57 @@ def _library(file: str) -> str:
 
 
 def attention(material: Material) -> Iterator[Finding]:
-    """Find attention of transformers that writes all scores to memory."""
-    samples = material.samples.samples if material.samples is not None else []
+    """Find attention of transformers that writes all scores to memory; fused attention of the same shapes is timed."""
+    samples = material.stacks
     eager = [sample for sample in samples if any(frame.function == "eager_attention_forward" for frame in sample.stack)]
-    scores = material.split.named("aten::_softmax", "aten::softmax", "aten::bmm", "aten::_softmax_backward_data")
-    seconds = sum(op.seconds - op.calls * (op.floor or 0.0) for op in scores if "bmm" not in op.name)
-    if not eager or seconds <= 0:
+    softmax = material.split.named("aten::_softmax", "aten::softmax")
+    most = max(softmax, key=lambda op: op.seconds, default=None)
+    if not eager or most is None or not isinstance(most.key.shapes, list):
         return
-    seconds += sum(op.seconds for op in material.split.named("aten::add", "aten::mul")) * 0.3
-    evidence = f"{len(eager) / len(samples):.0%} of the samples are in eager_attention_forward"
+    *batch, queries, keys = most.key.shapes[0]
+    scores = [op for op in material.split.ops if _of_scores(op, queries, keys)]
+    width = next((_width(op, queries) for op in scores if op.name == "aten::bmm" and _width(op, queries)), 64)
+    kind = {"float": torch.float32, "c10::half": torch.float16}.get(most.key.types[0], torch.bfloat16)
+    device = "cuda" if material.split.on_gpu else "cpu"
+    fused = most.calls * fused_seconds(math.prod(batch), queries, keys, width, kind, device)
+    seconds = sum(op.seconds for op in scores) - fused
+    if seconds <= 0:
+        return
+    evidence = (
+        f"{len(eager) / len(samples):.0%} of the samples are in eager_attention_forward; fused attention of the same "
+        f"shapes was timed: {1e3 * fused:.1f} ms for {most.calls} calls"
+    )
     advice = "from_pretrained(..., attn_implementation='sdpa'), or flash_attention_2 on a GPU"
-    yield Finding("attention", "attention writes all of its scores to memory", evidence, seconds, advice)
+    title = "attention writes all of its scores to memory"
+    yield Finding("attention", title, evidence, seconds, advice, apply="fused attention")
+
+
+def _of_scores(op: OpStat, queries: int, keys: int) -> bool:
+    """Return True if an operator reads or writes scores: [..., queries, keys]."""
+    shapes = [each for each in op.key.shapes or () if isinstance(each, list) and len(each) > 2]
+    if op.name == "aten::bmm" and len(shapes) == 2:
+        return (shapes[0][1], shapes[1][2]) == (queries, keys) or shapes[0][1:] == [queries, keys]
+    return any(each[-2:] == [queries, keys] for each in shapes)
+
+
+def _width(op: OpStat, queries: int) -> int:
+    """Return the width of a head, from the product that makes scores."""
+    left, right = op.key.shapes[:2]
+    return int(left[2]) if left[1] == queries and left[2] == right[1] and left[2] != right[2] else 0
+
+
+@functools.cache
+def fused_seconds(heads: int, queries: int, keys: int, width: int, kind: torch.dtype, device: str) -> float:
+    """Time fused attention, on this machine."""
+    q, k, v = (torch.ones(1, heads, rows, width, dtype=kind, device=device) for rows in (queries, keys, keys))
+    times = []
+    with torch.inference_mode():
+        for _ in range(4):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)

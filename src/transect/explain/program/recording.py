@@ -27,6 +27,10 @@ from .trace_file import read_trace
 
 PROBES = 2000
 """Operators run to measure the profiler's own cost."""
+LAYERS = 40
+"""Layers of the model that is run to measure what recording by autograd costs."""
+RECORDED = 3
+"""Operators of a layer that autograd records: the transposed weight, the product, and ReLU."""
 HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 """Text of a warning about hooks of ``StepWatch``, which the program did not install."""
 ONE_PROFILER = "torch's profiler is at work already, and there can be one at a time"
@@ -81,7 +85,9 @@ class Recording:
         self.span = [time.monotonic(), math.inf]
 
     def stop(self, *, wait: bool = True) -> None:
-        """Stop recording, after the GPU has finished its work if ``wait``."""
+        """Stop recording, after the GPU has finished its work if ``wait``; a second call does nothing."""
+        if self.span[1] < math.inf:
+            return
         if wait and torch.cuda.is_available():
             torch.cuda.synchronize()
         self.span[1] = time.monotonic()
@@ -172,16 +178,18 @@ def profiler_seconds(device: str = "") -> float:
 
 @functools.cache
 def autograd_seconds(on_gpu: bool) -> float:
-    """Measure once the seconds that recording by autograd adds to a small product."""
+    """Measure once the seconds that recording by autograd adds to an operator of a small layer."""
     device = "cuda" if on_gpu else "cpu"
-    x, weight = torch.ones(8, 8, device=device), torch.ones(8, 8, device=device, requires_grad=True)
+    x, layer = torch.ones(4, 8, device=device), torch.nn.Linear(8, 8, device=device)
 
     def work() -> float:
         if on_gpu:
             torch.cuda.synchronize()
         began = time.perf_counter()
-        for _ in range(PROBES):
-            x.mm(weight)
+        for _ in range(PROBES // LAYERS):
+            y = x
+            for _ in range(LAYERS):  # the results of a model's layers are kept until its end
+                y = torch.relu(layer(y))
         return time.perf_counter() - began
 
     recorded, plain = [], []
@@ -189,7 +197,7 @@ def autograd_seconds(on_gpu: bool) -> float:
         recorded.append(work())
         with torch.inference_mode():
             plain.append(work())
-    return max(0.0, (min(recorded) - min(plain)) / PROBES)
+    return max(0.0, (min(recorded) - min(plain)) / PROBES / RECORDED)
 
 
 def _activities() -> list[torch.profiler.ProfilerActivity]:

@@ -61,7 +61,7 @@ def lines(explanation: Explanation) -> Iterator[str]:
         yield f"   evidence: {found.evidence}"
         if found.where:
             yield f"   where: {found.where}"
-        yield f"   do: {found.advice}" + (f"   [--apply does: {found.apply}]" if found.apply else "")
+        yield f"   do: {found.advice}" + (f"   [--apply does: {_changes(found)}]" if found.apply else "")
     top = heaviest(explanation)
     if top:
         yield ""
@@ -72,6 +72,13 @@ def lines(explanation: Explanation) -> Iterator[str]:
         yield f"child process {child['pid']} ({child['name']}): {child['busy']:.0%} of a core"
     for note in notes(explanation):
         yield f"note: {note}"
+
+
+def _changes(found: Finding) -> str:
+    """Return the names of a finding's changes, with the share of those that gain less."""
+    less = {name: found.share * gain / found.gain for name, gain in found.gains.items() if gain < 0.9 * found.gain}
+    names = found.apply.split(", ")
+    return ", ".join(f"{name} (at most {less[name]:.0%})" if name in less else name for name in names)
 
 
 def of_floor(op: OpStat) -> str:

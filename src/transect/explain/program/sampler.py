@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import random
 import sys
 import threading
 import time
@@ -115,7 +116,8 @@ class StackSampler:
         own = threading.get_ident()
         before: dict[int, int] = {}
         seen: dict[int, float] = {}
-        while not self._stop.wait(self.found.period):
+        chance = random.Random(0)
+        while not self._stop.wait(self.found.period * (0.5 + chance.random())):  # steps may last as long as a period
             places, running = _look(self._watched)
             at = time.perf_counter()
             others = {thread: code for thread, code in running if thread not in (own, self._watched)}

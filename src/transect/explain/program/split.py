@@ -17,8 +17,9 @@ import numpy as np
 
 from ...costs.ceilings import Ceilings
 from .op_floor import floor, own_floors
+from .overhead import IdleGap, idle_seconds, late_start, own_overhead, segment_costs, without
 from .stretches import COMPILING, LOADING, pieces, stretches
-from .trace import COPY, KERNEL, OP, OVERHEAD, RANGE, RUNTIME, SET, Key, Trace
+from .trace import COPY, KERNEL, OP, RANGE, RUNTIME, SET, Key, Trace
 
 WINDOW = "transect.explain"
 """Name of the range that marks the explained time; without one, the whole trace is explained."""
@@ -58,13 +59,6 @@ ISSUES = r"Launch|Memcpy|Memset|Malloc|Free|Synchronize|HostAlloc|Event"
 """Driver calls that show an operator's use of the GPU."""
 HOST_OP_S = 500e-6
 """Seconds above which an operator without such a call counts as computing on the host."""
-OWN_OVERHEAD = r"^(?:Activity Buffer Request|Instrumentation|Resource|CUPTI)"
-"""Events of the profiler's own work; the driver's overhead (loading a kernel, say) is the program's."""
-GIVES = r"Launch|Memcpy|Memset"
-"""Driver calls that submit work to the GPU."""
-HELD_S = 200e-6
-"""Delay in seconds of the first kernel under a profiler from which the profiler's set-up is the cause: an idle GPU
-starts within microseconds of a launch."""
 PLUMBING = ("autograd::", "Optimizer", "torch::autograd", "TorchDynamo Cache Lookup", "Pregraph bytecode")
 """Names of ranges by which autograd, optimizers and torch.compile call operators."""
 COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|c10d|gloo", re.I)
@@ -143,21 +137,6 @@ def kernel_name(name: str, *, templates: bool = False) -> str:
 
 
 @dataclass(slots=True)
-class IdleGap:
-    """A stretch between operators or kernels, and its part."""
-
-    begin: float
-    end: float
-    part: str = "host"
-    label: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """Length in seconds."""
-        return self.end - self.begin
-
-
-@dataclass(slots=True)
 class Split:
     """The parts of a trace's wall time, in seconds, and their material."""
 
@@ -203,7 +182,7 @@ class Split:
     @property
     def busy(self) -> float:
         """Seconds in which the GPU was busy."""
-        return self.wall - _seconds(self.gaps) - self.held
+        return self.wall - idle_seconds(self.gaps) - self.held
 
     @property
     def issuing(self) -> float:
@@ -219,22 +198,25 @@ class Split:
         return [op for op in self.ops if op.name in names]
 
 
-def split_trace(trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, padding: float = 0.0) -> Split:
+def split_trace(
+    trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, padding: float = 0.0, plain: float | None = None
+) -> Split:
     """Split a trace; gaps are still all called "host" (``gaps.name_gaps`` says more).
 
     Args:
         ceilings: rates for floors.
         profiler_s: seconds that the profiler adds to each operator, if known.
         padding: the share of tokens that are padding, if that is known.
+        plain: seconds of the same work without profiling, if they are known.
     """
     begin, end, lane = _window(trace)
     if trace.on_gpu:
         ops, gaps, parts = _device(trace, ceilings, begin, end)
-        stopped = _own_overhead(trace, begin)
-        spans = sorted([*stopped, *_late_start(trace, begin)])
-        idle, gaps = _seconds(gaps), [piece for gap in gaps for piece in _without(gap, spans)]
+        stopped = own_overhead(trace, begin)
+        spans = sorted([*stopped, *late_start(trace, begin)])
+        idle, gaps = idle_seconds(gaps), [piece for gap in gaps for piece in without(gap, spans)]
     else:
-        ops, gaps, parts = _host(trace, ceilings, begin, end, lane, profiler_s)
+        ops, gaps, parts = _host(trace, ceilings, begin, end, lane, profiler_s, plain)
     computed = parts["floor"] + parts["inefficiency"]
     for part in ("floor", "inefficiency"):
         parts[part] -= parts[part] * padding
@@ -244,43 +226,16 @@ def split_trace(trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, pa
         mine = trace.where(RUNTIME)
         inside = (trace.lane[mine] == lane) & (trace.ts[mine] >= begin) & (trace.ts[mine] < end)
         split.profiling = profiler_s * int(inside.sum())
-        split.held = idle - _seconds(gaps)
+        split.held = idle - idle_seconds(gaps)
         split.held_host = min(split.held, sum(min(last, end) - first for first, last in stopped if first < end))
         parts["profiler"] += split.held
     return split
 
 
-def _seconds(gaps: Sequence[IdleGap]) -> float:
-    return sum(gap.seconds for gap in gaps)
-
-
-def _own_overhead(trace: Trace, begin: float) -> list[tuple[float, float]]:
-    """Return the intervals of the profiler's own work."""
-    own = [i for i in trace.where(OVERHEAD) if re.search(OWN_OVERHEAD, trace.key_of(int(i)).name)]
-    return [(float(trace.ts[i]), float(trace.ts[i] + trace.dur[i])) for i in own if trace.ts[i] >= begin]
-
-
-def _late_start(trace: Trace, begin: float) -> list[tuple[float, float]]:
-    """Return the interval from the first launch to the first kernel, if it is long (``HELD_S``)."""
-    firsts = [float(trace.ts[i]) for kind in (KERNEL, COPY, SET) for i in trace.where(kind)[:1]]
-    calls = [int(i) for i in trace.where(RUNTIME) if re.search(GIVES, trace.key_of(int(i)).name)]
-    if not firsts or not calls or trace.ts[calls[0]] < begin:
-        return []
-    launched = float(trace.ts[calls[0]] + trace.dur[calls[0]])
-    return [(launched, min(firsts))] if min(firsts) - launched > HELD_S else []
-
-
-def _without(gap: IdleGap, spans: Sequence[tuple[float, float]]) -> Iterator[IdleGap]:
-    """Yield the pieces of a gap that lie in none of these spans."""
-    at = gap.begin
-    for first, last in spans:
-        if last <= at or first >= gap.end:
-            continue
-        if first > at:
-            yield IdleGap(at, first)
-        at = max(at, last)
-    if at < gap.end:
-        yield IdleGap(at, gap.end)
+def trace_seconds(trace: Trace) -> float:
+    """Return the wall time of the marked range of a trace, or of all of it."""
+    begin, end, _ = _window(trace)
+    return end - begin
 
 
 def _window(trace: Trace) -> tuple[float, float, int]:
@@ -333,7 +288,7 @@ def self_segments(trace: Trace, indices: Sequence[int], begin: float, end: float
 
 
 def _host(
-    trace: Trace, ceilings: Ceilings, begin: float, end: float, lane: int, profiler_s: float
+    trace: Trace, ceilings: Ceilings, begin: float, end: float, lane: int, profiler_s: float, plain: float | None
 ) -> tuple[list[OpStat], list[IdleGap], dict[str, float]]:
     """Split the time of the main thread, if no kernel ran on a GPU."""
     mine = np.flatnonzero((trace.kind == OP) & (trace.lane == lane)).tolist()
@@ -345,28 +300,39 @@ def _host(
     segments = self_segments(trace, mine, begin, end)
     cut = ((*each, index) for a, b, index in segments for each in (pieces(owners, a, b) if owners else ((a, b, ""),)))
     seen: set[int] = set()
+    lengths: list[float] = []
+    subjects: list[OpStat | IdleGap | str] = []
     for first, last, owner, index in cut:
+        lengths.append(last - first)
         if owner:
-            parts[owner] += last - first
+            subjects.append(owner)
             continue
         if index < 0:
             gaps.append(IdleGap(first, last))
+            subjects.append(gaps[-1])
             continue
         number = numbers[index]
         stat = stats.get(number)
         if stat is None:
             known = None if least[index] != least[index] else 0.0
             stat = stats[number] = OpStat(trace.keys[number], first=first, floor=known)
-        stat.seconds += last - first
+        subjects.append(stat)
         stat.last = last
         if index not in seen:
             seen.add(index)
             stat.calls += 1
             stat.floor = stat.floor + least[index] if stat.floor is not None else None
+    costs = segment_costs(np.array(lengths), profiler_s / 2, plain).tolist()
+    for subject, length, cost in zip(subjects, lengths, costs, strict=True):
+        parts["profiler"] += cost
+        if isinstance(subject, OpStat):
+            subject.seconds += length - cost
+        elif isinstance(subject, IdleGap):
+            subject.cost = cost
+        else:
+            parts[subject] += length - cost
     for stat in stats.values():
         stat.floor = stat.floor / stat.calls if stat.floor is not None else None
-        parts["profiler"] += (cost := min(stat.calls * profiler_s, 0.9 * stat.seconds))
-        stat.seconds -= cost
         _add_op(parts, stat)
     return list(stats.values()), gaps, parts
 

@@ -2,22 +2,32 @@
 
 The first recording begins with the program and ends when a step has repeated. It is explained where the program ends
 too early for a window, and where it has no steps. Steps without profiling are timed before the window and after it.
+In between, the Python stack of some steps is sampled without a profiler, which makes calls of operators longer.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from .doing import doing_of
 from .recording import Recording
+from .sampler import StackSampler, StackSamples
 from .steps import KINDS, Mark, StepWatch, UnprofiledSteps
 
 MOST_AFTER = 50
 """Most steps that are timed after the window."""
+FIRST_S = 10.0
+"""Longest first recording in seconds: a program may call operators for hours without a step."""
+SAMPLES = 200
+"""Samples of the Python stack that are taken without a profiler, if a second is enough for them."""
+SOME = 20
+"""Steps after which a window may end in a third of its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,14 @@ class Steady:
         self._inside: list[float] = []
         """Times of steps in the window."""
         self._step: Mark | None = None
+        self._sampler: StackSampler | None = None
+        self._sampling = 0.0
+        self._limit = threading.Timer(FIRST_S, self._ask)
+        self._limit.daemon = True
+        self._stopping = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._cut)
+        self._over = False
+        self.limited = False
+        """True if the first recording ended before the program, at ``FIRST_S``, without a step."""
         self._state = "first"
         self._least_s = min(0.05, window_s / 3)  # steps after the window are timed as well
         self._before, self._after = UnprofiledSteps(self._least_s), UnprofiledSteps()
@@ -94,6 +112,19 @@ class Steady:
             self.watch.stop()
             raise
         self._began = time.perf_counter()
+        if self._window_s and threading.current_thread() is threading.main_thread():
+            self._limit.start()
+
+    def _ask(self) -> None:
+        """Ask the main thread, where the profiler runs, to call ``_cut`` between two instructions."""
+        ctypes.pythonapi.Py_AddPendingCall(self._stopping, None)
+
+    def _cut(self, given: object) -> int:
+        """End a first recording that finds no step."""
+        if self._state == "first" and os.getpid() == self._process and not self._over:
+            self._first.stop(wait=False)
+            self.limited = True
+        return 0
 
     def _seen(self, mark: Mark) -> None:
         if os.getpid() != self._process:  # a worker that was forked
@@ -121,13 +152,38 @@ class Steady:
         elif self._state == "window":
             self._inside.append(now)
             spent = now - self._inside[0]
-            if spent >= self._window_s and (len(self._inside) > 3 or spent > 10 * self._window_s):
+            enough = len(self._inside) > 3 or spent > 10 * self._window_s
+            if spent >= self._window_s / (3 if len(self._inside) > SOME else 1) and enough:
                 assert self._window is not None
                 self._window.stop()
-                self._state = "after"
+                self._sample()
+        elif self._state == "sampled":
+            assert self._sampler is not None
+            spent = time.perf_counter() - self._sampling
+            if len(self._sampler.found.samples) >= SAMPLES or spent >= max(1.0, self._window_s):
+                self._stop_sampling()
                 self._after.restart()
         elif len(self._after.seconds) < MOST_AFTER:
             self._after.mark()
+
+    def _sample(self) -> None:
+        """Sample steps without profiling."""
+        self._state = "sampled" if self._stacks else "after"
+        if self._stacks:
+            self._sampling = time.perf_counter()
+            self._sampler = StackSampler()
+            self._sampler.__enter__()
+        self._after.restart()
+
+    def _stop_sampling(self) -> None:
+        assert self._sampler is not None
+        self._sampler.__exit__()
+        self._state = "after"
+
+    @property
+    def plain_samples(self) -> StackSamples | None:
+        """Samples of steps without profiling; None if there are none."""
+        return None if self._sampler is None else self._sampler.found
 
     def _better(self, mark: Mark) -> bool:
         """Return True if another mark repeats, and is a better sign of steps than the chosen one."""
@@ -143,12 +199,16 @@ class Steady:
     def stop(self, *, wait: bool = True) -> None:
         """End all recordings and choose the one to explain."""
         ended = time.perf_counter()
+        self._over = True
+        self._limit.cancel()
         self.watch.stop()
         if self._state == "first":
             self._first.stop(wait=wait)
         elif self._state == "window":
             assert self._window is not None
             self._window.stop(wait=wait)
+        elif self._state == "sampled":
+            self._stop_sampling()
         if self._step is None:
             return
         moments = self._moments.get(self._step, [])

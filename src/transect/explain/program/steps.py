@@ -10,6 +10,7 @@ import functools
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import dataloader
 
 KINDS = ("optimizer step", "generate call", "batch of a loader", "forward call")
@@ -35,7 +37,7 @@ SEEN_ROWS = 64
 LEAST_PADDING = 0.05
 
 Mark = tuple[str, int]
-"""(kind, number of the module); 0 for optimizers and loaders, which programs create repeatedly."""
+"""(kind, number of the module or optimizer); 0 for loaders, which programs create repeatedly."""
 
 
 class StepWatch:
@@ -49,6 +51,10 @@ class StepWatch:
         self._seen = seen
         self.counts: Counter[Mark] = Counter()
         self._generating = 0
+        self._made: dict[int, list[weakref.ref[Tensor]]] = {}
+        """Tensors that the last call of each root returned."""
+        self._calls = self._chained = 0
+        self._optimizers: list[weakref.ref[Any]] = []
         self._training: dict[Mark, bool] = {}
         self._inside: set[int] = set()
         """Modules inside of a root: a module that was called by no other."""
@@ -70,7 +76,7 @@ class StepWatch:
         self._undo.append(self.ignore_forward)
         if self._seen is None:
             return
-        hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._mark(KINDS[0], optimizer))
+        hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped(optimizer))
         self._undo.append(hook.remove)
         kind = dataloader._BaseDataLoaderIter
         plain = kind.__next__
@@ -125,9 +131,23 @@ class StepWatch:
     def _mark(self, kind: str, owner: object = None) -> None:
         if threading.get_ident() != self._thread or self._seen is None:
             return
-        mark = kind, 0 if owner is None else id(owner)
+        self._count((kind, 0 if owner is None else id(owner)))
+
+    def _stepped(self, optimizer: Any) -> None:
+        """Mark a step of an optimizer; a new one takes the number of one that no longer exists."""
+        if threading.get_ident() != self._thread:
+            return
+        known = self._optimizers
+        number = next((i for i, each in enumerate(known) if each() is optimizer), -1)
+        if number < 0:
+            number = next((i for i, each in enumerate(known) if each() is None), len(known))
+            known[number : number + 1] = [weakref.ref(optimizer)]
+        self._count((KINDS[0], number))
+
+    def _count(self, mark: Mark) -> None:
         self.counts[mark] += 1
-        self._seen(mark)
+        if self._seen is not None:
+            self._seen(mark)
 
     def _called(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Record a call, as a forward pre-hook of all modules. It does not synchronize: ids are inspected in the
@@ -145,12 +165,28 @@ class StepWatch:
         """Mark the calls of roots, as a forward hook of all modules."""
         if torch.compiler.is_compiling() or id(module) not in self._roots:
             return
+        self._follow(module, args, kwargs, output)
         mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and _is_mask(mask) and len(self._masks) < LOOKS:
             self._masks.append((mask.detach()[:: -(-len(mask) // SEEN_ROWS)].clone(), mask.numel()))
         mark = KINDS[3], id(module)
         self._training[mark] = module.training and torch.is_grad_enabled()
         self._mark(KINDS[3], module)
+
+    def _follow(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Count the calls that get a tensor which the call before returned."""
+        if self._calls >= LOOKS:
+            return
+        before = [each() for each in self._made.get(id(module), ())]
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        self._calls += 1
+        self._chained += any(each is one for each in given for one in before)
+        self._made[id(module)] = [weakref.ref(each) for each in tree_leaves(output) if isinstance(each, Tensor)]
+
+    @property
+    def chained(self) -> bool:
+        """True if most calls of a module need the result of the call before."""
+        return self._chained >= REPEATS and 2 * self._chained > self._calls
 
     def _look(self, ids: Any, pad: int) -> None:
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] < 4 or ids.device.type == "meta":

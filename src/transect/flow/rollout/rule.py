@@ -12,7 +12,7 @@ Looks and bars share the level (Bonferroni), so that looking often finds no fals
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...bench.intervals import rate_difference
@@ -69,11 +69,13 @@ class CanaryLook:
     Attributes:
         action: ``promote``, ``roll back`` or ``wait``.
         rates: of each bar: counts, rates and interval.
+        drift: p-values by alarm, where the candidate's captures were tested.
     """
 
     action: str
     reason: str
     rates: Mapping[str, Any]
+    drift: Mapping[str, float] = field(default_factory=dict)
 
 
 def look(candidate: Counts, current: Counts, bars: CanaryBars, confidence: float, *, last: bool) -> CanaryLook:

@@ -35,7 +35,7 @@ def _inputs(context: StepContext) -> Mapping[str, Any]:
         "settings": asdict(context.tables["promote"]),
         "version": context.output("register", "version"),
         "digest": context.output("register", "digest"),
-        "promote": _decision(context)[0],
+        "promote": list(_decision(context)),
         "release": context.output("release", "weights"),
     }
 
@@ -43,6 +43,8 @@ def _inputs(context: StepContext) -> Mapping[str, Any]:
 def _plan(context: StepContext) -> str:
     if not context.tables["promote"].automatic:
         return "leave the candidate for a person to promote"
+    if "gate" not in context.before and "watch" not in context.tables:
+        return "promote the candidate if it passes the gate"
     if "watch" not in context.before and "watch" in context.tables:
         return "promote the candidate or roll it back, by the rule of the watch"
     return "promote the candidate" if _decision(context)[0] else "roll the candidate back"
@@ -53,8 +55,8 @@ def _shares(context: StepContext, promoted: bool) -> dict[str, float]:
 
 
 def _lost(context: StepContext, outcome: StepOutcome) -> str:
-    if not context.is_last or not context.tables["promote"].automatic:
-        return ""
+    if not context.tables["promote"].automatic:
+        return ""  # else checked always: a new watch has given the candidate its share again
     catalog = context.tables["register"].catalog(context)
     current = catalog.current(context.model)
     promoted, version = outcome.passed, str(context.output("register", "version"))

@@ -47,7 +47,11 @@ class FlowTraining:
 
 
 def _points(context: StepContext, start: ModelVersion | None) -> list[SweepPoint]:
-    """Return the runs; their data are missing in a plan whose data are not made yet."""
+    """Return the runs; their data are missing in a plan whose data are not made yet.
+
+    Raises:
+        ValueError: a setting is at fault, or a whole model is to be released.
+    """
     from ...train.loop.sweep import points_of  # imports torch, which takes seconds
 
     settings: FlowTraining = context.tables["train"]
@@ -57,7 +61,15 @@ def _points(context: StepContext, start: ModelVersion | None) -> list[SweepPoint
         given.append(f"data.{name}={json.dumps([] if path is None else [str(path)])}")
     if start is not None:
         given.append(f"lora.start={json.dumps(str(start.model.adapter))}")
-    return points_of(context.path(settings.run), settings.grid, context.folder / "runs", given)
+    points = points_of(context.path(settings.run), settings.grid, context.folder / "runs", given)
+    whole = next((point.config.task for point in points if not point.config.task.endswith("lora")), None)
+    if whole is not None and "release" in context.tables:
+        raise ValueError(
+            f"task = {whole!r} trains a whole model, and versions of a release are adapters of one server: set task to "
+            f"lora in {settings.run}, or leave out [release] and [watch]; the gate decides then, and `transect serve` "
+            "takes the registered version by its path"
+        )
+    return points
 
 
 def _start(context: StepContext) -> ModelVersion | None:

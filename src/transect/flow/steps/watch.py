@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..rollout.drifted import DriftCondition
 from ..rollout.remote import Counts, RemoteServer, ServerUnreachable
-from ..rollout.rule import WAIT, CanaryBars, CanaryLook, look
+from ..rollout.rule import PROMOTE, ROLL_BACK, WAIT, CanaryBars, CanaryLook, look
 from ..rollout.tally import VersionTally
+from ..watch.report import DRIFT_ALARMS
 from .release import canary_shares, differs, release_name, serve
 from .step import FlowStep, StepContext, StepOutcome
 
@@ -32,6 +34,14 @@ class FlowWatch(CanaryBars):
         every_s: seconds between two readings of the counters.
         most_s: seconds after which the last look is taken, however few the requests.
         outage_s: seconds that the server may be away before the flow fails; it can be run again.
+        captures: the server's ``--capture-dir``. With it the last look tests the candidate's captures for drift, as
+            ``transect flow watch`` does; an alarm, or fewer than 16 captured requests, rolls the candidate back.
+        reference: training data, or captures of a good time, to compare with; empty for the captures of the current
+            version.
+        drift: alarms that forbid a promotion.
+        drift_model: model for vectors of texts, run here; empty for no tests of vectors.
+        drift_window: newest captured requests of the candidate that are tested, one of each user and conversation.
+        false_alarms: probability that the tests find drift where there is none.
     """
 
     requests: int = 200
@@ -40,6 +50,12 @@ class FlowWatch(CanaryBars):
     every_s: float = 5.0
     most_s: float = 86400.0
     outage_s: float = 120.0
+    captures: str = ""
+    reference: str = ""
+    drift: tuple[str, ...] = ("PromptDrift", "PromptLengthDrift", "RefusalDrift", "SchemaFailures")
+    drift_model: str = ""
+    drift_window: int = 256
+    false_alarms: float = 1e-3
 
     def __post_init__(self) -> None:
         super(FlowWatch, self).__post_init__()
@@ -53,6 +69,13 @@ class FlowWatch(CanaryBars):
                 raise ValueError(f"watch.{name} must be more than 0 seconds, not {getattr(self, name)}")
         if not self.outage_s >= 0:
             raise ValueError(f"watch.outage_s must be 0 seconds or more, not {self.outage_s}")
+        if self.reference and not self.captures:
+            raise ValueError("watch.reference is compared with captures: set watch.captures to the server's directory")
+        known = set(DRIFT_ALARMS.values()) - {"JudgeScoreDrop"}  # a watch of a flow has no judge
+        if unknown := set(self.drift) - known:
+            raise ValueError(f"watch.drift has no alarm {min(unknown)!r}: choose from {', '.join(sorted(known))}")
+        if not 0 < self.false_alarms < 1:
+            raise ValueError(f"watch.false_alarms must be between 0 and 1, not {self.false_alarms}")
 
 
 def _inputs(context: StepContext) -> Mapping[str, Any]:
@@ -67,19 +90,26 @@ def _inputs(context: StepContext) -> Mapping[str, Any]:
 def _plan(context: StepContext) -> str:
     settings: FlowWatch = context.tables["watch"]
     bars = ", ".join(f"{name} +{bar:.0%}" for name, bar in settings.used().items()) or "no bars"
+    bars += f"; no drift in {settings.captures}" if settings.captures else ""
     return f"watch {settings.requests} requests of the candidate in {settings.looks} looks ({bars})"
 
 
 def _run(context: StepContext) -> StepOutcome:
     if "release" not in context.tables:
         raise ValueError("[watch] watches a release: add a table [release], or leave [watch] out")
+    settings: FlowWatch = context.tables["watch"]
+    if settings.captures and not context.path(settings.captures).is_dir():
+        raise ValueError(
+            f"watch.captures: there is no directory {context.path(settings.captures)}: name the --capture-dir of the "
+            "server that [release] names, or leave it out"
+        )
     tally = VersionTally(context.folder / "counts.json")
     with context.tables["release"].remote() as server:
         verdict = _watch(context, server, tally)
     figures = {"seconds": round(tally.seconds, 1), "looks": len(tally.looks), **_shown(context, tally)}
     return StepOutcome(
         reason=f"{verdict.action} after {len(tally.looks)} looks: {verdict.reason}",
-        figures={**figures, "rates": verdict.rates},
+        figures={**figures, "rates": verdict.rates, **({"drift": verdict.drift} if verdict.drift else {})},
         outputs={"action": verdict.action, "reason": verdict.reason},
     )
 
@@ -125,10 +155,25 @@ def _take_look(context: StepContext, tally: VersionTally) -> CanaryLook | None:
     last = late or len(tally.looks) + 1 >= settings.looks
     level = 1 - (1 - settings.confidence) / settings.looks
     found = look(candidate, current, settings, level, last=last)
+    if found.action == PROMOTE and settings.captures:
+        found = _without_drift(context, found)
     tally.looks.append({"action": found.action, "reason": found.reason, "seconds": tally.seconds, "rates": found.rates})
     if found.action == WAIT:
         context.tell(f"look {len(tally.looks)} of {settings.looks}: {found.reason}")
     return found
+
+
+def _without_drift(context: StepContext, found: CanaryLook) -> CanaryLook:
+    """Return a look that promotes, or one that rolls back because the candidate's captures have drifted."""
+    settings: FlowWatch = context.tables["watch"]
+    condition = DriftCondition(
+        captures=context.path(settings.captures),
+        reference=context.path(settings.reference) if settings.reference else None,
+        alarms=settings.drift, model=settings.drift_model, window=settings.drift_window,
+        false_alarms=settings.false_alarms,
+    )  # fmt: skip
+    reason, tests = condition.check(context.output("release", "candidate"), context.output("release", "current"))
+    return CanaryLook(ROLL_BACK if reason else PROMOTE, reason or f"{found.reason}; no drift", found.rates, tests)
 
 
 def _pair(context: StepContext, tally: VersionTally) -> tuple[Counts, Counts]:

@@ -1,10 +1,11 @@
 """``Scaled8``: 8-bit codes, whole numbers or fp8, with a scale for each output or, of fp8, for each block of 128
 outputs by 128 inputs; rounded when a model is loaded, or as a checkpoint holds them.
 
-How a product is computed, on Hopper in bfloat16: up to 16 rows by ``scaled8_rows.py``, which streams the codes and does
-not round the input; more by ``scaled8_tiles.py``, which rounds each row to 8 bits and multiplies on tensor cores, where
-``rounds_inputs`` allows it. Where it is asked for, the norm and the gate before a product round for it (``Stream8``).
-Elsewhere a Triton kernel decodes the codes (``scaled8.py``); where there is none torch does, some outputs at a time.
+How a product is computed on an NVIDIA GPU in bfloat16: up to 16 rows by ``scaled8_rows.py``, which streams the codes
+and does not round the input; more by ``scaled8_tiles.py``, which rounds each row to 8 bits and multiplies on tensor
+cores, where ``rounds_inputs`` allows it and the GPU multiplies fp8 (Ada and later). Where it is asked for, the norm
+and the gate before a product round for it (``Stream8``). Elsewhere a Triton kernel decodes the codes (``scaled8.py``);
+where there is none torch does, some outputs at a time.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...hardware.device import target_of
 from ...ops.activation import swiglu
-from ...ops.lang.jit import has_dependent_launch, runs_triton
+from ...ops.lang.jit import runs_triton
 from ...ops.linear import gate_up
 from ...ops.linear.few_rows.cuda import Beside
 from ...ops.linear.linear import invariant_linear
@@ -85,22 +87,25 @@ class Products8:
             batch_invariant: rows may not depend on each other.
         """
         device = torch.device(device)
+        target = target_of(device)
         if batch_invariant:
             return cls(many=_invariant_tiles(device, dependent, fp8), dependent=dependent, batch_invariant=True)
-        if device.type != "cuda" or not has_dependent_launch(device) or torch.cuda.get_device_capability(device)[0] > 9:
+        if target.capability < (8, 0):
             return cls()
         few = hopper = None
+        dependent = dependent and target.dependent_launch
         try:
             few = scaled8_rows.CudaRows8(device)
-            hopper = scaled8_hopper.HopperRows8(device) if fp8 else None
+            hopper = scaled8_hopper.HopperRows8(device) if fp8 and target.hopper else None
         except Unavailable as reason:
             log.warning("products of few rows in 8 bits decode by a Triton kernel, which is slower: %s", reason)
-        chain = scaled8_chain.CudaChain(device) if few is not None and dependent and fp8 else None
-        return cls(few, scaled8_tiles.Tiles8(dependent_launch=dependent, hopper=hopper), dependent, chain)
+        chain = scaled8_chain.CudaChain(device) if few is not None and dependent and fp8 and target.hopper else None
+        many = scaled8_tiles.Tiles8(dependent_launch=dependent, hopper=hopper)
+        return cls(few, many if target.fp8_products or not fp8 else None, dependent, chain)
 
 
 def _invariant_tiles(device: torch.device, dependent: bool, fp8: bool) -> scaled8_tiles.Tiles8 | None:
-    if device.type != "cuda" or not has_dependent_launch(device) or torch.cuda.get_device_capability(device)[0] > 9:
+    if not target_of(device).hopper:
         return None
     hopper = None
     try:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ...costs.memory.shared import STATE, in_two_shots, lines_for, sums_bytes
 from ...costs.work import Cost
-from ..lang.cuda import available, bind
+from ..lang.cuda import CUDA_TARGETS, available, bind
 from ..norm import add_rms_norm
 from ..numerics import compute_dtype, sample
 from ..registry import Case, Implementation, Op, register
@@ -273,7 +273,7 @@ register(
             "cuda": Implementation(
                 "cuda",
                 available("all_reduce", cuda_all_reduce),
-                ("sm_80", "sm_90"),
+                CUDA_TARGETS,
                 batch_invariant=True,
                 refusal=_refusal,
                 source="all_reduce.cu",

@@ -38,7 +38,7 @@ void transect_pack_affine(int kind, int n, int k, const uint8_t* codes, const fl
             const float number = (s ? zero : scale)[(first + r) * panels + g];
             uint8_t* at = to + G / W::PER_WORD * 64 + s * W::SCALE_BYTES;
             if (W::SCALE_BYTES == 2 * GROUP_ROWS) {
-              const _Float16 half = _Float16(number);
+              const Half half = Half(number);
               std::memcpy(at + 2 * r, &half, 2);
             } else {
               std::memcpy(at + 4 * r, &number, 4);

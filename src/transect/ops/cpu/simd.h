@@ -1,11 +1,17 @@
-// One vector type for three instruction sets: AVX-512 (16 lanes), AVX2 with FMA (8) and plain x86-64 or any other
-// machine that GCC or Clang vectorises for (4). Everything above this file is written once, in terms of `vf`.
+// One vector type for each instruction set: AVX-512 (16 lanes), AVX2 with FMA (8), SVE of a length that is known at
+// compile time (as many as fit, up to 16), NEON (4), and plain x86-64 or any other machine that GCC or Clang vectorises
+// for (4). Everything above this file is written once, in terms of `vf`.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#if defined(__ARM_FEATURE_SVE)
+#include <arm_sve.h>
+#endif
 #endif
 
 namespace transect {
@@ -16,6 +22,14 @@ constexpr int LANES = 16;
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 constexpr int LANES = 8;
 #define TRANSECT_ISA "AVX2"
+#elif defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS >= 256  // -msve-vector-bits
+constexpr int LANES = __ARM_FEATURE_SVE_BITS >= 512 ? 16 : 8;
+#define TRANSECT_ISA "SVE"
+#define TRANSECT_SVE
+#elif defined(__aarch64__)
+constexpr int LANES = 4;
+#define TRANSECT_ISA "NEON"
+#define TRANSECT_NEON
 #else
 constexpr int LANES = 4;
 #define TRANSECT_ISA "plain"
@@ -36,6 +50,11 @@ inline vf fma(vf a, vf b, vf c) {
   if constexpr (LANES == 16) return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
   if constexpr (LANES == 8) return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(TRANSECT_NEON)
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(TRANSECT_SVE)
+  typedef svfloat32_t sv __attribute__((arm_sve_vector_bits(__ARM_FEATURE_SVE_BITS)));
+  return (vf)(sv)svmla_f32_x(svptrue_b32(), (sv)c, (sv)a, (sv)b);
 #endif
   return a * b + c;
 }
@@ -68,6 +87,11 @@ inline float max(vf v) {
 
 typedef uint16_t bf16;  // the upper half of a float32
 typedef uint16_t f16;   // IEEE half precision
+#if defined(__aarch64__)
+typedef __fp16 Half;  // the number itself; GCC 12 has no _Float16 there
+#else
+typedef _Float16 Half;
+#endif
 
 inline float from_bf16(bf16 h) { uint32_t u = uint32_t(h) << 16; float f; std::memcpy(&f, &u, 4); return f; }
 inline bf16 to_bf16(float f) {  // round to nearest, ties to even; NaN stays NaN
@@ -141,6 +165,8 @@ inline void store(fp8* p, vf v) {  // to the nearest, of two as near to the even
 inline float from_f16(f16 h) {
 #if defined(__F16C__)
   return _cvtsh_ss(h);
+#elif defined(__aarch64__)
+  Half half; std::memcpy(&half, &h, 2); return half;
 #else
   uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023, u;
   if (exponent == 0) {  // zero or subnormal: mantissa * 2^-24 is exact in float32
@@ -156,6 +182,8 @@ inline vf load_f16(const f16* p) {
   if constexpr (LANES == 16) return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__)
   if constexpr (LANES == 8) return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(TRANSECT_NEON)
+  return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #endif
   vf v;
   for (int i = 0; i < LANES; i++) v[i] = from_f16(p[i]);
@@ -186,7 +214,11 @@ inline vf load_bytes(const int8_t* p) {
 
 inline vi shifted(vi v, int left) { return left >= 0 ? v << left : v >> -left; }
 
-constexpr bool FUSED = LANES > 4;  // ``fma`` rounds once
+#if defined(__aarch64__)
+constexpr bool FUSED = true;  // ``fma`` rounds once
+#else
+constexpr bool FUSED = LANES > 4;
+#endif
 constexpr float BIAS = 32768;
 
 // BIAS + byte BYTE of each lane, exactly, without a conversion: as the second byte of a float that has 8 bits of

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...hardware.targets import NVIDIA_TARGETS
 from ..lang.jit import kernel, tl
 from ..registry import Kernel
 
@@ -234,10 +235,9 @@ def kernels() -> Sequence[Kernel]:
     long, words = {"n_cols": "i32"}, {"words_ptr": "*i64", "n_cols": "i32"}
     sizes = ("n_cols", "x_stride", "y_stride", "g_stride")
     tile, part = {"ROWS": 1, "BLOCK": 4096}, {"PARTS": 16, "HELD": 16, "BLOCK": 8192, "DEPENDENT_LAUNCH": False}
-    nvidia = ("sm_80", "sm_90")
 
     def split(name: str, function: Any, arguments: dict[str, str]) -> Kernel:
-        return Kernel(f"{name}, long rows split", function, arguments, part, sizes, warps=4, targets=nvidia)
+        return Kernel(f"{name}, long rows split", function, arguments, part, sizes, warps=4, targets=NVIDIA_TARGETS)
 
     def twice(name: str, function: Any, arguments: dict[str, str]) -> Kernel:
         return Kernel(f"{name}, long rows read twice", function, arguments, {"BLOCK": 8192}, sizes, warps=8)

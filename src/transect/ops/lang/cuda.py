@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ...hardware.device import target_of
 from ..registry import Unavailable
 from .cuda_build import CUDA_TARGETS as CUDA_TARGETS
 from .cuda_build import build, check, library_path
@@ -36,8 +37,7 @@ def skipped() -> Iterator[None]:
 def _target() -> str:
     if not torch.cuda.is_available() or torch.version.hip is not None:
         raise Unavailable("CUDA C++ kernels need an NVIDIA GPU")
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}"
+    return target_of().name
 
 
 def library(name: str) -> ctypes.CDLL:
@@ -101,10 +101,25 @@ def bind_on_hopper(name: str, symbol: str, signature: str, device: torch.device 
         Unavailable: not a Hopper GPU, or the errors of ``bind``.
         RuntimeError: inside a CUDA graph capture, where that memory would belong to the graph.
     """
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise Unavailable(f"{name}.cu needs an NVIDIA GPU (sm_90)")
-    if torch.cuda.get_device_capability(device) != (9, 0):
+    if not target_of(device).hopper:
         raise Unavailable(f"{name}.cu is for sm_90 only")
+    return _bind_with_memory(name, symbol, signature)
+
+
+def bind_since_ampere(name: str, symbol: str, signature: str, device: torch.device | None) -> Callable[..., int]:
+    """Call ``bind`` as ``bind_on_hopper`` does, for a source that runs on compute capability 8.0 and later.
+
+    Raises:
+        Unavailable: an older GPU, or the errors of ``bind``.
+        RuntimeError: as in ``bind_on_hopper``.
+    """
+    target = target_of(device)
+    if target.capability < (8, 0):
+        raise Unavailable(f"{name}.cu is for compute capability 8.0 and later, not for {target.name}")
+    return _bind_with_memory(name, symbol, signature)
+
+
+def _bind_with_memory(name: str, symbol: str, signature: str) -> Callable[..., int]:
     launch = bind(name, symbol, signature)
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{name}.cu: run the operator once before capturing it in a CUDA graph")

@@ -20,11 +20,12 @@ from pathlib import Path
 
 from ...hardware.cache import cache_folder
 from ...hardware.cores import usable_cores
+from ...hardware.targets import NVIDIA_TARGETS, acted_target
 from ..registry import Unavailable
 
 SOURCES = Path(__file__).parent.parent
 """The folder ``ops``; a source stands in the family of its operator, and its name is unique."""
-CUDA_TARGETS = ("sm_80", "sm_90")
+CUDA_TARGETS = NVIDIA_TARGETS
 TOOLKIT = "/usr/local/cuda"
 """The folder where NVIDIA's installers put the toolkit."""
 WHOLE = ("-shared", "--split-compile=0")
@@ -128,13 +129,28 @@ def _nvcc(arguments: list[str], source: Path, target: str) -> str:
 
 
 def _code(target: str) -> str:
-    number = architecture(target)
-    return f"-gencode=arch=compute_{number},code=sm_{number}"
+    """Return the option for a target's code; where a GPU acts as this target, the code is for that GPU."""
+    number, acted = architecture(target), acted_target()
+    own = str(own_capability()) if acted is not None and acted.name == target else number
+    return f"-gencode=arch=compute_{number},code=sm_{own}"
+
+
+@cache
+def own_capability() -> int:
+    """Return the compute capability of the first GPU (90 for 9.0), asking the driver alone."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    device, parts = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
+    codes = [driver.cuInit(0), driver.cuDeviceGet(ctypes.byref(device), 0)]
+    # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+    codes += [driver.cuDeviceGetAttribute(ctypes.byref(part), 75 + i, device) for i, part in enumerate(parts)]
+    if any(codes):
+        raise RuntimeError(f"the CUDA driver returned {codes}")
+    return 10 * parts[0].value + parts[1].value
 
 
 def compile_source(source: Path, target: str, output: Path) -> str:
-    """Compile for ``target`` (``sm_80``, ``sm_90``) to a cubin, or where ``output`` ends in ``.o`` to an object with
-    the host's half; returns ptxas's report of registers, spills and shared memory.
+    """Compile for ``target`` (``sm_80``, ...) to a cubin, or where ``output`` ends in ``.o`` to an object with the
+    host's half; returns ptxas's report of registers, spills and shared memory.
 
     Raises:
         Unavailable: there is no nvcc.
@@ -199,7 +215,8 @@ def library_path(name: str, target: str) -> Path:
     """Return the place of ``NAME.cu``'s library in the user's cache; its name tells the version of the source."""
     headers = b"".join(path.read_bytes() for path in sorted(SOURCES.rglob("*.cuh")))
     digest = hashlib.sha256(source(f"{name}.cu").read_bytes() + headers).hexdigest()[:16]
-    return library_folder() / f"{name}-{digest}-{target}.so"
+    acts = "-acted" if acted_target() is not None else ""
+    return library_folder() / f"{name}-{digest}-{target}{acts}.so"
 
 
 def build(name: str, target: str) -> Path:

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...hardware.device import target_of
+from ...hardware.targets import TARGETS, acted_target
 from ..registry import Unavailable
 
 triton: Any
@@ -57,7 +59,31 @@ def interpreter_refusal(triton_version: str, numpy_version: str) -> str:
 MISSING = "Triton is not installed: pip install 'transect[gpu]'"
 INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TRITON_TARGETS = ("sm_80", "sm_90", "gfx942")
+TRITON_TARGETS = tuple(TARGETS)
+
+
+def follow_target() -> None:
+    """Have Triton compile as for the target that this process's GPU acts as, and refuse kernels that need more shared
+    memory than its blocks have; nothing if the GPU is used as it is. The last stage still makes code for the GPU."""
+    acted = acted_target()
+    if triton is None or acted is None or INTERPRETED:
+        return
+    arch = acted.name.replace("_", "")
+    if triton.knobs.runtime.override_arch == arch:
+        return
+    triton.knobs.runtime.override_arch = arch
+    before = triton.knobs.compilation.listener
+
+    def heard(*, src: Any, metadata: dict[str, Any], **others: Any) -> None:
+        if before is not None:
+            before(src=src, metadata=metadata, **others)
+        if metadata["shared"] > acted.block_bytes:
+            raise triton.runtime.errors.OutOfResources(metadata["shared"], acted.block_bytes, "shared memory")
+
+    triton.knobs.compilation.listener = heard
+
+
+follow_target()
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -159,7 +185,6 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-@cache
 def has_dependent_launch(device: torch.device) -> bool:
     """Return True if a kernel can be launched while the one before it still runs (Hopper and later)."""
-    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
+    return target_of(device).dependent_launch

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...hardware.device import target_of
 from ..lang.jit import INTERPRETED
 
 if TYPE_CHECKING:
@@ -39,10 +40,8 @@ def parts_of(x: Tensor, outputs: int) -> int:
 
 
 def on_hopper(device: torch.device) -> bool:
-    """Return True for a GPU of compute capability 9.0."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    """Return True for a Hopper GPU."""
+    return device.type == "cuda" and target_of(device).hopper
 
 
 def tiling_of(x: Tensor, outputs: int, parts: int = 1, gated: bool = False) -> ManyRowsTiling:
@@ -59,7 +58,7 @@ def tiling_of(x: Tensor, outputs: int, parts: int = 1, gated: bool = False) -> M
         return SMALL
     if x.element_size() == 4:
         return ManyRowsTiling(bm=64 if rows > 32 else 16, bn=64, bk=32, warps=4)
-    hopper = torch.cuda.get_device_capability(x.device)[0] >= 9
+    hopper = target_of(x.device).bulk_copies
     narrow = outputs <= 8192
     if rows <= 64:
         tiling = ManyRowsTiling(bm=64, bn=32 if narrow else 64, bk=128, warps=4, stages=5 if narrow else 4)
@@ -72,7 +71,7 @@ def tiling_of(x: Tensor, outputs: int, parts: int = 1, gated: bool = False) -> M
     if parts > 1:
         tiling = replace(tiling, bn=min(tiling.bn, 128), bk=64, parts=parts, halves=False)
     if not hopper:
-        return replace(tiling, bn=min(tiling.bn, 128), bk=64, stages=3, halves=False)
+        return replace(tiling, bn=min(tiling.bn, 64 if gated else 128), bk=64, stages=3, halves=False)
     return replace(tiling, persistent=True)
 
 

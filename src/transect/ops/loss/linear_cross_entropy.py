@@ -34,6 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...costs.work import Cost
+from ...hardware.device import target_of
+from ...hardware.targets import BULK_TARGETS
 from .. import shapes
 from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, require, tl
 from ..lang.tiles import describe, dot, fits_descriptor
@@ -194,7 +196,7 @@ def rule(size: Size) -> Config:
 
 def choose(weight: Tensor, x: Tensor) -> LossTiling:
     """Choose the knobs for a product with ``weight``: tuned, or by ``rule``."""
-    if INTERPRETED or x.element_size() != 2 or torch.cuda.get_device_capability(x.device)[0] < 9:
+    if INTERPRETED or x.element_size() != 2 or not target_of(x.device).bulk_copies:
         return LossTiling()
     size = (x.shape[0], *weight.shape)
     return LossTiling(chunk=chunk_of(size[2]), **tuned("linear_cross_entropy", size, x.device, rule))
@@ -205,7 +207,7 @@ def add_weight_gradient(dz: Tensor, x: Tensor, dw: Tensor, first: bool, tiling: 
     if "dw" in tiling.library:
         torch.addmm(dw, dz.T, x, beta=0 if first else 1, out=dw)
         return
-    bulk = not INTERPRETED and x.element_size() == 2 and torch.cuda.get_device_capability(x.device)[0] >= 9
+    bulk = not INTERPRETED and x.element_size() == 2 and target_of(x.device).bulk_copies
     if not bulk or not fits_descriptor(dz, x, dw):
         matmul(dz.T, x.T, residual=None if first else dw, out=dw)
         return
@@ -419,7 +421,7 @@ def _kernels() -> Sequence[Kernel]:
             divisible=("V", "D", "T"),
             warps=WARPS,
             stages=4,
-            targets=("sm_90",),
+            targets=BULK_TARGETS,
         ),
         Kernel(
             name="scale",

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ...costs.work import Cost, touched
+from ...hardware.targets import BULK_TARGETS, PLAIN_TARGETS
 from ..activation import swiglu
 from ..lang.jit import TRITON_TARGETS, available_from, runs_triton
 from ..numerics import compute_dtype, sample
@@ -175,7 +176,8 @@ def _kernels() -> Sequence[Kernel]:
 
     return [
         Kernel("few rows", _grouped_gate_up, types, few, sizes),
-        Kernel("many rows", _grouped_gate_up, types, many, sizes, 8),
+        Kernel("many rows", _grouped_gate_up, types, many, sizes, 8, targets=BULK_TARGETS),
+        Kernel("many rows, portable", _grouped_gate_up, types, many | {"BM": 64}, sizes, 8, targets=PLAIN_TARGETS),
     ]
 
 

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...costs.work import Cost, touched
+from ...hardware.targets import BULK_TARGETS, PLAIN_TARGETS
 from ..lang.jit import TRITON_TARGETS, available_from, runs_triton
 from ..linear.linear import fixed_rows
 from ..numerics import sample
@@ -228,7 +229,8 @@ def _kernels() -> Sequence[Kernel]:
 
     return [
         Kernel("few rows", _grouped_product, product, few, sizes),
-        Kernel("many rows", _grouped_product, product, many, sizes, 8),
+        Kernel("many rows", _grouped_product, product, many, sizes, 8, targets=BULK_TARGETS),
+        Kernel("many rows, portable", _grouped_product, product, many | {"BK": 32}, sizes, 8, targets=PLAIN_TARGETS),
         Kernel("gradient of the weights", _weight_gradient, back, gradient, ("O", "I"), 8),
     ]
 

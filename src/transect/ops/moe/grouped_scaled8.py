@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from ...costs.work import Cost, touched
+from ...hardware.device import target_of
+from ...hardware.targets import BULK_TARGETS, PLAIN_TARGETS
 from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, require, tl
 from ..lang.tiles import dot
 from ..linear.packed.eight_bit.scaled8_rounding import BLOCK
@@ -116,6 +118,8 @@ def triton_grouped_scaled8(
     if rows and n:
         bm, bn, bk, warps = tiling(rows, experts)
         bk = bk if INTERPRETED else 128
+        if bm > 64 and not target_of(x.device).bulk_copies:
+            bm = 64
         _product[(-(-n // bn), rows // bm + min(experts, rows))](
             x, codes, scale, scale if bias is None else bias.contiguous(), starts, starts if order is None else order,
             out, n, k, experts, 1 if order is None else rows // len(x), -(-k // BLOCK),
@@ -185,9 +189,11 @@ def _kernels() -> Sequence[Kernel]:
     common = {"FP8": True, "BLOCKED": False, "ORDERED": True, "BIAS": False, "WIDTH": 128}
     few = {"BM": 16, "BN": 64, "BK": 128}
     many = {"BM": 128, "BN": 128, "BK": 128, "FP8": True, "BLOCKED": True}
+    arguments, portable = {**pointers, **indices}, common | many | {"BM": 64}
     return [
-        Kernel("few rows", _product, {**pointers, **indices}, common | few, ("N", "K"), 4),
-        Kernel("many rows, blocks", _product, {**pointers, **indices}, common | many, ("N", "K"), 8),
+        Kernel("few rows", _product, arguments, common | few, ("N", "K"), 4),
+        Kernel("many rows, blocks", _product, arguments, common | many, ("N", "K"), 8, targets=BULK_TARGETS),
+        Kernel("many rows, blocks, portable", _product, arguments, portable, ("N", "K"), 8, targets=PLAIN_TARGETS),
     ]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...hardware.device import target_of
 from ..lang.jit import INTERPRETED, kernel, next_power_of_2, require, tl
 from ..lang.tiles import dot
 
@@ -43,7 +44,11 @@ def tiling(rows: int, experts: int, gated: bool = False, fixed: torch.dtype | No
         return 16, 32 if gated else 64, 128, 4
     if gated and each <= 96:
         return 64, 64, 64, 4
-    return (64, 128, 64, 4) if each <= 96 else (128, 128, 64, 8)
+    if each <= 96:
+        return 64, 128, 64, 4
+    if target_of().bulk_copies:
+        return 128, 128, 64, 8
+    return (64, 128, 64, 8) if gated else (128, 128, 32, 8)
 
 
 @kernel

@@ -63,7 +63,7 @@ class Compiled:
 
 
 def compile_kernel(kernel: Kernel, target: str, *, sass: bool = True) -> Compiled:
-    """Compile one kernel for ``sm_80``, ``sm_90`` or ``gfx942``; ``sass``: also disassemble it, a third of the time.
+    """Compile one kernel for a target of ``hardware/targets.py``; ``sass``: also disassemble it, a third of the time.
 
     Raises:
         Unavailable: Triton is missing, or its interpreter is on.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+
+from ...hardware.targets import TARGETS
 
 _PTX_ACCESS = re.compile(r"\b(ld|st)\.global(?:\.[\w:]+?)*?(?:\.v(\d+))?\.[bfus](\d+)\b")
 _PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[^\[]*\[[^\]]+\],\s*\[[^\]]+\],\s*(0x[0-9a-f]+|\d+)")
@@ -14,32 +14,10 @@ _AMD_BYTES = {"b128": 16, "dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4
 _AMD_BYTES |= {"ushort": 2, "sshort": 2, "short": 2, "ubyte": 1, "sbyte": 1, "byte": 1}
 _MATRIX = {
     "wgmma": re.compile(r"\bwgmma\.mma_async\b"),
+    "tcgen05": re.compile(r"\btcgen05\.mma\b"),
     "mma": re.compile(r"(?<!wg)(?<!\w)w?mma(?:\.mma)?\.sync\b"),
     "mfma": re.compile(r"\bv_mfma_\w+"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class MultiprocessorLimits:
-    """The limits of one multiprocessor: threads of a warp, warps at once, registers, shared memory, programs at
-    once."""
-
-    lanes: int
-    warps: int
-    registers: int
-    register_step: int
-    shared_bytes: int
-    shared_reserved: int
-    programs: int
-
-
-LIMITS: Mapping[str, MultiprocessorLimits] = {
-    "sm_80": MultiprocessorLimits(32, 64, 65536, 256, 164 * 1024, 1024, 32),
-    "sm_90": MultiprocessorLimits(32, 64, 65536, 256, 228 * 1024, 1024, 32),
-    # Four SIMD units, each with 512 registers of 64 lanes and at most 8 waves.
-    "gfx942": MultiprocessorLimits(64, 32, 4 * 512 * 64, 8 * 64, 64 * 1024, 0, 32),
-}
-"""NVIDIA: CUDA programming guide, table of compute capabilities. AMD: CDNA 3 instruction set architecture."""
 
 
 def access_bytes(assembly: str) -> dict[str, dict[int, int]]:
@@ -67,7 +45,8 @@ def access_bytes(assembly: str) -> dict[str, dict[int, int]]:
 
 
 def matrix_instructions(assembly: str) -> dict[str, int]:
-    """Return the number of tensor-core instructions: ``wgmma`` (Hopper), ``mma`` (Ampere), ``mfma`` (AMD)."""
+    """Return the number of tensor-core instructions: ``wgmma`` (Hopper), ``tcgen05`` (Blackwell), ``mma`` (Ampere),
+    ``mfma`` (AMD)."""
     counted = {name: len(pattern.findall(assembly)) for name, pattern in _MATRIX.items()}
     return {name: number for name, number in counted.items() if number}
 
@@ -78,13 +57,13 @@ def occupancy(target: str, warps: int, registers: int, shared_bytes: int) -> flo
 
     ``warps``: of a program. ``registers``: of a thread. ``shared_bytes``: of a program.
     """
-    if target not in LIMITS:
+    if target not in TARGETS:
         return None
-    limits = LIMITS[target]
+    limits = TARGETS[target]
     step = limits.register_step
     of_warp = max(1, -(-registers * limits.lanes // step)) * step
-    shared = shared_bytes + limits.shared_reserved
-    programs = min(limits.warps // warps, limits.registers // (of_warp * warps), limits.programs)
+    shared = shared_bytes + limits.reserved_bytes
+    programs = min(limits.warps // warps, limits.registers // (of_warp * warps), limits.blocks)
     if shared:
         programs = min(programs, limits.shared_bytes // shared)
     return programs * warps / limits.warps

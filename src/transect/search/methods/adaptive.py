@@ -2,7 +2,8 @@
 arXiv:2305.11860).
 
 Answers are drawn in waves. After each end the vote is looked at: it is decided when the leading answer is the most
-frequent one with probability ``certainty``. Easy questions then take a fraction of n answers.
+frequent one with probability ``certainty``. Easy questions then take a fraction of n answers. With a budget in seconds
+a wave has only as many branches as are predicted to end in time; the vote stands when there are none.
 """
 
 from dataclasses import dataclass
@@ -10,25 +11,22 @@ from typing import Annotated
 
 from ...engine.scheduling.sampling_params import MAX_CHOICES
 from ...spec.settings import About
-from ..extract import Extractor
-from ..tree import Branch, Drop, Extend, Steps, Tree
-from .registry import Options, SearchMethod
-from .steps import certainty, count_votes, elected, settled
+from ..tree import Drop, Extend, Steps, Tree
+from .registry import SearchMethod
+from .steps import Voting, certainty, choose, settled, votes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adaptive(Options):
+class Adaptive(Voting):
     """Settings of the adaptive vote.
 
     Attributes:
         n: Branches at most.
-        extract: Part of an answer that votes: auto, number, boxed, line, choice or text.
         certainty: Probability that the leading answer wins, above which the vote is decided.
         wave: Branches that run at the same time; a smaller wave draws fewer tokens and takes longer.
     """
 
     n: Annotated[int, About(least=1, most=MAX_CHOICES)] = 32
-    extract: Extractor = "auto"
     certainty: Annotated[float, About(above=0.5, most=1)] = 0.95
     wave: Annotated[int, About(least=1, most=MAX_CHOICES)] = 4
 
@@ -39,6 +37,9 @@ def steps(tree: Tree, options: Adaptive) -> Steps:
     while True:
         count = min(options.wave - len(tree.alive), options.n - started)
         if count > 0 and not tree.alive:  # a wave is one request, which computes the prompt once
+            count = tree.affordable(count)
+            if not count:
+                return
             started += count
             yield [Extend(branch) for branch in tree.fork(tree.root, count)]
         elif tree.alive:
@@ -50,16 +51,6 @@ def steps(tree: Tree, options: Adaptive) -> Steps:
         if found and (certainty(found) >= options.certainty or settled(found, still_open)):
             yield [Drop(branch) for branch in tree.alive]
             return
-
-
-def votes(tree: Tree, options: Adaptive) -> dict[str, float]:
-    """Count the votes."""
-    return count_votes(tree, options.extract)
-
-
-def choose(tree: Tree, options: Adaptive) -> Branch:
-    """Return the first branch with the answer of the majority."""
-    return elected(tree, votes(tree, options))
 
 
 METHOD = SearchMethod(

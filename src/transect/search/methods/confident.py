@@ -14,19 +14,17 @@ from typing import Annotated
 
 from ...engine.scheduling.sampling_params import MAX_CHOICES
 from ...spec.settings import About
-from ..extract import Extractor
 from ..tree import Branch, Drop, Extend, LikelihoodFloor, Steps, Tree
-from .registry import Options, SearchMethod
-from .steps import certainty, count_votes, draw, elected
+from .registry import SearchMethod
+from .steps import Voting, certainty, choose, count_votes, draw, votes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Confident(Options):
+class Confident(Voting):
     """Settings of the confident vote.
 
     Attributes:
         n: Branches at most.
-        extract: Part of an answer that votes: auto, number, boxed, line, choice or text.
         warmup: Branches that run to their ends before the floor is known.
         keep: Accuracy of the warm-up that reaches the floor.
         window: Tokens whose mean log-probability is compared.
@@ -34,7 +32,6 @@ class Confident(Options):
     """
 
     n: Annotated[int, About(least=1, most=MAX_CHOICES)] = 32
-    extract: Extractor = "auto"
     warmup: Annotated[int, About(least=1, most=MAX_CHOICES)] = 8
     keep: Annotated[float, About(above=0, most=1)] = 0.5
     window: Annotated[int, About(least=1, most=4096)] = 32
@@ -52,6 +49,10 @@ class Confident(Options):
         if not size:
             return 0.0
         return min(sum(values[start : start + size]) for start in range(len(values) - size + 1)) / size
+
+    def weight(self, branch: Branch) -> float:
+        """See ``Voting``."""
+        return math.exp(self.confidence(branch))
 
 
 def steps(tree: Tree, options: Confident) -> Steps:
@@ -73,16 +74,6 @@ def steps(tree: Tree, options: Confident) -> Steps:
 def _decided(tree: Tree, options: Confident) -> bool:
     counts = count_votes(tree, options.extract)
     return bool(counts) and options.certainty < 1 and certainty(counts) >= options.certainty
-
-
-def votes(tree: Tree, options: Confident) -> dict[str, float]:
-    """Sum the confidence of each answer."""
-    return count_votes(tree, options.extract, lambda branch: math.exp(options.confidence(branch)))
-
-
-def choose(tree: Tree, options: Confident) -> Branch:
-    """Return the most confident branch with the winning answer."""
-    return elected(tree, votes(tree, options), options.confidence)
 
 
 METHOD = SearchMethod(

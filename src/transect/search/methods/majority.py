@@ -3,26 +3,12 @@
 Branches that are still running when the vote can no longer change are dropped, which changes no answer.
 """
 
-from dataclasses import dataclass
-
-from ..extract import Extractor
-from ..tree import Branch, Drop, Extend, Steps, Tree
-from .registry import Options, SearchMethod
-from .steps import count_votes, elected, settled
+from ..tree import Drop, Extend, Steps, Tree
+from .registry import SearchMethod
+from .steps import Voting, choose, settled, votes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Majority(Options):
-    """Settings of the majority vote.
-
-    Attributes:
-        extract: Part of an answer that votes: auto, number, boxed, line, choice or text.
-    """
-
-    extract: Extractor = "auto"
-
-
-def steps(tree: Tree, options: Majority) -> Steps:
+def steps(tree: Tree, options: Voting) -> Steps:
     """Draw all answers until the vote is settled."""
     branches = tree.fork(tree.root, options.n)
     yield [Extend(branch) for branch in branches]
@@ -31,20 +17,10 @@ def steps(tree: Tree, options: Majority) -> Steps:
     yield [Drop(branch) for branch in tree.alive]
 
 
-def votes(tree: Tree, options: Majority) -> dict[str, float]:
-    """Count the votes."""
-    return count_votes(tree, options.extract)
-
-
-def choose(tree: Tree, options: Majority) -> Branch:
-    """Return the first branch with the answer of the majority."""
-    return elected(tree, votes(tree, options))
-
-
 METHOD = SearchMethod(
     name="majority",
     about="Draw n answers and return the most frequent one.",
-    options=Majority,
+    options=Voting,
     steps=steps,
     choose=choose,
     votes=votes,

@@ -1,12 +1,39 @@
-"""Parts that methods share: waiting for branches, judging answers, counting votes."""
+"""Parts that methods share: waiting for branches, judging answers, votes and their settings."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from ..extract import extract
+from ..extract import Extractor, extract
 from ..tree import Action, Assess, Branch, Drop, Extend, Steps, Tree
+from .registry import Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Voting(Options):
+    """Settings of methods that vote.
+
+    Attributes:
+        extract: Part of an answer that votes: auto, number, boxed, line, choice or text.
+    """
+
+    extract: Extractor = "auto"
+
+    def weight(self, branch: Branch) -> float:
+        """Return the weight of a complete branch's vote."""
+        return 1.0
+
+
+def votes(tree: Tree, options: Voting) -> dict[str, float]:
+    """Sum the weights of each answer."""
+    return count_votes(tree, options.extract, options.weight)
+
+
+def choose(tree: Tree, options: Voting) -> Branch:
+    """Return the heaviest branch with the winning answer; the first one wins a tie."""
+    return elected(tree, votes(tree, options), options.weight)
 
 
 def finish(actions: Sequence[Action]) -> Steps:

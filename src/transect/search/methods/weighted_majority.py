@@ -7,28 +7,25 @@ the geometric mean of the tokens' probabilities.
 import math
 from dataclasses import dataclass
 
-from ..extract import Extractor
 from ..judges import LIKELIHOOD, VERDICT
 from ..tree import Branch, Steps, Tree
-from .registry import Options, SearchMethod
-from .steps import count_votes, draw, elected, judge
+from .registry import SearchMethod
+from .steps import Voting, choose, draw, judge, votes
 
 LARGEST = 50.0
 """Largest reward whose exponential is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightedMajority(Options):
+class WeightedMajority(Voting):
     """Settings of the weighted vote.
 
     Attributes:
         score: Judge whose scores are the weights: likelihood, verdict, or a name that the server offers.
-        extract: Part of an answer that votes: auto, number, boxed, line, choice or text.
         linear: Use scores as weights as they are, for judges that return probabilities; negative ones count as 0.
     """
 
     score: str = LIKELIHOOD
-    extract: Extractor = "auto"
     linear: bool = False
 
     @property
@@ -51,16 +48,6 @@ def steps(tree: Tree, options: WeightedMajority) -> Steps:
     branches = tree.fork(tree.root, options.n)
     yield from draw(branches)
     yield from judge([branch for branch in branches if branch.complete], options.score)
-
-
-def votes(tree: Tree, options: WeightedMajority) -> dict[str, float]:
-    """Sum the weights of each answer."""
-    return count_votes(tree, options.extract, options.weight)
-
-
-def choose(tree: Tree, options: WeightedMajority) -> Branch:
-    """Return the heaviest branch with the answer of the majority."""
-    return elected(tree, votes(tree, options), options.weight)
 
 
 METHOD = SearchMethod(

@@ -114,6 +114,16 @@ class Connection(H11Protocol):
         receiving."""
         return self._timer is not None
 
+    @property
+    def idle(self) -> bool:
+        """True between two requests."""
+        return not self.receiving and (self.cycle is None or self.cycle.response_complete)
+
+    @property
+    def silent(self) -> bool:
+        """True before the first byte of the first request."""
+        return self.cycle is None and self._received == 0
+
     def refuse(self, error: ApiError) -> None:
         """Answer the partly received request, if no answer has begun, and close the connection."""
         self._stop_timer()

@@ -225,6 +225,7 @@ class SenderBody(Body):
     safety_identifier: Any = None
     metadata: Any = None
     store: Any = None
+    prompt_cache_key: Any = None
 
 
 class SamplingBody(SenderBody):

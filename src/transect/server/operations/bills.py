@@ -22,15 +22,19 @@ FOR_OPERATORS: dict[int | str, dict[str, Any]] = {403: {"description": "for the 
 bills = APIRouter(tags=["operations"], responses={404: {"description": "no such request, or it ended too long ago"}})
 
 
-def _rings(request: Request, past: bool = False) -> list[DecisionRing]:
+def decision_rings(request: Request, past: bool = False) -> list[DecisionRing]:
     """Return the decision log of each engine that has run a step. ``past``: those of replaced engines too."""
     engine = request.app.state.serving.engine
-    rings = [getattr(each, "decisions", None) for each in getattr(engine, "engines", (engine,))]
-    rings += getattr(engine, "past_decisions", ()) if past else ()
-    found = [ring for ring in rings if ring is not None and ring.header]
+    found = [each.decisions for each in _logged(engine)] + [*(getattr(engine, "past_decisions", ()) if past else ())]
     if not found:
         raise ApiError(404, "this engine keeps no log of decisions, or has run no step yet", code="no_decisions")
     return found
+
+
+def _logged(engine: Any) -> list[Any]:
+    """List the engines that keep a log and have run a step."""
+    every = getattr(engine, "engines", (engine,))
+    return [each for each in every if getattr(each, "decisions", None) is not None and each.decisions.header]
 
 
 @bills.get("/v1/requests/{request_id}/bill")
@@ -43,7 +47,7 @@ async def request_bill(request: Request, request_id: str, choice: int = 0) -> di
     serving: Serving = request.app.state.serving
     if not serving.owners.may_see(request_id):
         raise ApiError(404, NOT_YOURS, param="request_id", code="request_not_found")
-    rings = _rings(request, past=True)
+    rings = decision_rings(request, past=True)
     name = bare_id(request_id).encode()
 
     def work() -> dict[str, Any]:
@@ -85,11 +89,11 @@ def _bill(works: list[tuple[DecisionRunLog, StepWork]], name: str, choice: int) 
 async def decisions(request: Request, engine: int = 0) -> Response:
     """Return the newest records of an engine's decision log, as a file that ``transect explain`` reads.
 
-    Headers: a flag that no record was dropped since the start, seconds since the newest record, and the number of
-    engines.
+    Headers: a flag that no record was dropped since the start, seconds since the newest record, the number of
+    engines, and the name of this one, if it is a replica of a fleet.
     """
     check_operator()
-    rings = _rings(request)
+    rings = decision_rings(request)
     if not 0 <= engine < len(rings):
         raise ApiError(404, f"engine must be 0 to {len(rings) - 1}, got {engine}", param="engine")
     ring = rings[engine]
@@ -98,4 +102,7 @@ async def decisions(request: Request, engine: int = 0) -> Response:
         "X-Decisions-Idle": f"{time.monotonic() - ring.touched:.3f}",
         "X-Decisions-Engines": str(len(rings)),
     }
+    one = _logged(request.app.state.serving.engine)[engine]
+    if name := getattr(one, "name", ""):
+        headers["X-Decisions-Engine"] = name if one.death is None else f"{name} (gone)"
     return Response(bytes(ring), media_type="application/octet-stream", headers=headers)

@@ -2,11 +2,15 @@
 
 A watch reads the decision log, which is kept anyway, and asks the engine for its block tables a few times a second. All
 readers get the same deltas; a slow reader that misses some gets the whole state again.
+
+Deltas are made when records arrive, which wakes this process anyway. A timer would wake it between two steps, and so
+take a core from the threads of an engine on the same CPU.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..http.errors import ApiError
 
 if TYPE_CHECKING:
+    from ...engine.scheduling.decisions import DecisionRing
     from ...engine.scheduling.policies.routing import Ticket
     from ...engine.scheduling.snapshot import SchedulerSnapshot
     from ...explain.engine.kv_map import KVMap
@@ -27,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("transect.server")
 
 TICK_S = 0.1
-"""Seconds between deltas."""
+"""Least seconds between deltas."""
 QUIET_S = 1.0
 """Seconds between deltas and between snapshots while nothing happens."""
 LOOK_S = 0.3
@@ -87,7 +92,11 @@ class EngineWatch:
         self._position = self._routed = 0
         self._number = 0
         self._looking: asyncio.Task[SchedulerSnapshot] | None = None
-        self._next_look = self._next_tick = 0.0
+        self._next_look = self._next_tick = self._due = 0.0
+        self._ring: DecisionRing | None = None
+        """Decision log that wakes the watch."""
+        self._news = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -108,6 +117,7 @@ class EngineWatch:
             for task in (self._task, self._looking):
                 if task is not None:
                     task.cancel()
+            self._listen(None)
             self._task = self._looking = self._engine = None
             self.log = self.work = self.seen = self.kv = None
             self.deltas.clear()
@@ -128,8 +138,32 @@ class EngineWatch:
                 self._engine, self.log, self.death = None, None, str(error) or "it does not answer"
                 self._wake()
                 await asyncio.sleep(QUIET_S)  # another may take its place
-            spent = time.monotonic() - began
-            await asyncio.sleep(max(TICK_S - spent, 0.01))
+            await self._rest(began)
+
+    async def _rest(self, began: float) -> None:
+        """Wait for news after a tick that began at ``began``: at least ``TICK_S``, at most ``QUIET_S``."""
+        self._due = max(began + TICK_S, time.monotonic() + 0.01)
+        self._news.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), QUIET_S)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _heard(self) -> None:
+        """End the rest, or have it end soon if it has just begun and nothing more comes."""
+        if (late := time.monotonic() - self._due) >= 0:
+            self._news.set()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TICK_S - late, self._news.set)
+
+    def _listen(self, ring: DecisionRing | None) -> None:
+        """Let the records of this log end rests, and no others."""
+        if self._ring is not None:
+            self._ring.listeners.remove(self._heard)
+        if ring is not None:
+            ring.listeners.append(self._heard)
+        self._ring = ring
 
     def _wake(self) -> None:
         self.changed.set()
@@ -164,6 +198,7 @@ class EngineWatch:
         from ...explain.engine.work import StepWork
 
         self._engine, self._looking = engine, None
+        self._listen(engine.decisions)
         async with asyncio.timeout(PATIENCE_S):
             seen = await engine.look(requests=True)
         header = next(iter(read_records(engine.decisions.header)))
@@ -198,6 +233,7 @@ class EngineWatch:
             return seen
         if self._looking is None and now >= self._next_look:
             self._looking = asyncio.create_task(self._engine.look())
+            self._looking.add_done_callback(lambda _: self._heard())
         return None
 
 

@@ -73,6 +73,7 @@ class LiveReader:
 
     def _state(self) -> dict[str, Any]:
         """Return everything that a reader begins with."""
+        from ...engine.scheduling.policies.orders.registry import scheduling_policies
         from ...explain.engine.live import LATE
         from ...explain.engine.meter import PARTS
 
@@ -94,6 +95,7 @@ class LiveReader:
             "floors": work.rates is not None and work.config is not None,
             "lag": header.lag,
             "limits": {name: header.scheduler.get(name) for name in LIMITS},
+            "policies": list(scheduling_policies()) if self._all else [],
             "words": {"parts": dict(PARTS), "late": dict(LATE)},
             "requests": requests,
             "steps": self._steps(watch.steps),
@@ -217,6 +219,7 @@ class LiveReader:
         shown = kv.shown(None if self._all else set(self._mine.values()))
         before, self._kv = self._kv, shown
         found: dict[str, Any] = {
+            "seen": seen.at,
             "kv": shown.runs(before),
             "waiting": [each for each in seen.waiting if self._all or each[0] in self._mine],
         }

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gzip
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from fastapi import APIRouter, Request, Response
 
 from ... import __version__
-from ..http.clients import current_client
+from ...search.judges import BUILTIN
+from ...search.methods.registry import search_methods
+from ...spec.settings import Setting, settings_of
+from ..http.clients import check_operator, current_client
 from ..http.errors import ApiError
 from ..serving import Serving
+from .flows import flow_reports
 
 FILES = Path(__file__).parent / "files"
 INDEX = "index.html"
@@ -99,7 +104,47 @@ async def settings(request: Request) -> dict[str, Any]:
         "chat": engine.chat_template is not None,
         "thinks": serving.thoughts is not None or serving.channels,
         "operator": client.operator,
+        "searches": _searches(serving),
+        "flows": len(serving.options.flow_dirs) if client.operator else 0,
         "replicas": len(getattr(engine, "engines", (engine,))),
+    }
+
+
+@page.get("/v1/flows")
+async def flows(request: Request) -> list[dict[str, Any]]:
+    """Return the states of the flows that this server was told of, as reports. For the operator's key."""
+    check_operator()
+    serving: Serving = request.app.state.serving
+    return await asyncio.to_thread(flow_reports, [Path(each) for each in serving.options.flow_dirs])
+
+
+def _searches(serving: Serving) -> list[dict[str, Any]]:
+    """Describe the methods of search, and the settings of each."""
+    judges = [*BUILTIN, *serving.search.judges(serving.adapters.entries())]
+    return [
+        {
+            "name": method.name,
+            "about": method.about,
+            "settings": [_described(each, judges) for each in settings_of(method.options)],
+        }
+        for method in search_methods().values()
+    ]
+
+
+def _described(setting: Setting, judges: list[str]) -> dict[str, Any]:
+    """Describe a setting as a field of a form; ``score`` names a judge."""
+    choices = list(judges) if setting.name == "score" else list(setting.choices)
+    number = int in setting.kinds or float in setting.kinds
+    return {
+        "name": setting.name,
+        "help": setting.help,
+        "default": setting.default,
+        "kind": "choice" if choices else "flag" if bool in setting.kinds else "number" if number else "text",
+        "whole": float not in setting.kinds,
+        "list": any(get_origin(kind) is tuple for kind in setting.kinds),
+        "least": setting.about.least,
+        "most": setting.about.most,
+        "choices": choices,
     }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .schedules.registry import schedule_kind, schedules
 
@@ -103,6 +103,11 @@ class ScheduleTimeline:
     def bubbles(self) -> list[float]:
         """Share of the time in which each rank waits."""
         return [1 - sum(end - begin for _, begin, end in rank) / self.length for rank in self.spans]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return length, shares of waiting, kept activations and actions with their times, for JSON."""
+        actions = [[[str(action), begin, end] for action, begin, end in rank] for rank in self.spans]
+        return {"length": self.length, "bubbles": self.bubbles, "kept": self.kept, "actions": actions}
 
     @property
     def kept(self) -> list[int]:

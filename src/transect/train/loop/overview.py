@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...costs.memory.training_ranks import for_rank, training_ranks
+from ...spec.layouts.picture import layout_picture
 from ..config import TrainConfig
 from ..model.build import device_of
 from .checkpoint import STATE, list_steps
@@ -36,7 +37,7 @@ def overview(run_dir: Path) -> dict[str, Any]:
     """Describe a run.
 
     ``memory`` has the account of each stage's ranks (``Estimate.to_dict``), ``config`` the settings, ``layout`` the
-    distribution in words; they are None before the first checkpoint, or if the model is not there any more.
+    distribution (``layout_picture``); they are None before the first checkpoint, or if the model is not there any more.
 
     Raises:
         ValueError: the log is damaged.
@@ -83,4 +84,5 @@ def _account(settings: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
         stages = training_ranks(model, for_rank(plan_of(config, model, device), spread), spread)
     except (OSError, ValueError):  # another version's settings, or files that are gone
         return {}
-    return {"layout": str(spread), "memory": [stage.estimate.to_dict() for stage in stages]}
+    layout = layout_picture(spread, model.n_layers, config.accumulate // spread.data)
+    return {"layout": layout, "memory": [stage.estimate.to_dict() for stage in stages]}

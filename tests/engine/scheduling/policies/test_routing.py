@@ -77,3 +77,31 @@ def test_a_prefix_of_one_adapter_is_none_of_another():
     assert router.send(LONG, 1, [0], "b").prompt == len(LONG) + Router.ADAPTER
     assert router.send(LONG, 1, [0]).prompt == len(LONG)
     assert router.send(LONG, 1, [0], "a").prompt == 1 + Router.ADAPTER  # its slot went to b
+
+
+def test_tokens_of_a_slow_engine_weigh_more():
+    router = Router([1000, 1000], 4)
+    router.weigh(1, 3.0)
+    where = [router.send([number] * 10, 20, BOTH).engine for number in range(12)]
+    assert where.count(0) == 9 and where.count(1) == 3 and router.pace(1) == 3.0
+    router.renew(1, 1000)  # another engine is there: its pace is not known yet
+    assert router.pace(1) == 1.0 and router.send([99] * 10, 20, BOTH).engine == 1
+
+
+def test_a_session_returns_to_its_engine_while_that_one_is_little_behind():
+    router = Router([1000, 1000], 4)
+    first = router.send([1] * 10, 10, BOTH, session="a")
+    where = [router.send([number] * 10, 10, BOTH, session="a").engine for number in range(2, 12)]
+    assert where[:6] == [first.engine] * 6 and 1 - first.engine in where
+    home = router.send([20] * 10, 10, BOTH, session="a").engine
+    assert router.send([21] * 10, 10, [1 - home], session="a").engine == 1 - home  # its engine has ended
+    other = Router([1000, 1000], 4)
+    assert [other.send([number] * 10, 10, BOTH, session=f"{number}").engine for number in range(4)] == [0, 1, 0, 1]
+
+
+def test_the_number_of_remembered_sessions_is_bounded(monkeypatch):
+    monkeypatch.setattr(Router, "MOST_SESSIONS", 2)
+    router = Router([1000, 1000], 4)
+    for number in range(5):
+        router.done(router.send([number], 1, [number % 2], session=str(number)))
+    assert list(router._sessions.items()) == [("3", 1), ("4", 0)]

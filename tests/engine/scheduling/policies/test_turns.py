@@ -4,8 +4,6 @@ from msgspec import structs
 from small_engine import request
 from timed_device import Processor, engine
 
-from transect.engine.scheduling.policies.budget import AUTO_RATIO
-
 
 def of(client, name, weight=1.0, **options):
     return structs.replace(request(name, **options), client=client, weight=weight)
@@ -42,10 +40,10 @@ def test_steps_stay_short_for_a_client_with_one_sequence_and_all_of_the_others_a
     steps = rows(core, 60)
     alone = 8e-3 + 2e-3
     assert all("light" in step and 2 < len(step) < 41 for step in steps)
-    assert all(8e-3 + 1e-3 * len(step) < 1.1 * AUTO_RATIO * alone for step in steps)
+    assert all(8e-3 + 1e-3 * len(step) < 1.1 * 2 * alone for step in steps), "half of a step's time for each client"
     grown = {seq.request_id: seq.length - before[seq.request_id] for seq in core.scheduler.running}
     assert grown.pop("light 0") == 60
-    assert max(grown.values()) - min(grown.values()) <= 6 and min(grown.values()) > 15
+    assert max(grown.values()) - min(grown.values()) <= 6 and min(grown.values()) > 12
 
 
 def test_nobody_pauses_beside_clients_with_as_many():
@@ -84,11 +82,9 @@ def test_answers_are_the_same():
     def outputs(**limits):
         core = crowded(heavy=12, light=1, **limits)
         found = {}
-        while core.has_work and len(found) < 13:
+        while len(found) < 13 or any(len(each) < 20 for each in found.values()):
             for output in core.step():
                 found.setdefault(output.request_id, []).extend(output.new_token_ids)
-            if all(len(each) >= 30 for each in found.values()) and len(found) == 13:
-                break
         return {name: tokens[:20] for name, tokens in found.items()}
 
     assert outputs() == outputs(itl_target=None)

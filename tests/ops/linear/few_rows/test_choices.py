@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from transect.hardware.targets import TARGETS
 from transect.ops.linear import fixed_order
 from transect.ops.linear.few_rows import choices, invariant, rule
 from transect.ops.linear.few_rows.choices import FOLDER, ROWS, Choice, read_choice
@@ -19,7 +20,7 @@ def h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[torch.devi
     """A device that is called so; the user has measured nothing."""
     monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: TARGETS["sm_90"])
     monkeypatch.setattr(choices, "multiprocessors", lambda device: 132)
     for cached in (choices.chosen, choices.choices):
         cached.cache_clear()
@@ -177,7 +178,7 @@ def test_norms_stand_in_the_products_of_one_row(h200: torch.device) -> None:
 
 def test_no_rule_but_for_hopper_and_whole_sixteens(h200: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choices.chosen(64, 28680, 4096, h200) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: TARGETS["sm_80"])
     choices.chosen.cache_clear()
     assert choices.chosen(64, 27648, 5120, h200) is None
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from transect.hardware.targets import TARGETS
 from transect.ops.linear.few_rows import choices, hopper, search
 from transect.ops.linear.few_rows.choices import Choice
 from transect.ops.linear.few_rows.search import Product
@@ -39,7 +40,7 @@ def by_choice(quick: dict[Choice, float], otherwise: float, under_load: dict[Cho
 def h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: TARGETS["sm_90"])
     monkeypatch.setattr(choices, "multiprocessors", lambda device: 132)
     choices.choices.cache_clear(), choices.chosen.cache_clear()
     yield

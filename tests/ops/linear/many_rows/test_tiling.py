@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from transect.hardware.targets import TARGETS
 from transect.ops.linear.many_rows import tiling
 from transect.ops.linear.many_rows.tiling import cublas_is_quicker, leaves_idle
 
@@ -30,7 +31,7 @@ class _OnHopper:
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: TARGETS["sm_90"])
     monkeypatch.setattr(tiling, "multiprocessors", lambda device: 132)
 
 
@@ -41,7 +42,7 @@ def test_cublas_multiplies_what_lies_in_rows_on_hopper(monkeypatch: pytest.Monke
     assert not cublas_is_quicker(x, _OnHopper(64, 128, turned=True))
     assert not cublas_is_quicker(_OnHopper(300, 64, dtype=torch.float32), _OnHopper(128, 64, dtype=torch.float32))
     assert not cublas_is_quicker(torch.empty(300, 64, dtype=torch.bfloat16), torch.empty(128, 64, dtype=torch.bfloat16))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: TARGETS["sm_80"])
     assert not cublas_is_quicker(x, weight)
 
 

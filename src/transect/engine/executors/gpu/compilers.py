@@ -17,7 +17,6 @@ No torch is imported here at the top.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import hashlib
 import json
@@ -37,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from ....hardware.cores import usable_cores
+from ....hardware.targets import act_as, acted_target
 from ....ops.lang import cuda_build
 from ...config import EngineConfig
 
@@ -151,7 +151,9 @@ class Compilers:
 
 @contextlib.contextmanager
 def compiling(config: EngineConfig) -> Iterator[Compilers | None]:
-    """Run ``Compilers.start``, and ``stop`` at the end of the block."""
+    """Run ``Compilers.start``, and ``stop`` at the end of the block. Before that, act as ``GPUOptions.target``."""
+    if config.gpu.target is not None:
+        act_as(config.gpu.target)
     compilers = Compilers.start(config)
     try:
         yield compilers
@@ -248,10 +250,11 @@ def _answer(done: int | str, started: float, error: Exception | None = None) -> 
 def _build_libraries() -> None:
     started, failed = time.time(), None
     try:
-        capability = _capability()
-        names = [name for name, first in CUDA_SOURCES.items() if capability == first or first < 90 <= capability]
+        acted = acted_target()
+        target = f"sm_{cuda_build.own_capability()}" if acted is None else acted.name
+        names = [name for name, first in CUDA_SOURCES.items() if first < 90 or target == f"sm_{first}"]
         with ThreadPoolExecutor(len(CUDA_SOURCES)) as pool:
-            list(pool.map(lambda name: cuda_build.build(name, f"sm_{capability}"), names))
+            list(pool.map(lambda name: cuda_build.build(name, target), names))
     except Exception as error:  # no nvcc, for example; the engine says so when it needs one
         failed = error
     _answer("libraries", started, failed)
@@ -259,18 +262,6 @@ def _build_libraries() -> None:
 
 def _no_libraries() -> None:
     _answer("libraries", time.time())
-
-
-def _capability() -> int:
-    """Return the compute capability of the first GPU (90 for 9.0), asking the driver alone."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    device, parts = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
-    codes = [driver.cuInit(0), driver.cuDeviceGet(ctypes.byref(device), 0)]
-    # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
-    codes += [driver.cuDeviceGetAttribute(ctypes.byref(part), 75 + i, device) for i, part in enumerate(parts)]
-    if any(codes):
-        raise RuntimeError(f"the CUDA driver returned {codes}")
-    return 10 * parts[0].value + parts[1].value
 
 
 def _build_driver() -> None:

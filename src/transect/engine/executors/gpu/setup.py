@@ -18,6 +18,8 @@ from ....costs.model import kv_bytes_per_token, weight_bytes
 from ....costs.steps import launch_bound_tokens
 from ....costs.storage import Layouts, Storage, storage_for, storage_held
 from ....costs.units import GIB
+from ....hardware.device import target_of
+from ....hardware.targets import PROCESSOR, Target
 from ....ops.attention.paged.cache_codes import refusal as cache_refusal
 from ....ops.lang.jit import has_dependent_launch
 from ....ops.linear.stream_products import StreamProducts
@@ -109,7 +111,7 @@ def set_up(
         ValueError: the weights do not fit, here or in host memory, or a setting is at fault; the message says what to
             change.
     """
-    check_cache(config, model)
+    check_cache(config, model, target_of(device))
     torch.cuda.init()
     allocated = torch.cuda.memory_allocated(device)
     dtype = kv_dtype(config.dtype)
@@ -173,13 +175,16 @@ def plan_of(config: EngineConfig, model: ModelConfig, storage: Storage, dtype: t
     )
 
 
-def check_cache(config: EngineConfig, model: ModelConfig) -> None:
+def check_cache(config: EngineConfig, model: ModelConfig, target: Target = PROCESSOR) -> None:
     """Refuse a cache that kernels cannot read.
 
     Raises:
-        ValueError: heads whose size is not a multiple of 4, cached in int8.
+        ValueError: heads whose size is not a multiple of 4, cached in int8; or fp8 on a GPU before Ada.
     """
-    reason = cache_refusal(cache_dtype(config.dtype, config.kv_cache_dtype), model.head_dim)
+    dtype = cache_dtype(config.dtype, config.kv_cache_dtype)
+    if dtype == torch.float8_e4m3fn and target.nvidia and not target.fp8_products:
+        raise ValueError(f"kernels for {target.name} do not read a KV cache in fp8: take kv_cache_dtype int8")
+    reason = cache_refusal(dtype, model.head_dim)
     if reason is not None:
         raise ValueError(f"{reason}: leave kv_cache_dtype out, or take fp8")
 
@@ -219,8 +224,7 @@ def runner_tricks(
 ) -> dict[str, Any]:
     """Return further options of ``GPURunner`` on this device, by argument name."""
     shares = config.shares_data and config.enable_expert_parallel
-    hopper = dtype == torch.bfloat16 and not torch.version.hip
-    hopper = hopper and torch.cuda.get_device_capability(device) == (9, 0)
+    hopper = dtype == torch.bfloat16 and target_of(device).hopper
     return {
         "whole_prompts": None if config.deterministic else WHOLE_PROMPTS,
         # Of a stage the last layer is not the model's, and ranks that share experts gather as many tokens in each.

@@ -3,7 +3,8 @@
 * ``order``: who comes next: shares of clients, and levels of requests, which ``orders/`` gives: a scheduling policy a
   file.
 * ``places``: a client below its share of places gets one of a client above.
-* ``turns``: sequences of a client take turns, where all of them would make steps long for others.
+* ``turns``: sequences of a client take turns, where all of them would make steps long for others; the part of a step
+  that prompts of one client may take beside streams of others.
 * ``admission``: who may join the queue, by bytes and predicted wait.
 * ``budget``: tokens per step while sequences decode. ``costs/learning`` learns step times.
 * ``filling``: prefill in small chunks beside decoding sequences.

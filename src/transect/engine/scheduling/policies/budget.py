@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Mapping
 from collections.abc import Sequence as Listed
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from ..request import Sequence
 from ..scheduler_config import SchedulerConfig
 from ..waiting_queue import WaitingQueue
 from .filling import nothing_ends_later
-from .turns import NO_PAUSES, Turns, take_turns
+from .turns import NO_PAUSES, Rooms, Turns, take_turns
 
 AUTO_RATIO = 2.5
 """Time of a step with prompts over the time of its decodes alone, if no target in milliseconds is set."""
@@ -81,6 +82,8 @@ class Budget(NamedTuple):
     """Shares of prompts, longest prompts first; empty if prompts take tokens in order of rank."""
     pause: bool = False
     """Prompts take no part in the step."""
+    rooms: Mapping[str, int] = {}
+    """Most prompt tokens of each client that is limited (``turns``)."""
 
 
 class Coming(NamedTuple):
@@ -108,8 +111,11 @@ class StepBudget:
         self._debt = 0.0
         """Seconds by which steps with prompts were longer than the target, less those by which pauses were shorter."""
         self._turns = NO_PAUSES
+        self.rooms = Rooms()
         self._next = (0.0, math.inf)
         """Seconds that the next step adds to ``_debt`` if it has prompts, and takes from it if it has none."""
+        self._kept: tuple[object, Budget, tuple[float, float]] | None = None
+        """State that the newest bounds were computed in, these bounds, and ``_next`` with them."""
         self._config = config
         self._mixed = min(config.max_mixed_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
         self._chunk = config.max_prefill_chunk or config.max_num_batched_tokens
@@ -123,15 +129,35 @@ class StepBudget:
             self._turns = take_turns(running, waiting.new.by_client, self.times, AUTO_RATIO, config.itl_target)
         return self._turns
 
-    def of_next(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool = False) -> Budget:
+    def of_next(
+        self,
+        running: Listed[Sequence],
+        waiting: WaitingQueue,
+        cut: bool,
+        barred: bool = False,
+        state: tuple[int, ...] | None = None,
+    ) -> Budget:
         """Return the bounds of the next step.
 
         Args:
             cut: the step before left a prompt unfinished.
             barred: the step before had no place or no KV blocks for the head of the queue. Then long prompts leave no
                 room for waiting ones, which could not use it.
+            state: numbers of which one changes whenever the sequences do; bounds for an equal state are not computed
+                again. None if they are not known.
         """
+        if state is None:
+            return self._bounds(running, waiting, cut, barred)
+        key = state, self.times.steps, self.fill_tokens, self._turns
+        if self._kept is None or self._kept[0] != key:
+            found = self._bounds(running, waiting, cut, barred)
+            self._kept = key, found, self._next
+        _, found, self._next = self._kept
+        return found
+
+    def _bounds(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool) -> Budget:
         self._next = (0.0, math.inf)
+        self.rooms.discard()
         if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # no sequence decodes
             most = self._config.max_num_batched_tokens
             prompts = [seq.length - seq.scheduled for seq in running if seq.length - seq.scheduled > 1]
@@ -147,8 +173,9 @@ class StepBudget:
             return Budget(self.fill_tokens, self._chunk)
         return Budget(self._mixed, self._chunk)
 
-    def planned(self, prompts: bool) -> None:
-        """Record a planned step, with prompts or without."""
+    def planned(self, prompts: bool, taken: Mapping[str, int] = {}) -> None:
+        """Record a planned step, with prompts or without; ``taken``: prompt tokens of each client."""
+        self.rooms.planned(taken)
         self._share += SMOOTHING * (prompts - self._share)
         more, less = self._next
         if prompts:
@@ -156,27 +183,48 @@ class StepBudget:
         else:
             self._debt = max(self._debt - less, -less) if less < math.inf else 0.0
 
-    def coming(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool = False) -> Coming:
+    def decoded(self, steps: int) -> None:
+        """Record ``steps`` planned steps without prompts, none of which waits."""
+        share = self._share
+        for _ in range(steps):
+            share += SMOOTHING * (0.0 - share)
+        self.rooms.decoded(steps)
+        self._share, self._debt, self._next = share, 0.0, (0.0, math.inf)
+
+    def coming(
+        self,
+        running: Listed[Sequence],
+        waiting: WaitingQueue,
+        cut: bool,
+        barred: bool = False,
+        state: tuple[int, ...] | None = None,
+    ) -> Coming:
         """Return the facts of the next step if it were planned now; arguments as of ``of_next``."""
         if not (len(waiting) or cut):
             return Coming(len(running), False)
-        tokens, chunk, _, pause = self.of_next(running, waiting, cut, barred)
+        tokens, chunk, _, pause, rooms = self.of_next(running, waiting, cut, barred, state)
         if pause:
             return Coming(tokens, True)
+        if rooms:  # prompts of limited clients fill less of the step
+            return Coming(tokens, False)
         here = sum(min(seq.length - seq.scheduled, chunk) for seq in running)
         here += waiting.num_tokens if chunk >= tokens else sum(min(seq.to_compute, chunk) for seq in waiting.in_order())
         return Coming(min(here, tokens), here >= tokens)
 
     def _by_time(self, target: float, running: Listed[Sequence], waiting: WaitingQueue, barred: bool) -> Budget:
-        left = [(seq.length - seq.scheduled, seq.scheduled) for seq in running]
-        prompts = [(count, done) for count, done in left if count > 1]
-        felt = [
-            seq.length - seq.scheduled
-            for seq in running
-            if seq.length - seq.scheduled > 1 and not seq.request.spec.in_one_piece
-        ]
-        rows = len(left)
-        decodes = StepLoad(rows - len(prompts), sum(done + 1 for count, done in left if count <= 1))
+        prompts: list[tuple[int, int]] = []
+        felt: list[int] = []
+        rows, keys = len(running), 0
+        for seq in running:
+            done = seq.scheduled
+            count = seq.length - done
+            if count <= 1:
+                keys += done + 1
+                continue
+            prompts.append((count, done))
+            if not seq.request.spec.in_one_piece:
+                felt.append(count)
+        decodes = StepLoad(rows - len(prompts), keys)
         beside = decodes._replace(tokens=rows)
         context = max((done for _, done in prompts), default=0)
         scored = _scored(running, waiting)
@@ -203,7 +251,10 @@ class StepBudget:
         room = tokens - rows
         long = LONG * (usual if usual > 0 else room)
         shares = self._shares(room, long, [count for count, _ in prompts], waiting, barred)
-        return Budget(tokens, self._chunk, shares)
+        rooms: dict[str, int] = {}
+        if not target and self._config.pipeline_depth == 1:
+            rooms = self.rooms.of_step(running, waiting, room, AUTO_RATIO)
+        return Budget(tokens, self._chunk, shares, rooms=rooms)
 
     def _least(self, beside: StepLoad, context: int, scored: bool) -> float:
         """Predict the seconds of the shortest useful step with prompts: one token beyond those that are fixed."""
@@ -255,7 +306,7 @@ class StepBudget:
         alone = self.times.predict(beside)
 
         def each(tokens: int) -> float:
-            return (self.times.predict(beside._replace(tokens=tokens)) - alone) / (tokens - beside.tokens)
+            return (self.times.with_tokens(beside, tokens) - alone) / (tokens - beside.tokens)
 
         sizes = [knot for knot in KNOTS if beside.tokens < knot < most]
         limit = CHEAP * each(most) if sizes else 0.0
@@ -300,7 +351,7 @@ def _scored(running: Listed[Sequence], waiting: WaitingQueue) -> bool:
     head = waiting.head()
     if head is not None and head.request.spec.params.prompt_logprobs is not None:
         return True
-    return any(seq.request.spec.params.prompt_logprobs is not None and not seq.request.prompt_done for seq in running)
+    return any(not seq.request.prompt_done and seq.request.spec.params.prompt_logprobs is not None for seq in running)
 
 
 def even(tokens: int, rows: int) -> int:

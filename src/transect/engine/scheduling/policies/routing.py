@@ -4,7 +4,8 @@ Each engine has its own prefix cache. So the router remembers which blocks of pr
 and expects them to be cached there still. A request costs an engine the tokens that are not cached there, after the
 tokens that the engine has to compute already; the least of these sums wins. So a long prefix draws its requests to one
 engine until that one's queue is longer than what the prefix saves. In the same way requests of an adapter go to an
-engine that has it in a slot of its device. Plain arithmetic: no clock, no torch.
+engine that has it in a slot of its device, and those of a session to the engine of its last request. Where engines
+differ in speed, tokens are weighed by the pace of each. Plain arithmetic: no clock, no torch.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class _Engine:
     """Hashes of the blocks that its cache is assumed to hold; each hash covers all blocks before it."""
     adapters: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """Adapters that its device is assumed to hold, the most recently used last."""
+    pace: float = 1.0
+    """Time that its tokens take, relative to those of the other engines."""
 
 
 @dataclass(slots=True)
@@ -54,11 +57,17 @@ class Router:
 
     ADAPTER = 512
     """Tokens that loading an adapter into a slot counts as, so that adapters stay apart while engines have room."""
+    SESSION = 128
+    """Tokens by which an engine may be behind another and still get the next request of its session."""
+    MOST_SESSIONS = 1 << 16
+    """Number of sessions that are remembered, the most recently used ones."""
 
     def __init__(self, capacities: Sequence[int], block_size: int, slots: int = 1) -> None:
         self._size, self._slots = block_size, slots
         self._engines = [_Engine(max(1, tokens // block_size)) for tokens in capacities]
         self._turn = 0
+        self._sessions: OrderedDict[str, int] = OrderedDict()
+        """Engine of each session's last request."""
 
     def add(self, capacity: int) -> int:
         """Add an engine whose prefix cache holds ``capacity`` tokens. Returns its number."""
@@ -69,7 +78,17 @@ class Router:
         """Return the known number of tokens that an engine still has to compute."""
         return self._engines[engine].load
 
-    def send(self, prompt: Sequence[int], outputs: int, alive: Iterable[int], adapter: str = "") -> Ticket:
+    def pace(self, engine: int) -> float:
+        """Return the time that an engine's tokens take, relative to those of the other engines."""
+        return self._engines[engine].pace
+
+    def weigh(self, engine: int, pace: float) -> None:
+        """Set the time that an engine's tokens take, relative to those of the other engines."""
+        self._engines[engine].pace = pace
+
+    def send(
+        self, prompt: Sequence[int], outputs: int, alive: Iterable[int], adapter: str = "", session: str = ""
+    ) -> Ticket:
         """Choose an engine, and count the request there.
 
         Args:
@@ -77,12 +96,14 @@ class Router:
             outputs: most tokens that will be drawn, over all choices.
             alive: the engines to choose from.
             adapter: content id of the adapter that computes it; empty for none.
+            session: name that the requests of a session share; empty for none.
 
         Raises:
             ValueError: there are none.
         """
         hashes = self._hashes(prompt, adapter)
-        best: tuple[int, int, int] | None = None
+        home = self._sessions.get(session, -1) if session else -1
+        best: tuple[float, int, int, int] | None = None
         offers: list[tuple[int, int, int]] = []
         for index in alive:
             engine = self._engines[index]
@@ -90,12 +111,18 @@ class Router:
             if adapter and adapter not in engine.adapters:
                 uncached += self.ADAPTER
             offers.append((index, engine.load, uncached))
+            cost = engine.pace * (engine.load + uncached) - (self.SESSION if index == home else 0)
             turn = (index - self._turn) % len(self._engines)
-            if best is None or (engine.load + uncached, turn) < best[:2]:
-                best = engine.load + uncached, turn, index
+            if best is None or (cost, turn) < best[:2]:
+                best = cost, turn, index, uncached
         if best is None:
             raise ValueError("there is no engine to choose from")
         index = best[2]
+        if session:
+            self._sessions[session] = index
+            self._sessions.move_to_end(session)
+            while len(self._sessions) > self.MOST_SESSIONS:
+                self._sessions.popitem(last=False)
         engine = self._engines[index]
         self._turn = (index + 1) % len(self._engines)
         if adapter:
@@ -104,7 +131,7 @@ class Router:
             while len(engine.adapters) > self._slots:
                 engine.adapters.popitem(last=False)
         noted = tuple(each for each in hashes if each not in engine.blocks)
-        ticket = Ticket(index, best[0] - engine.load, outputs, noted, tuple(offers))
+        ticket = Ticket(index, best[3], outputs, noted, tuple(offers))
         for each in reversed(hashes):  # the beginning of a prompt is the newest: it is forgotten last
             engine.blocks.pop(each, None)
             engine.blocks[each] = None
@@ -138,8 +165,9 @@ class Router:
                 each.blocks.clear()
 
     def renew(self, engine: int, capacity: int) -> None:
-        """Account for a replaced engine: its prefix cache holds ``capacity`` tokens, and is empty. Tickets of the old
-        one stay valid."""
+        """Account for a replaced engine: its prefix cache holds ``capacity`` tokens, and is empty. Its pace is that of
+        the others, until it is measured. Tickets of the old one stay valid."""
+        self._engines[engine].pace = 1.0
         self._engines[engine].most_blocks = max(1, capacity // self._size)
         self._engines[engine].adapters.clear()
         self.forget(engine)

@@ -1,21 +1,36 @@
-"""Sequences that decode take turns, where those of one client would make each step long for all others.
+"""Parts of a step for clients with much work beside streams of others: turns of their rows, room for their prompts.
 
 Every row of a step makes it longer for all rows. So let each client have as many rows as the one with the fewest, in
 proportion to their weights, and take the time of that step as a reference. A client may have more rows as long as a
-step stays within a multiple of that time. If its rows do not fit, they take turns: those that waited longest come
-first. Clients with as many rows as each other slow each other down alike, and no sequence pauses.
+step stays within a multiple of that time, of which it has its part. If its rows do not fit, they take turns: those that
+waited longest come first. Clients with as many rows as each other slow each other down alike, and no sequence pauses.
+
+Short prompts of any client may take all the room of a step beyond its decodes. A client whose prompts have taken
+several steps' room beyond its part is limited to the part, as long as others decode: then its prompts last longer, and
+the streams of others feel little of them.
+
+The part lets a client have its share of the time of each step, by weight: beside a stream of one other client half of
+the step, beside four a fifth. It is never less than ``LEAST``, so that a prompt ends in time beside many streams.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Listed
+from itertools import islice
 from typing import NamedTuple
 
 from ....costs.learning import StepTimes
 from ....costs.steps import StepLoad
 from ..request import Sequence
+
+LEAST = 0.25
+"""Least part of the room for one client."""
+FREE_STEPS = 8
+"""Room of whole steps that a client may take before it is limited."""
+LOOKED_AT = 64
+"""Sequences at the front of the queue that are searched for clients."""
 
 
 class Turns(NamedTuple):
@@ -45,7 +60,7 @@ def take_turns(
         waiting: clients of requests that wait for their first step. They, and those of prompts that have begun, count
             as clients with one row: their first tokens come later for every row.
         ratio: longest step, in units of the reference.
-        target: longest step in seconds, in place of ``ratio``; 0 for none.
+        target: longest step in seconds, in place of ``ratio`` and without parts; 0 for none.
     """
     clients = {seq.request.spec.client for seq in running} | set(waiting)
     if len(clients) < 2:
@@ -73,7 +88,10 @@ def take_turns(
 
     reference = seconds_of(least)
     longest = target or ratio * reference
-    limit = reference + max(0.0, longest - reference) * (0.5 if prompts else 1.0)
+    many = sum(weight for client, weight in weights.items() if len(rows[client]) > level * weight)
+    total_weight = sum(weights.values()) + len(clients) - len(rows)
+    part = 1.0 if target else part_of_room(many, total_weight, ratio)
+    limit = reference + max(0.0, longest - reference) * part * (0.5 if prompts else 1.0)
     low, high = least, total + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -84,9 +102,78 @@ def take_turns(
     by_need = sorted(rows, key=lambda client: len(rows[client]) / weights[client])
     for place, client in enumerate(by_need):  # max-min fair: what one does not need is for those with more rows
         mine = rows[client]
-        part = round(low * weights[client] / sum(weights[each] for each in by_need[place:]))
-        count = min(len(mine), max(1, part))
+        share = round(low * weights[client] / sum(weights[each] for each in by_need[place:]))
+        count = min(len(mine), max(1, share))
         low -= count
         if count < len(mine):
             paused += [seq.seq_id for seq in sorted(mine, key=_turn)[count:]]
     return Turns(frozenset(paused), longest)
+
+
+def part_of_room(weight: float, total: float, ratio: float) -> float:
+    """Return the part of a step's room for clients of ``weight`` in sum, among clients of ``total``, if a step may take
+    ``ratio`` times as long as its decodes alone."""
+    others = total - weight
+    return min(1.0, max(LEAST, weight / (others * (ratio - 1.0)))) if others > 0 else 1.0
+
+
+class Rooms:
+    """Accounts of the room that clients' prompts have taken."""
+
+    def __init__(self) -> None:
+        self._debts: dict[str, float] = {}
+        """Room that each client has taken beyond ``LEAST`` of each step, in steps; those without are left out."""
+        self._room = 0
+        self.limited: dict[str, int] = {}
+        """Clients that are limited in the step that was planned last, with the tokens that each might take."""
+        self._next: dict[str, int] = {}
+
+    def of_step(
+        self, running: Listed[Sequence], waiting: Iterable[Sequence], room: int, ratio: float
+    ) -> dict[str, int]:
+        """Return the most prompt tokens of each client that is limited in the next step.
+
+        Args:
+            waiting: in the order of their turns.
+            room: tokens of the step beyond its decodes.
+            ratio: longest step, in units of its decodes alone.
+        """
+        weights: dict[str, float] = {}
+        streams: set[str] = set()
+        for seq in running:
+            spec = seq.request.spec
+            weights[spec.client] = spec.weight
+            if seq.scheduled + 1 == seq.length < seq.max_length:
+                streams.add(spec.client)
+        for seq in islice(waiting, LOOKED_AT):
+            weights[seq.request.spec.client] = seq.request.spec.weight
+        self._room = room if len(weights) > 1 else 0
+        total = sum(weights.values())
+        self._next = {
+            client: max(1, int(room * part_of_room(weights[client], total, ratio)))
+            for client, debt in self._debts.items()
+            if debt > FREE_STEPS and client in weights and streams - {client}
+        }
+        return self._next
+
+    def discard(self) -> None:
+        """Discard the bounds of the next step."""
+        self._room, self._next = 0, {}
+
+    def decoded(self, steps: int) -> None:
+        """Account for ``steps`` planned steps without prompts."""
+        for _ in range(steps if self._debts else min(steps, 1)):
+            self.planned({})
+
+    def planned(self, taken: Mapping[str, int]) -> None:
+        """Account for a planned step, with the prompt tokens of each client."""
+        for client in list(self._debts):
+            self._debts[client] -= LEAST
+            if self._debts[client] <= 0.0:
+                del self._debts[client]
+        if self._room > 0:
+            for client, tokens in taken.items():
+                debt = self._debts.get(client, 0.0) + tokens / self._room
+                self._debts[client] = min(debt, FREE_STEPS + 1.0)
+        self.limited = self._next
+        self.discard()

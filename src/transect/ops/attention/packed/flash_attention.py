@@ -39,6 +39,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from ....costs.work import Cost, visible_pairs
+from ....hardware.device import target_of
 from ... import shapes
 from ...lang import cuda
 from ...lang.jit import INTERPRETED, TRITON_TARGETS, available
@@ -107,9 +108,8 @@ def choose(q: Tensor) -> PackedTiling:
         return PackedTiling(16, 16, 1, 1)
     if q.element_size() == 4:
         return PackedTiling(32, 32, 4, 1)
-    hopper = torch.cuda.get_device_capability(q.device)[0] >= 9
     # Two programs on a multiprocessor: one computes exponentials while the other has the tensor cores.
-    return PackedTiling(64, 64, 4, 3, bulk=hopper)
+    return PackedTiling(64, 64, 4, 3, bulk=target_of(q.device).bulk_copies)
 
 
 def forward(

@@ -43,6 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....hardware.device import target_of
 from ...lang.gluon_language import (
     GLUON_MISSING,
     async_load,
@@ -466,7 +467,7 @@ def refusal(
 
 def _input_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     reason = device_refusal() or refusal(q, k, v, q, 1.0)
-    if not reason and not (q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)):
+    if not reason and not (q.is_cuda and target_of(q.device).hopper):
         reason = f"the Hopper kernel runs on an sm_90, and the inputs are on {q.device}"
     if not reason and not (q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)):
         reason = f"the Hopper kernel takes bfloat16 or float16, not {q.dtype}, {k.dtype} and {v.dtype}"
@@ -580,7 +581,7 @@ def device_refusal() -> str | None:
         return f"the Hopper kernel needs Triton's Gluon: {GLUON_MISSING}"
     if INTERPRETED or not torch.cuda.is_available() or torch.version.hip is not None:
         return "the Hopper kernel needs an NVIDIA GPU (sm_90)"
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not target_of().hopper:
         return "the Hopper kernel is for sm_90 only"
     return None
 

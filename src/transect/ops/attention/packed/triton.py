@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ....hardware.targets import BULK_TARGETS
 from ...lang.jit import TRITON_TARGETS, kernel, tl
 from ...lang.tiles import dot
 from ...registry import Kernel
@@ -88,10 +89,10 @@ def kernels() -> Sequence[Kernel]:
         name="forward",
         function=_forward,
         arguments={**half, "out": "*bf16", "lse": "*fp32", "scale2": "fp32", **ints},
-        constants={**base, "BM": 128, "BN": 64},
+        constants={**base, "BM": 64, "BN": 64},
         divisible=tuple(strides),
-        warps=8,
-        stages=2,
+        warps=4,
+        stages=3,
         targets=TRITON_TARGETS,
     )
     bulk = dict.fromkeys(("k", "v"), "tensordesc<bf16[128, 1, 128]>")
@@ -102,6 +103,6 @@ def kernels() -> Sequence[Kernel]:
             name="forward_bulk",
             arguments={**forward_kernel.arguments, **bulk},
             constants={**forward_kernel.constants, "BN": 128, "BULK": True},
-            targets=("sm_90",),
+            targets=BULK_TARGETS,
         ),
     ]

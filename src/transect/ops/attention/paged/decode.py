@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....hardware.device import target_of
+from ....hardware.targets import FP8_TARGETS
 from ... import tuning
 from ...lang.jit import INTERPRETED, TRITON_TARGETS, kernel, multiprocessors, next_power_of_2, tl
 from ...lang.tiles import also, let_next_begin, wait_for_previous
@@ -234,6 +236,8 @@ def decode(
         return
     if INTERPRETED:
         tiling = replace(tiling, bn=16, warps=1, stages=1, chunk=4, fan=3, least=16)
+    elif k_cache.element_size() == 1 and tiling.warps == 1 and not target_of(q.device).hopper:
+        tiling = replace(tiling, warps=2)  # one warp's registers do not hold a tile in both formats
     wanted = _round_up(tiling.programs * multiprocessors(q.device) / kv_heads)
     most = _round_up(min(wanted + rows, rows * -(-batch.max_seq_len // tiling.least)))
     part_o = q.new_empty((most, heads, d), dtype=torch.float32)
@@ -300,8 +304,8 @@ def kernels() -> Sequence[Kernel]:
         )
         for name, cache, targets, scores in (
             ("decode", {}, TRITON_TARGETS, plain),
-            ("decode, cache in fp8", dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv"), ("sm_90",), plain),
-            ("decode, cache in int8", dict.fromkeys(("k_cache", "v_cache"), "*i8"), ("sm_90",), plain),
-            ("decode with sinks, a cap and chunks", {}, ("sm_90",), dict.fromkeys(plain, True)),
+            ("decode, cache in fp8", dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv"), FP8_TARGETS, plain),
+            ("decode, cache in int8", dict.fromkeys(("k_cache", "v_cache"), "*i8"), TRITON_TARGETS, plain),
+            ("decode with sinks, a cap and chunks", {}, TRITON_TARGETS, dict.fromkeys(plain, True)),
         )
     ]  # fmt: skip

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....hardware.device import target_of
+from ....hardware.targets import NVIDIA_TARGETS, TARGETS
 from ...lang.jit import INTERPRETED, kernel, next_power_of_2, tl
 from ...lang.tiles import let_next_begin, wait_for_previous
 from ...registry import Kernel
@@ -137,6 +139,8 @@ SPAN = 256
 PREFILL_TILING = PrefillTiling()
 SPAN_TILING = PrefillTiling(bm=64, warps=4, span=SPAN)
 """The tiling whose sums are those of ``decode_spans.py``."""
+SMALL_TILING = PrefillTiling(bm=64, bn=32, warps=8, stages=2)
+"""The tiling of heads of 256 in 99 KiB of shared memory."""
 BESIDE_TILING = PrefillTiling(bm=64, bn=32, warps=4)
 """The tiling of a few queries beside decodes: a program and a block of the decode kernel fit on one multiprocessor."""
 
@@ -158,6 +162,9 @@ def prefill(
     bm = max(tiling.bm, padded_group)
     # AMD has 64 KB of shared memory; on NVIDIA three stages of heads of 256 do not fit.
     stages = min(tiling.stages, 2) if torch.version.hip or d > 128 else tiling.stages
+    if d > 128 and not INTERPRETED and not target_of(q.device).large_blocks:
+        tiling = SMALL_TILING
+        bm = max(tiling.bm, padded_group)
     launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
     _prefill[(kv_heads, tokens // (bm // padded_group) + batch.num_rows)](
         q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, out, batch.num_rows,
@@ -178,6 +185,9 @@ def kernels() -> Sequence[Kernel]:
     ints = dict.fromkeys(("B", "window", *strides, "table_b", "span"), "i32")
     more = {"sinks": "*bf16", "squeeze": "fp32"}
     plain = dict.fromkeys(("SINKS", "CAPPED", "CHUNKED"), False)
+    every = dict.fromkeys(plain, True)
+    large = tuple(name for name in NVIDIA_TARGETS if TARGETS[name].large_blocks)
+    small = tuple(name for name in NVIDIA_TARGETS if not TARGETS[name].large_blocks)
     return [
         Kernel(
             name=name,
@@ -195,11 +205,12 @@ def kernels() -> Sequence[Kernel]:
             options={"launch_pdl": True} if beside else {},
         )
         for name, tiling, beside, targets, d, scores in (
-            ("prefill", PREFILL_TILING, False, ("sm_80", "sm_90"), 128, plain),
+            ("prefill", PREFILL_TILING, False, NVIDIA_TARGETS, 128, plain),
             ("prefill in spans", SPAN_TILING, False, ("sm_80", "sm_90"), 128, plain),
             ("prefill beside decodes", BESIDE_TILING, True, ("sm_90",), 128, plain),
-            ("prefill_256", replace(PREFILL_TILING, stages=2), False, ("sm_90",), 256, plain),
-            ("prefill with sinks, a cap and chunks", PREFILL_TILING, False, ("sm_90",), 64, dict.fromkeys(plain, True)),
+            ("prefill_256", replace(PREFILL_TILING, stages=2), False, large, 256, plain),
+            ("prefill_256, small blocks", SMALL_TILING, False, small, 256, plain),
+            ("prefill with sinks, a cap and chunks", PREFILL_TILING, False, NVIDIA_TARGETS, 64, every),
             ("prefill_amd", replace(PREFILL_TILING, stages=2), False, ("gfx942",), 128, plain),
         )
     ]  # fmt: skip

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ....costs.work import Cost
+from ....hardware.targets import FP8_TARGETS
 from ... import shapes
 from ...lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, runs_triton, tl
 from ...lang.tiles import also, let_next_begin, wait_for_previous
@@ -353,9 +354,9 @@ def _kernels() -> Sequence[Kernel]:
     in_int8 = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*i8")
     scaled = {**tile, "HEADS": 16, "SEARCH": 0, "NORM": True, "OWN": True}
     small = [
-        Kernel("fp8, norms of heads", _kernel, arguments | in_fp8, scaled, ("n_planes", *strides), targets=("sm_90",)),
-        Kernel("cache in fp8", _kernel, arguments | in_fp8, cached, ("n_planes", *strides), targets=("sm_90",)),
-        Kernel("cache in int8", _kernel, arguments | in_int8, cached, ("n_planes",), targets=("sm_90",)),
+        Kernel("fp8, norms of heads", _kernel, arguments | in_fp8, scaled, ("n_planes", *strides), targets=FP8_TARGETS),
+        Kernel("cache in fp8", _kernel, arguments | in_fp8, cached, ("n_planes", *strides), targets=FP8_TARGETS),
+        Kernel("cache in int8", _kernel, arguments | in_int8, cached, ("n_planes",)),
     ]
     return small + [
         Kernel(

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from ....hardware.device import target_of
 from ...lang.jit import multiprocessors
-from ...tuning import SHIPPED, file_name, user_folder
+from ...tuning import SHIPPED, device_name, file_name, user_folder
 from . import cuda, rule
 from .cuda import CUDA_ROWS, CudaTiling, quicker
 from .gluon import GluonTiling
@@ -65,11 +66,11 @@ def key(
 
 
 @cache
-def choices(device_name: str) -> Mapping[str, Choice]:
+def choices(name: str) -> Mapping[str, Choice]:
     """Return the choices measured for a device, by ``key``: those shipped, overlaid by the user's own."""
     found: dict[str, Choice] = {}
     for folder in (FOLDER, user_folder() / FOLDER.name):
-        path = folder / file_name(device_name)
+        path = folder / file_name(name)
         if path.is_file():
             found |= {size: read_choice(entry) for size, entry in json.loads(path.read_text())["choices"].items()}
     return found
@@ -92,7 +93,7 @@ def chosen(
     """
     if device.type != "cuda" or not 0 < m <= MOST_ROWS:
         return None
-    known = choices(torch.cuda.get_device_name(device))
+    known = choices(device_name(device))
 
     def of(rows: int) -> Choice | None:
         in_layers = known.get(key(rows, n, k, gated, stream))
@@ -113,7 +114,7 @@ def _rounded(m: int) -> int:
 
 def _by_rule(m: int, n: int, k: int, device: torch.device, gated: bool, stream: bool, alone: bool) -> Choice | None:
     """Return the choice for an unmeasured size, on Hopper."""
-    if torch.cuda.get_device_capability(device) != (9, 0) or k % 8 or n % 16:
+    if not target_of(device).hopper or k % 8 or n % 16:
         return None
     units = multiprocessors(device)
     if stream or m <= FEW:  # rules of small_matmul.cu decide; here only what else its launches do

@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ....hardware.device import target_of
 from ...lang import cuda
 from ...lang.jit import multiprocessors
 from ...registry import Unavailable
@@ -84,8 +85,6 @@ CUDA_ROWS = 32
 """The most rows of X that one block of ``small_matmul.cu`` takes; for more it reads W again."""
 SHARED = 227 * 1024
 """Bytes of shared memory of a block on Hopper."""
-SHARED_OF = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): SHARED, (10, 0): SHARED, (10, 3): SHARED}
-"""Shared memory of a block in bytes, by compute capability, for the GPUs whose blocks have enough."""
 
 
 KERNELS = ((3, 4), (3, 3), (2, 6), (2, 4), (3, 2), (2, 2), (2, 3), (1, 8), (1, 4))
@@ -106,7 +105,8 @@ def choose_tiling(m: int, n: int, multiprocessors: int, shared: int = SHARED) ->
     warps = 8 if shared_bytes(CudaTiling(1, 4, per), CUDA_ROWS) <= shared else 4
     tilings = [CudaTiling(columns, stages, per, warps) for columns, stages in KERNELS if columns <= per]
     fitting = [tiling for tiling in tilings if shared_bytes(tiling, m) <= shared]
-    return next(tiling for tiling in fitting if (-(-per // tiling.columns) * tiling.columns - per) * 16 <= per)
+    even = (tiling for tiling in fitting if (-(-per // tiling.columns) * tiling.columns - per) * 16 <= per)
+    return next(even, fitting[0])
 
 
 def shared_bytes(tiling: CudaTiling, m: int) -> int:
@@ -118,13 +118,14 @@ def shared_bytes(tiling: CudaTiling, m: int) -> int:
     return ring + 4 * (tiling.warps * tile * (tiling.columns * 16 + 4) + sent + tile) + 8
 
 
-def quicker(m: int, n: int, k: int) -> bool:
-    """Return True if ``small_matmul.cu`` was faster than the Triton kernels at such a shape on an H200.
+def quicker(m: int, n: int, k: int, shared: int = SHARED) -> bool:
+    """Return True if ``small_matmul.cu`` was faster than the Triton kernels at such a shape on an H200, and blocks of
+    ``shared`` bytes have room for its rows.
 
     It was, always up to 16 rows, and up to 32 for small weights. Above, it reads X from the L2 cache about as often as
     W from memory.
     """
-    return m <= 16 or (m <= CUDA_ROWS and n <= 8192 and k <= 8192)
+    return m <= 16 or (m <= CUDA_ROWS and n <= 8192 and k <= 8192 and shared >= 163 * 1024)
 
 
 def cuda_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
@@ -146,16 +147,16 @@ class CudaRows:
     fits there, and is slower than cuBLAS.
 
     Raises:
-        Unavailable: no NVIDIA GPU, one whose blocks have too little shared memory, or no nvcc to build with.
+        Unavailable: no NVIDIA GPU since Ampere, or no nvcc to build with.
     """
 
     def __init__(self) -> None:
         self._launch = cuda.bind("small_matmul", "transect_small_matmul", "ppppiiill" + "i" * 6 + "pppppf" + "ip")
-        capability = torch.cuda.get_device_capability()
-        if capability not in SHARED_OF:
-            raise Unavailable(f"small_matmul.cu is for GPUs with 163 KB of shared memory for a block, not {capability}")
-        self._shared = SHARED_OF[capability]
-        self._dependent = capability >= (9, 0)
+        target = target_of()
+        if target.capability < (8, 0):
+            raise Unavailable(f"small_matmul.cu is for compute capability 8.0 and later, not for {target.name}")
+        self._shared = target.block_bytes
+        self._dependent = target.dependent_launch
 
     def __call__(
         self,

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....hardware.device import target_of
 from ...lang.gluon_language import (
     GLUON_MISSING,
     async_load,
@@ -333,7 +334,7 @@ def device_refusal(device: torch.device) -> str | None:
         return f"it needs Triton's Gluon: {GLUON_MISSING}"
     if INTERPRETED:
         return "it needs Triton's compiler, and the interpreter is on"
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+    if device.type != "cuda" or not target_of(device).hopper:
         return f"it runs on an sm_90, and the inputs are on {device}"
     return None
 

@@ -42,6 +42,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....costs.work import Cost
+from ....hardware.device import target_of
+from ....hardware.targets import PLAIN_TARGETS, TARGETS
 from ... import shapes
 from ...lang import cuda
 from ...lang.jit import TRITON_TARGETS, available
@@ -59,7 +62,7 @@ from . import choices
 from . import gluon as small_matmul_gluon
 from . import hopper as small_matmul_hopper
 from .cuda import CUDA_ROWS, CudaRows, cuda_refusal, quicker
-from .triton import TritonRows, _rows, _vector, by_triton
+from .triton import TritonRows, _rows, _vector, by_triton, portable_tiling
 
 log = logging.getLogger(__name__)
 MOST_ROWS = 256
@@ -103,7 +106,7 @@ def best_launcher() -> Callable[..., Tensor]:
             return None
 
     def build_hopper(device: torch.device) -> small_matmul_hopper.HopperRows | None:
-        if built[device] is None or torch.cuda.get_device_capability(device) != (9, 0):
+        if built[device] is None or not target_of(device).hopper:
             return None
         try:
             return small_matmul_hopper.HopperRows(device)
@@ -132,7 +135,7 @@ def best_launcher() -> Callable[..., Tensor]:
                 return triton_rows(x, weight, bias, tiling=choice.tiling)
             if choice is not None and by == "cuda":
                 return rows(x, weight, bias, dependent_launch=dependent_launch, tiling=choice.tiling)
-        if quicker(m, n, k):
+        if quicker(m, n, k, target_of(device).block_bytes):
             return rows(x, weight, bias, dependent_launch=dependent_launch)
         return triton_rows(x, weight, bias)
 
@@ -220,40 +223,55 @@ def _cases() -> Sequence[Case]:
 
 
 def _kernels() -> Sequence[Kernel]:
+    def cut(rows: int) -> Kernel:
+        """Return the kernel with the portable tiling of ``rows`` rows."""
+        tiling = portable_tiling(rows, 6144, 4096, TARGETS["sm_89"])
+        sizes = {"BM": tiling.bm, "BN": tiling.bn, "BK": tiling.bk, "SPLIT": tiling.split, "SWAP": tiling.swap}
+        constants = {**split.constants, **sizes}
+        if tiling.split == 1:
+            constants |= {"parts": None, "counters": None}
+        arguments = {name: kind for name, kind in split.arguments.items() if name not in constants}
+        return replace(
+            split, name=f"portable, {rows} rows", arguments=arguments, constants=constants, warps=tiling.warps,
+            stages=tiling.stages, targets=PLAIN_TARGETS,
+        )  # fmt: skip
+
     ints = dict.fromkeys(("M", "N", "K", "x_m", "w_n", "out_m"), "i32")
     pointers = dict.fromkeys(("x", "weight", "out"), "*bf16")
     divisible = ("N", "K", "x_m", "w_n", "out_m", "part_k")
+    split = Kernel(
+        name="rows",
+        function=_rows,
+        arguments={
+            **pointers,
+            "parts": "*fp32",
+            "counters": "*i32",
+            **ints,
+            "part_k": "i32",
+            "n_squares": "i32",
+            "eps": "fp32",
+        },
+        constants={
+            "bias": None,
+            "BM": 16,
+            "BN": 64,
+            "BK": 128,
+            "SPLIT": 4,
+            "SWAP": True,
+            "EVEN": True,
+            "BULK": False,
+            "DEPENDENT_LAUNCH": False,
+            "GATED": False,
+            **dict.fromkeys(("residual", "scale", "scaled", "left", "squares")),
+            "SQUARES": 1,
+        },
+        divisible=divisible,
+        stages=4,
+        targets=TRITON_TARGETS,
+    )
     return [
-        Kernel(
-            name="rows",
-            function=_rows,
-            arguments={
-                **pointers,
-                "parts": "*fp32",
-                "counters": "*i32",
-                **ints,
-                "part_k": "i32",
-                "n_squares": "i32",
-                "eps": "fp32",
-            },
-            constants={
-                "bias": None,
-                "BM": 16,
-                "BN": 64,
-                "BK": 128,
-                "SPLIT": 4,
-                "SWAP": True,
-                "EVEN": True,
-                "BULK": False,
-                "DEPENDENT_LAUNCH": False,
-                "GATED": False,
-                **dict.fromkeys(("residual", "scale", "scaled", "left", "squares")),
-                "SQUARES": 1,
-            },
-            divisible=divisible,
-            stages=4,
-            targets=TRITON_TARGETS,
-        ),
+        split,
+        *(cut(rows) for rows in (32, 64, 128, 256)),
         Kernel(
             name="vector",
             function=_vector,

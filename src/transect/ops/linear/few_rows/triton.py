@@ -12,12 +12,14 @@ cache at little more than the rate of memory, so from there on a tile must be wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....hardware.device import target_of
+from ....hardware.targets import Target
 from ...lang.jit import INTERPRETED, kernel, next_power_of_2, require, tl, triton
 from ...lang.tiles import after_previous, describe, dot, fits_descriptor
 from ..many_rows.matmul import describe_pair
@@ -193,28 +195,42 @@ def choose_tiling(m: int, n: int, k: int, device: torch.device) -> TritonTiling:
             if m > 1
             else TritonTiling(0, 4, 32, 1, warps=1, stages=1)
         )
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    target = target_of(device)
+    return _rule(m, n, k, True, True) if target.bulk_copies else portable_tiling(m, n, k, target)
+
+
+def portable_tiling(m: int, n: int, k: int, target: Target) -> TritonTiling:
+    """Return the tiling without bulk copies, with as many stages as fit a block."""
+    tiling = _rule(m, n, k, False, target.dependent_launch)
+    if not tiling.bm:
+        return tiling
+    return replace(tiling, stages=target.stages(tiling.stages, (tiling.bm + tiling.bn) * tiling.bk * 2))
+
+
+def _rule(m: int, n: int, k: int, bulk: bool, early: bool) -> TritonTiling:
+    """Return the tiling where shared memory does not matter. ``bulk``: with bulk copies; ``early``: with dependent
+    launch."""
     wide, deep, small = n >= 16384, k >= 8192, n <= 5000
     if m == 1:
         bn, bk, warps = (16, 256, 4) if wide else (2, 2048, 4) if deep else (2, 1024, 2) if small else (8, 512, 4)
-        return TritonTiling(0, bn, bk, 1, warps, dependent_launch=hopper)
+        return TritonTiling(0, bn, bk, 1, warps, dependent_launch=early)
     bm = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 else 128 if m <= 128 else 256
     if bm <= 32:
         if wide or deep:
-            return TritonTiling(bm, 64, 128, 1 if wide else 4, dependent_launch=hopper)
-        if small and hopper:
+            return TritonTiling(bm, 64, 128, 1 if wide else 4, dependent_launch=early)
+        if small and bulk:
             return TritonTiling(bm, 64, 128, 1, stages=6, bulk=True, dependent_launch=True)
-        return TritonTiling(bm, 32, 256, 1, dependent_launch=hopper)
+        return TritonTiling(bm, 32, 256, 1, dependent_launch=early)
     if wide:
         bn, warps, stages = {64: (128, 4, 5), 128: (256, 8, 4), 256: (128, 8, 4)}[bm]
-        return TritonTiling(bm, bn, 64, 1, warps, stages, swap=False, bulk=hopper, dependent_launch=hopper)
+        return TritonTiling(bm, bn, 64, 1, warps, stages, swap=False, bulk=bulk, dependent_launch=early)
     if bm == 64:
-        return TritonTiling(64, 64, 128, 2 if deep or small else 1, bulk=hopper, dependent_launch=hopper)
+        return TritonTiling(64, 64, 128, 2 if deep or small else 1, bulk=bulk, dependent_launch=early)
     if bm == 128 and deep:
-        return TritonTiling(128, 64, 64, 2, stages=5, bulk=hopper, dependent_launch=hopper)
+        return TritonTiling(128, 64, 64, 2, stages=5, bulk=bulk, dependent_launch=early)
     if bm == 256 and not (deep or small):
-        return TritonTiling(256, 64, 64, 1, warps=8, stages=5, bulk=hopper, dependent_launch=hopper)
-    return TritonTiling(128, 64, 128, 1, bulk=hopper, dependent_launch=hopper)
+        return TritonTiling(256, 64, 64, 1, warps=8, stages=5, bulk=bulk, dependent_launch=early)
+    return TritonTiling(128, 64, 128, 1, bulk=bulk, dependent_launch=early)
 
 
 class Counters:

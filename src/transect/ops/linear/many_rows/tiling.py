@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....hardware.device import target_of
 from ...lang.jit import INTERPRETED, multiprocessors
 from ...registry import Knobs
 from ...tuning import Config
@@ -49,7 +50,7 @@ def _rule(size: Size, gated: bool) -> dict[str, int]:
     """Choose the knobs for M, N, K on the current GPU. Measured on an H200; elsewhere an estimate from the same
     numbers."""
     m, n, _ = size
-    hopper = torch.cuda.get_device_capability()[0] >= 9
+    hopper = target_of().bulk_copies
     # Bands of tiles about as high as the tiles in flight are wide: operands are then read from memory least often.
     group = 16 if m > 1024 else 8
     knobs = {"bm": 128, "bn": 128 if gated else 256, "bk": 64, "group": group, "warps": 8, "stages": 4 if hopper else 3}
@@ -57,7 +58,7 @@ def _rule(size: Size, gated: bool) -> dict[str, int]:
         knobs |= {"bm": 64 if m > 32 else 16, "bn": 64, "warps": 4}
     elif -(-m // knobs["bm"]) * -(-n // knobs["bn"]) < multiprocessors(torch.device("cuda")):
         knobs |= {"bn": 64, "warps": 8} if gated else {"bn": 128, "warps": 4}
-    return knobs if hopper else knobs | {"bn": min(knobs["bn"], 128)}
+    return knobs if hopper else knobs | {"bn": min(knobs["bn"], 64 if gated else 128)}
 
 
 def rule(size: Size) -> Config:
@@ -72,7 +73,7 @@ def gated_rule(size: Size) -> Config:
 
 def tiling_of(config: Config) -> ManyRowsTiling:
     """Return the kernel and its tiling for a configuration: persistent where the current GPU has bulk copies."""
-    persistent = torch.cuda.get_device_capability()[0] >= 9
+    persistent = target_of().bulk_copies
     return ManyRowsTiling(**config, persistent=persistent, halves=persistent and config["bn"] >= 256)
 
 
@@ -103,7 +104,7 @@ def cublas_is_quicker(x: Tensor, weight: Tensor) -> bool:
     """
     if x.device.type != "cuda" or torch.version.hip is not None or x.element_size() != 2 or len(x) > CUBLAS_ROWS:
         return False
-    return x.stride(1) == weight.stride(1) == 1 and torch.cuda.get_device_capability(x.device) == (9, 0)
+    return x.stride(1) == weight.stride(1) == 1 and target_of(x.device).hopper
 
 
 BUSY = 0.86

@@ -13,7 +13,9 @@ epilogue.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from ....hardware.targets import BULK_TARGETS, PLAIN_TARGETS
 from ...lang.jit import TRITON_TARGETS, kernel, tl
 from ...lang.tiles import dot
 from ...registry import Kernel
@@ -259,6 +261,15 @@ def kernels() -> Sequence[Kernel]:
         divisible=("M", "N", "K"),
         warps=8,
         stages=3,
-        targets=("sm_90",),
+        targets=BULK_TARGETS,
     )
-    return [tiles, persistent]
+    gated = {**tiles.constants, "BN": 64, "GATED": True}
+    del gated["gate"]
+    portable = replace(
+        tiles,
+        name="tiles, with a gate",
+        arguments={**tiles.arguments, "gate": "*bf16"},
+        constants=gated,
+        targets=PLAIN_TARGETS,
+    )
+    return [tiles, portable, persistent]

@@ -32,6 +32,7 @@ extern "C" int transect_scaled8(const void* x, const void* weight, const void* s
     if (M <= 8) TRANSECT_START(F, RB, STAGES, 1);       \
     TRANSECT_START(F, RB, STAGES, 2);                   \
   }
+  TRANSECT_ROWS(kFp8, 1, 3)
   TRANSECT_ROWS(kFp8, 1, 4)
   TRANSECT_ROWS(kFp8, 1, 8)
   TRANSECT_ROWS(kFp8, 2, 3)
@@ -39,6 +40,7 @@ extern "C" int transect_scaled8(const void* x, const void* weight, const void* s
   TRANSECT_ROWS(kFp8, 2, 6)
   TRANSECT_ROWS(kFp8, 3, 3)
   TRANSECT_ROWS(kFp8, 3, 4)
+  TRANSECT_ROWS(kInt8, 1, 3)
   TRANSECT_ROWS(kInt8, 1, 4)
   TRANSECT_ROWS(kInt8, 1, 8)
   TRANSECT_ROWS(kInt8, 2, 3)
@@ -46,6 +48,7 @@ extern "C" int transect_scaled8(const void* x, const void* weight, const void* s
   TRANSECT_ROWS(kInt8, 2, 6)
   TRANSECT_ROWS(kInt8, 3, 3)
   TRANSECT_ROWS(kInt8, 3, 4)
+  TRANSECT_ROWS(kFp8Blocks, 1, 3)
   TRANSECT_ROWS(kFp8Blocks, 1, 4)
   TRANSECT_ROWS(kFp8Blocks, 1, 8)
   TRANSECT_ROWS(kFp8Blocks, 2, 3)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .....hardware.targets import FP8_TARGETS
 from .....spec.numbers.fp8 import FP8
 from .....spec.numbers.int8 import INT8
 from ....lang.jit import kernel, next_power_of_2, require, rows_of, tl
@@ -193,7 +194,7 @@ def kernels() -> list[Kernel]:
     wide = {**row, "SIZE": 16384}
     gate = {"both": "*bf16", **codes, "F": "i32"}
     return [
-        Kernel("rounding", _round, rows, row, ("I", "x_row"), targets=("sm_90",)),
-        Kernel("norm, rounded", _norm_round, norm, row, ("D", "x_row", "residual_row"), targets=("sm_90",)),
-        Kernel("gate, rounded", _gate_round, gate, wide, ("F",), 16, targets=("sm_90",)),
+        Kernel("rounding", _round, rows, row, ("I", "x_row"), targets=FP8_TARGETS),
+        Kernel("norm, rounded", _norm_round, norm, row, ("D", "x_row", "residual_row"), targets=FP8_TARGETS),
+        Kernel("gate, rounded", _gate_round, gate, wide, ("F",), 16, targets=FP8_TARGETS),
     ]

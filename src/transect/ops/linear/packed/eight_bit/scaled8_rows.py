@@ -1,4 +1,4 @@
-"""``scaled8.cu``: the product of 1 to 16 rows with a weight of 8 bits, fp8 or whole numbers, on Hopper: the weight is
+"""``scaled8.cu``: the product of 1 to 16 rows with a weight of 8 bits, fp8 or whole numbers: the weight is
 streamed once, a byte a number, and decoded in registers. x stays bfloat16 (W8A16).
 
 The kernels are those of ``small_matmul.cu`` (``few_rows/small_rows.cuh``), so a norm may stand on either side
@@ -13,13 +13,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .....hardware.device import target_of
 from ....lang import cuda
 from ....lang.jit import multiprocessors
 from ...few_rows.cuda import SHARED, Beside, CudaTiling
 from .scaled8_tiles import scales_refusal
 
 MOST_ROWS = 16
-KERNELS = ((3, 3), (3, 4), (2, 3), (2, 4), (2, 6), (1, 4), (1, 8))
+KERNELS = ((3, 3), (3, 4), (2, 3), (2, 4), (2, 6), (1, 4), (1, 8), (1, 3))
 """The compiled pairs (columns, stages)."""
 FP8, WHOLE, FP8_BLOCKS = 1, 2, 3
 """The launcher's names of the formats."""
@@ -37,20 +38,21 @@ def shared_bytes(tiling: CudaTiling, m: int) -> int:
 
 
 @cache
-def choose_tiling(m: int, n: int, k: int, units: int, gated: bool = False) -> CudaTiling:
-    """Return the quickest of those tried on an H200 at the shapes of an 8B model, as a rule: blocks share the rows of W
-    evenly (``units``: multiprocessors), and groups are wide. What does not fit becomes shallower, then narrower."""
+def choose_tiling(m: int, n: int, k: int, units: int, gated: bool = False, shared: int = SHARED) -> CudaTiling:
+    """Return the quickest of those tried on an H200 at the shapes of an 8B model, as a rule: blocks of ``shared`` bytes
+    share the rows of W evenly (``units``: multiprocessors), and groups are wide. What does not fit becomes shallower,
+    then narrower."""
     sixteens = -(-n // 16)
     per = -(-sixteens // units)
     columns = 3 if per % 3 == 0 or (per > 6 and m <= 8) else min(2, per)
     warps, ranks, stages = 8, 1, 3
-    if m == 1 and per == 2:
+    if m == 1 and per == 2 and shared == SHARED:  # clusters are Hopper's
         stages = 6 if k >= 8192 else 4
         warps, ranks = (4, 2) if k >= 8192 and not gated else (8, 1)
     wanted = [CudaTiling(columns, stages, per, warps, ranks)]
     wanted += [CudaTiling(*kernel, per, warps) for warps in (8, 4) for kernel in KERNELS if kernel[0] == columns]
     wanted += [CudaTiling(*kernel, per, warps) for warps in (8, 4) for kernel in KERNELS if kernel[0] < columns]
-    fitting = (t for t in wanted if (t.columns, t.stages) in KERNELS and shared_bytes(t, m) <= SHARED)
+    fitting = (t for t in wanted if (t.columns, t.stages) in KERNELS and shared_bytes(t, m) <= shared)
     return next(fitting)
 
 
@@ -71,11 +73,12 @@ class CudaRows8:
     """``(x, codes, scale, bias=None, fp8=True)`` by ``scaled8.cu``: up to 16 rows at a time.
 
     Raises:
-        Unavailable: not a Hopper GPU, or no nvcc to build the kernels with.
+        Unavailable: no NVIDIA GPU since Ampere, or no nvcc to build the kernels with.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._launch = cuda.bind_on_hopper(
+        self._target = target_of(device)
+        self._launch = cuda.bind_since_ampere(
             "scaled8", "transect_scaled8", "pppppiiill" + "i" * 7 + "pppppf" + "ip", device
         )
 
@@ -129,14 +132,15 @@ class CudaRows8:
             scaled, squares = x.new_empty((m, n)), x.new_empty((m, n // 16), dtype=torch.float32)
         if out.numel() == 0:
             return out, scaled, squares
-        tiling = tiling or choose_tiling(m, n, k, multiprocessors(x.device), gated)
+        tiling = tiling or choose_tiling(m, n, k, multiprocessors(x.device), gated, self._target.block_bytes)
         norms = (norm.residual, norm.scale, scaled, squares, norm.squares)
         code = self._launch(
             x.data_ptr(), codes.data_ptr(), scale.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
             m, n, k, x.stride(0), codes.stride(0), FP8_BLOCKS if blocks else FP8 if fp8 else WHOLE, tiling.columns,
             tiling.stages, tiling.warps, tiling.per, tiling.ranks, int(gated),
             *(0 if t is None else t.data_ptr() for t in norms), norm.eps,
-            2 if dependent_launch else 1, torch.cuda.current_stream(x.device).cuda_stream,
+            (2 if dependent_launch else 1) if self._target.dependent_launch else 0,
+            torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
             raise RuntimeError(f"scaled8.cu: the launch of {tiling} for {m} x {k} by {n} x {k} returned {code}")

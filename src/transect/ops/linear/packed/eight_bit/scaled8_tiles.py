@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from .....costs.work import Cost
+from .....hardware.device import target_of
+from .....hardware.targets import BULK_TARGETS, FP8_TARGETS, TARGETS
 from .... import shapes
 from ....lang.jit import INTERPRETED, available, kernel, multiprocessors, tl
 from ....lang.tiles import INTERPRETS, after_previous, describe
@@ -60,10 +62,10 @@ def _tiles(  # type: ignore[no-untyped-def]
     x, weight, x_scale, scale, bias, out, parts, counters, M, N, K, part_k, blocks_k,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     SWAP: tl.constexpr, BLOCKED: tl.constexpr, WHOLE: tl.constexpr, PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    FLATTEN: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    """Share all tiles among PROGRAMS programs (axis 0), or those of each of SPLIT parts of K (axis 1). x and weight are
-    descriptors.
+    """Share all tiles among PROGRAMS programs (axis 0), or those of each of SPLIT parts of K (axis 1). BULK: x and
+    weight are descriptors; else pointers to contiguous rows.
 
     SWAP: the weight is the left operand of the tensor cores. BLOCKED: scales of blocks, BK is then their length. WHOLE:
     codes are whole numbers.
@@ -81,8 +83,13 @@ def _tiles(  # type: ignore[no-untyped-def]
         n = tile_n * BN + tl.arange(0, BN)
         sums = tl.zeros((BN, BM), SUMS) if SWAP else tl.zeros((BM, BN), SUMS)
         for start in range(k_begin, k_end, BK):
-            a = x.load([tile_m * BM, start])
-            b = weight.load([tile_n * BN, start])
+            if BULK:
+                a = x.load([tile_m * BM, start])
+                b = weight.load([tile_n * BN, start])
+            else:
+                k = start + tl.arange(0, BK)
+                a = tl.load(x + m[:, None].to(tl.int64) * K + k[None, :], (m < M)[:, None] & (k < K)[None, :], 0.0)
+                b = tl.load(weight + n[:, None].to(tl.int64) * K + k[None, :], (n < N)[:, None] & (k < K)[None, :], 0.0)
             if INTERPRETS and not WHOLE:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
@@ -147,6 +154,19 @@ def choose_tiling(m: int, n: int, k: int, blocks: bool) -> Tiling8:
     return Tiling8(128, 128 if blocks else 256, 128, stages=4 if blocks else 3, flat=True)
 
 
+def choose_portable(m: int, n: int, k: int, blocks: bool) -> Tiling8:
+    """Return the tiling for GPUs without bulk copies, whose blocks have 99 KiB of shared memory: a guess, from tilings
+    that compile without spills for each of them."""
+    if m <= 64:
+        bm = 16 if m <= 16 else 32 if m <= 32 else 64
+        tiles = -(-n // 64)
+        split = 1 if blocks or tiles >= 256 else 2 if tiles >= 128 and k < 8192 else 4
+        return Tiling8(bm, 64, 128, split, swap=bm < 64, warps=4, stages=4)
+    if m <= 256 and n < 16384:
+        return Tiling8(64, 128, 128, warps=4 if blocks else 8, stages=3)
+    return Tiling8(128, 64 if blocks else 128, 128, stages=3)
+
+
 class Tiles8:
     """``reference`` by the kernels here, with counters of its own: launches of one instance must be on one stream.
     ``hopper`` runs what it is quicker for. ``unsplit``: K is never split, so that a row's sums do not depend on the
@@ -202,7 +222,8 @@ class Tiles8:
             return out
         blocks = scale.ndim == 2
         units = 2 if INTERPRETED else multiprocessors(a.device)
-        tiling = tiling or choose_tiling(m, n, k, blocks)
+        bulk = INTERPRETED or target_of(a.device).bulk_copies
+        tiling = tiling or (choose_tiling if bulk else choose_portable)(m, n, k, blocks)
         tiling = replace(tiling, split=1) if self._unsplit else tiling
         chunks = -(-k // tiling.bk)
         part_k = -(-chunks // tiling.split) * tiling.bk
@@ -217,12 +238,14 @@ class Tiles8:
         options: dict[str, Any] = {"launch_pdl": True} if self._dependent else {}
         if self._unsplit and not INTERPRETED:  # a sum is rounded before the bias, as in scaled8_hopper.cu
             options["enable_fp_fusion"] = False
+        left, right = a.contiguous().view(kind), codes.view(kind)
+        if bulk:
+            left, right = describe(left, tiling.bm, tiling.bk), describe(right, tiling.bn, tiling.bk)
         _tiles[(programs, split)](
-            describe(a.view(kind), tiling.bm, tiling.bk), describe(codes.view(kind), tiling.bn, tiling.bk), x_scale,
-            scale, bias, out, parts, held, m, n, k, part_k, -(-k // BLOCK),
+            left, right, x_scale, scale, bias, out, parts, held, m, n, k, part_k, -(-k // BLOCK),
             BM=tiling.bm, BN=tiling.bn, BK=tiling.bk, GROUP=8, SPLIT=split, SWAP=tiling.swap, BLOCKED=blocks,
             WHOLE=not fp8, PROGRAMS=programs, FLATTEN=tiling.flat, DEPENDENT_LAUNCH=self._dependent,
-            num_warps=tiling.warps, num_stages=tiling.stages, **options,
+            BULK=bulk, num_warps=tiling.warps, num_stages=tiling.stages, **options,
         )  # fmt: skip
         return out
 
@@ -277,7 +300,7 @@ def _kernels() -> list[Kernel]:
     scalars = dict.fromkeys(("M", "N", "K", "part_k", "blocks_k"), "i32")
     tensors = {"x_scale": "*fp32", "scale": "*fp32", "out": "*bf16"}
     common = {"bias": None, "parts": None, "counters": None, "GROUP": 8, "SPLIT": 1, "PROGRAMS": 132,
-              "DEPENDENT_LAUNCH": False}  # fmt: skip
+              "DEPENDENT_LAUNCH": False, "BULK": True}  # fmt: skip
 
     def tiles(name: str, kind: str, tiling: Tiling8, blocks: bool = False) -> Kernel:
         operands = {
@@ -287,7 +310,19 @@ def _kernels() -> list[Kernel]:
         constants = {"BM": tiling.bm, "BN": tiling.bn, "BK": tiling.bk, "SWAP": tiling.swap, "BLOCKED": blocks,
                      "WHOLE": kind == "i8", "FLATTEN": tiling.flat}  # fmt: skip
         return Kernel(name, _tiles, {**operands, **tensors, **scalars}, common | constants, ("M", "N", "K"),
-                      tiling.warps, tiling.stages, targets=("sm_90",))  # fmt: skip
+                      tiling.warps, tiling.stages, targets=BULK_TARGETS)  # fmt: skip
+
+    def portable(name: str, kind: str, rows: int, blocks: bool = False) -> Kernel:
+        made = tiles(name, kind, choose_portable(rows, 6144, 4096, blocks), blocks)
+        pointers = {"x": f"*{kind}", "weight": f"*{kind}"}
+        known = {**made.constants, "BULK": False}
+        only = tuple(each.name for each in TARGETS.values() if each.nvidia and not each.bulk_copies)
+        if kind != "i8":
+            only = tuple(each for each in only if TARGETS[each].fp8_products)
+        divisible = ("N", "K", "part_k")
+        return replace(
+            made, arguments={**made.arguments, **pointers}, constants=known, targets=only, divisible=divisible
+        )
 
     few, many = (choose_tiling(rows, 28672, 4096, False) for rows in (64, 4096))
     return [
@@ -296,6 +331,11 @@ def _kernels() -> list[Kernel]:
         tiles("8 bits, many rows", "fp8e4nv", many),
         tiles("8 bits, blocks", "fp8e4nv", choose_tiling(4096, 28672, 4096, True), True),
         tiles("whole numbers, many rows", "i8", many),
+        *(portable(f"portable, {rows} rows", "fp8e4nv", rows) for rows in (16, 64, 256, 4096)),
+        portable("portable, blocks, 64 rows", "fp8e4nv", 64, True),
+        portable("portable, blocks, many rows", "fp8e4nv", 4096, True),
+        portable("portable, whole numbers, 64 rows", "i8", 64),
+        portable("portable, whole numbers, many rows", "i8", 4096),
     ]
 
 
@@ -358,7 +398,7 @@ register(
         cost=cost,
         implementations={
             "torch": Implementation("torch", lambda: reference, ("any",)),
-            "triton": Implementation("triton", available(Tiles8()), ("sm_90",), refusal=_refusal),
+            "triton": Implementation("triton", available(Tiles8()), FP8_TARGETS, refusal=_refusal),
             "cuda": Implementation(
                 "cuda",
                 lambda: Tiles8(hopper=HopperRows8()),

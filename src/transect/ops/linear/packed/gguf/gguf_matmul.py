@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .....costs.work import Cost
 from .....formats.ggml_blocks import BLOCK_TYPES
+from .....hardware.device import target_of
 from .....spec.numbers.gguf import UNITS, BlockUnits
 from .... import shapes
 from ....lang.jit import TRITON_TARGETS, available, kernel, require, rows_of, runs_triton, tl
@@ -37,6 +38,8 @@ from . import gguf_chain, gguf_rows, gguf_tiles
 from .gguf_layout import COLUMNS, arrange, dense
 
 log = logging.getLogger(__name__)
+PORTABLE_ROWS = 24
+"""The most rows for ``gguf_rows.cu`` where there is no kernel for more; it reads the blocks again for every eight."""
 
 
 def reference(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None) -> Tensor:
@@ -157,10 +160,12 @@ class Products:
         self.chain: gguf_chain.GGUFChain | None = None
         self._tiles: gguf_tiles.GGUFTiles | None = None
         self._triton = runs_triton(torch.empty(0, device=device))
-        if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
+        target = target_of(device)
+        if target.capability >= (8, 0):
             try:
-                self._rows, self._tiles = gguf_rows.GGUFRows(device), gguf_tiles.GGUFTiles(device)
-                self.chain = gguf_chain.GGUFChain(device) if chained else None
+                self._rows = gguf_rows.GGUFRows(device)
+                self._tiles = gguf_tiles.GGUFTiles(device) if target.hopper else None
+                self.chain = gguf_chain.GGUFChain(device) if chained and target.hopper else None
             except Unavailable as reason:
                 log.warning("blocks of GGUF files are rebuilt for each product, which is slower: %s", reason)
 
@@ -170,9 +175,13 @@ class Products:
         """Return the kernel that reads the blocks themselves for this product; None if the matrix is rebuilt."""
         if self._rows is None or gguf_rows.refusal(x, arranged, name, outputs, bias) is not None:
             return None
-        if len(x) <= gguf_rows.MOST_ROWS:
+        if len(x) <= (PORTABLE_ROWS if self._tiles is None else gguf_rows.MOST_ROWS):
             return self._rows
-        if len(x) > block_tiles.MOST_ROWS or gguf_tiles.refusal(x, arranged, name, outputs, bias) is not None:
+        if (
+            self._tiles is None
+            or len(x) > block_tiles.MOST_ROWS
+            or gguf_tiles.refusal(x, arranged, name, outputs, bias) is not None
+        ):
             return None
         return self._tiles
 

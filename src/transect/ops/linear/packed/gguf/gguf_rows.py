@@ -1,4 +1,4 @@
-"""``gguf_rows.cu``: the product of a few rows with a weight in a block type of GGUF files, on Hopper: the blocks are
+"""``gguf_rows.cu``: the product of a few rows with a weight in a block type of GGUF files: the blocks are
 streamed once, in their own bits, and decoded in registers.
 
 Shapes as in ``gguf_matmul.py``; x bfloat16 below 2^63, whose digits below 2^-57 are lost. Sums in float32. Bound by the
@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .....hardware.device import target_of
 from .....spec.numbers.gguf import UNITS
 from ....lang import cuda
 from ....lang.jit import multiprocessors
@@ -52,7 +53,7 @@ def shared_bytes(tiling: GGUFTiling, unit: int, m: int) -> int:
 
 def tiling_of(
     m: int, n: int, k: int, unit: int, units: int, columns: int, warps: int, *, resident: int = 1, gated: bool = False,
-    teams: int | None = None,
+    teams: int | None = None, shared: int = SHARED,
 ) -> GGUFTiling | None:  # fmt: skip
     """Choose a tiling in which blocks share the rows of W evenly, ``resident`` on each of ``units`` multiprocessors.
 
@@ -71,16 +72,18 @@ def tiling_of(
     teams = teams or min(possible, key=steps)
     for stages in (4, 3, 2):
         tiling = GGUFTiling(columns, per, warps, teams, stages)
-        if shared_bytes(tiling, unit, m) <= SHARED // resident - 1024:
+        if shared_bytes(tiling, unit, m) <= shared // resident - 1024:
             return tiling
     return None
 
 
 @cache
-def choose_tiling(m: int, n: int, k: int, unit: int, units: int, gated: bool = False) -> GGUFTiling:
+def choose_tiling(
+    m: int, n: int, k: int, unit: int, units: int, gated: bool = False, shared: int = SHARED
+) -> GGUFTiling:
     """Return the tiling of m rows: sixteen warps where their rings fit, which is for one or two rows."""
     for columns, warps in ((2, 16), (2, 8), (1, 8), (1, 4)):
-        tiling = tiling_of(m, n, k, unit, units, columns, warps, gated=gated)
+        tiling = tiling_of(m, n, k, unit, units, columns, warps, gated=gated, shared=shared)
         if tiling is not None:
             return tiling
     raise ValueError(f"no tiling fits {m} rows of units of {unit} bytes")
@@ -101,11 +104,16 @@ class GGUFRows:
     """``(x, arranged, name, outputs, bias=None)`` by ``gguf_rows.cu``.
 
     Raises:
-        Unavailable: not a Hopper GPU, or no nvcc to build the kernels with.
+        Unavailable: no NVIDIA GPU since Ampere, or no nvcc to build the kernels with.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._launch = cuda.bind_on_hopper("gguf_rows", "transect_gguf_rows", "ppppiiil" + "iiiiiiii" + "p", device)
+        self._target = target_of(device)
+        self._launch = cuda.bind_since_ampere("gguf_rows", "transect_gguf_rows", "ppppiiil" + "iiiiiiii" + "p", device)
+
+    def _dependence(self, early: bool) -> int:
+        """Return the launcher's number: 0 for an ordinary launch, 2 for one that asks for the weight early."""
+        return (2 if early else 1) if self._target.dependent_launch else 0
 
     def __call__(
         self,
@@ -135,11 +143,14 @@ class GGUFRows:
         out = x.new_empty(m, outputs // 2 if gated else outputs)
         if not out.numel():
             return out
-        tiling = tiling or choose_tiling(min(m, 8), outputs, k, kind.unit, multiprocessors(x.device), gated)
+        tiling = tiling or choose_tiling(
+            min(m, 8), outputs, k, kind.unit, multiprocessors(x.device), gated, self._target.block_bytes
+        )
         code = self._launch(
             x.data_ptr(), arranged.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, outputs, k,
             x.stride(0), kind.index, tiling.columns, tiling.per, tiling.warps, tiling.teams,
-            tiling.stages, int(gated), 2 if dependent_launch else 1, torch.cuda.current_stream(x.device).cuda_stream,
+            tiling.stages, int(gated), self._dependence(dependent_launch),
+            torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
             raise RuntimeError(f"gguf_rows.cu: the launch of {tiling} for {m} x {k} by {outputs} x {k} returned {code}")

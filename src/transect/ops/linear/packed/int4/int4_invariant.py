@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ....lang.jit import multiprocessors, runs_triton
 from ....registry import Unavailable
-from ...fixed_order import parts_of
+from ...fixed_order import on_hopper, parts_of
 from ...linear import invariant_linear
 from .. import block_tiles
 from . import int4_tiles
@@ -35,7 +35,7 @@ class InvariantCodes:
     def __init__(self, device: torch.device | str) -> None:
         device = torch.device(device)
         self._tiles: int4_tiles.Int4Tiles | None = None
-        if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
+        if not on_hopper(device):
             return
         try:
             self._tiles = int4_tiles.Int4Tiles(device)

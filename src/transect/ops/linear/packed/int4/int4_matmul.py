@@ -51,6 +51,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .....costs.work import Cost
+from .....hardware.device import target_of
+from .....hardware.targets import NVIDIA_TARGETS
 from .... import shapes
 from ....lang.jit import (
     TRITON_TARGETS,
@@ -59,7 +61,7 @@ from ....lang.jit import (
 from ....numerics import compute_dtype, sample
 from ....registry import Case, Implementation, Knobs, Op, Unavailable, register
 from .. import block_tiles
-from . import int4_hopper, int4_rows, int4_tiles
+from . import int4_hopper, int4_portable, int4_rows, int4_tiles
 from .int4_packing import CHUNK, arrange, group_of, pack, taken_apart
 from .triton import TRITON_CHOICES, by_triton, kernels, launcher, rebuilt, triton_rule
 
@@ -93,15 +95,18 @@ def way(m: int, n: int) -> str:
     return "hopper" if n >= 65536 else "rows"
 
 
-Kernel = int4_rows.CudaCodes | int4_hopper.HopperCodes | int4_tiles.Int4Tiles
+Kernel = int4_rows.CudaCodes | int4_hopper.HopperCodes | int4_tiles.Int4Tiles | int4_portable.PortableCodes
 
 
 def _cuda_kernels(device: torch.device) -> dict[str, Kernel]:
-    """Build the kernels of Hopper, by their names in ``way``; none on other devices, or where they cannot be built,
-    which is logged."""
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
+    """Build the CUDA C++ kernels: of Hopper, by their names in ``way``; on other GPUs since Ampere the ``portable``
+    one. None on other devices, or where they cannot be built, which is logged."""
+    target = target_of(device)
+    if target.capability < (8, 0):
         return {}
     try:
+        if not target.hopper:
+            return {"portable": int4_portable.PortableCodes(device)}
         few, heads, many = int4_rows.CudaCodes(), int4_hopper.HopperCodes(), int4_tiles.Int4Tiles(device)
         return {"rows": few, "hopper": heads, "tiles": many}
     except Unavailable as error:
@@ -124,6 +129,10 @@ def gated_launcher() -> Callable[..., Tensor | None]:
     def call(x: Tensor, weight: Tensor, n: int, *, dependent_launch: bool = False) -> Tensor | None:
         if x.device not in built:  # at the first call, which no graph captures, whatever its number of rows
             built[x.device] = _cuda_kernels(x.device)
+        portable = built[x.device].get("portable")
+        if isinstance(portable, int4_portable.PortableCodes):
+            few = x.shape[0] <= int4_portable.MOST_ROWS and n % 32 == 0 and not int4_rows.cuda_refusal(x, weight, n)
+            return portable(x, weight, n, gated=True, dependent_launch=dependent_launch) if few else None
         kernel = built[x.device].get(way(x.shape[0], n))
         if isinstance(kernel, int4_tiles.Int4Tiles) and not int4_tiles.refusal(x, weight, n, gated=True):
             return kernel(x, weight, n, gated=True, dependent_launch=dependent_launch)
@@ -151,7 +160,7 @@ def best_launcher() -> Callable[..., Tensor]:
         if x.device not in built:  # at the first call, which no graph captures, whatever its number of rows
             built[x.device] = _cuda_kernels(x.device)
         m, kernels = x.shape[0], built[x.device]
-        kernel = kernels.get(way(m, n))
+        kernel = kernels.get("portable" if m <= int4_portable.MOST_ROWS else "", kernels.get(way(m, n)))
         if isinstance(kernel, int4_tiles.Int4Tiles) and n % 8 and m < DENSE_ROWS:
             kernel = kernels["rows"]
         refusal = int4_tiles.refusal if isinstance(kernel, int4_tiles.Int4Tiles) else int4_rows.cuda_refusal
@@ -281,6 +290,12 @@ def _in_cuda(
     )  # fmt: skip
 
 
+def _portable_refusal(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> str | None:
+    if len(x) > int4_portable.MOST_ROWS:
+        return f"more than {int4_portable.MOST_ROWS} rows read the weight several times"
+    return int4_rows.cuda_refusal(x, weight, n, bias)
+
+
 register(
     Op(
         name="int4_matmul",
@@ -292,6 +307,14 @@ register(
             "cuda_dependent": _in_cuda(int4_rows.CudaCodes, "int4_matmul.cu", dependent_launch=True),
             "hopper": _in_cuda(int4_hopper.HopperCodes, "int4_matmul_hopper.cu", dependent_launch=False),
             "hopper_dependent": _in_cuda(int4_hopper.HopperCodes, "int4_matmul_hopper.cu", dependent_launch=True),
+            "portable": Implementation(
+                "cuda",
+                lambda: int4_portable.PortableCodes(),
+                NVIDIA_TARGETS,
+                dtypes=("bfloat16",),
+                refusal=_portable_refusal,
+                source="int4_portable.cu",
+            ),
             "tiles": Implementation(
                 "cuda",
                 lambda: partial(int4_tiles.Int4Tiles(), dependent_launch=True),

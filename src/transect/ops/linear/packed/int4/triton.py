@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .....hardware.device import target_of
+from .....hardware.targets import PLAIN_TARGETS
 from ....lang.jit import (
     INTERPRETED,
     TRITON_TARGETS,
@@ -166,7 +168,8 @@ def triton_rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
     count = multiprocessors(torch.device("cuda")) if torch.cuda.is_available() else 132
     tiles = -(-n // 64) * -(-m // rows_of_a_tile(m))
     split = 1 << max(0, min(3, ((8 if m <= 16 else 4) * count // tiles).bit_length() - 1))
-    return {"bn": 64, "split": split, "warps": 4, "stages": 3 if split > 2 else 4}
+    warps = 4 if m <= 16 or target_of().hopper else 8  # without spills
+    return {"bn": 64, "split": split, "warps": warps, "stages": 3 if split > 2 else 4}
 
 
 def rows_of_a_tile(m: int) -> int:
@@ -179,10 +182,9 @@ def tiling_of(m: int, n: int, k: int, device: torch.device, config: Mapping[str,
     if INTERPRETED:
         return TritonTiling(16, 32, CHUNK, 2, warps=1, stages=1)
     knobs = config or choose("int4_matmul", (m, n, k), device, triton_rule)
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     return TritonTiling(
         rows_of_a_tile(m), knobs["bn"], CHUNK, min(knobs["split"], k // CHUNK), warps=knobs["warps"],
-        stages=knobs["stages"], dependent_launch=hopper,
+        stages=knobs["stages"], dependent_launch=target_of(device).dependent_launch,
     )  # fmt: skip
 
 
@@ -261,6 +263,8 @@ def kernels() -> Sequence[Kernel]:
     return [
         Kernel("codes", _codes, {**pointers, **ints}, constants, divisible=("N", "K", "x_m", "out_m"), stages=4,
                targets=TRITON_TARGETS),
+        Kernel("codes, 64 rows", _codes, {**pointers, **ints}, constants | {"BM": 64, "SPLIT": 1},
+               divisible=("N", "K", "x_m", "out_m"), warps=8, stages=4, targets=PLAIN_TARGETS),
         Kernel("rebuild", _rebuild, rebuild, {"GROUP": 128, "BN": REBUILT_ROWS}, divisible=("N", "K"),
                targets=TRITON_TARGETS),
     ]  # fmt: skip

@@ -1,0 +1,129 @@
+"""Cost of `transect explain run`: how much longer programs take under it, and how long its answer takes.
+
+    python benchmarks/explain/overhead.py [NAMES]
+
+Each script runs alone and under the command, in turns, each in a process of its own. A script prints the time of its
+loop, so that imports do not count as the program's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import _paths
+from benchmarks import record
+
+HEAD = "import time\nimport torch\nfrom torch import nn\ntorch.set_num_threads(1)\nbegan = time.perf_counter()\n"
+TAIL = "\nprint('loop', time.perf_counter() - began, flush=True)\n"
+SCRIPTS = {
+    "two seconds of training": """
+from torch.utils.data import DataLoader, Dataset
+class Rows(Dataset):
+    def __len__(self):
+        return 6000
+    def __getitem__(self, i):
+        return torch.tensor([float(i * k % 7) for k in range(512)])
+net = nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 8))
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+for x in DataLoader(Rows(), batch_size=16):
+    optimizer.zero_grad()
+    net(x).square().mean().backward()
+    optimizer.step()
+""",
+    "training": """
+net = nn.Sequential(*[nn.Sequential(nn.Linear(384, 384), nn.ReLU()) for _ in range(8)])
+optimizer, x = torch.optim.AdamW(net.parameters(), 1e-3), torch.randn(256, 384)
+for step in range(900):
+    optimizer.zero_grad()
+    net(x).square().mean().backward()
+    optimizer.step()
+""",
+    "generation": """
+from transformers import LlamaConfig, LlamaForCausalLM
+model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+    num_attention_heads=4, num_key_value_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2)).eval()
+began = time.perf_counter()
+ids = torch.randint(3, 1000, (1, 16))
+for _ in range(60):
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, min_new_tokens=40, do_sample=False)
+""",
+    "a million operators": """
+x = torch.ones(64)
+for _ in range(60_000):  # 17 operators each, with those that they call
+    x = x * 1.0
+    x = x + 0.5
+    x = x - 0.5
+    x = x.relu()
+""",
+}
+
+
+def timed(command: list[str]) -> tuple[float, float]:
+    """Run a command; return its seconds, and those of the script's loop when it first ran."""
+    began = time.perf_counter()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_paths.ROOT / "src"), *sys.path[2:]])}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    whole = time.perf_counter() - began
+    found = re.search(r"^loop ([\d.]+)", done.stdout, re.M)
+    assert found is not None, done.stdout + done.stderr
+    return whole, float(found[1])
+
+
+def judged(body: str, rounds: int) -> dict[str, Any]:
+    """Return seconds of a script's loop alone and explained, and of the whole command."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "script.py"
+        script.write_text(HEAD + body + TAIL)
+        plain = [sys.executable, str(script)]
+        explain = [sys.executable, "-m", "transect", "explain", "run", "--", "python", str(script)]
+        runs = [(timed(plain), timed(explain)) for _ in range(rounds)]
+    alone, inside = (min(each[side][1] for each in runs) for side in (0, 1))
+    return {
+        "loop_s": alone,
+        "explained_loop_s": inside,
+        "overhead": inside / alone - 1,
+        "process_s": min(each[0][0] for each in runs),
+        "command_s": min(each[1][0] for each in runs),
+        "runs": [[a[1], b[1], b[0]] for a, b in runs],
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Format times alone and explained."""
+    lines = ["| program | alone, s | explained, s | overhead | whole command, s |", "|---|---:|---:|---:|---:|"]
+    for name, row in result["programs"].items():
+        times = f"{row['loop_s']:.1f} | {row['explained_loop_s']:.1f} | {row['overhead']:.0%} | {row['command_s']:.1f}"
+        lines.append(f"| {name} | {times} |")
+    machine = result["environment"]
+    where = f"{machine['processor']}, {machine['cores']} cores"
+    return "\n".join(lines) + f"\n\n`{result['command']}` on {where}, {record.made_at([machine])}.\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="some of the programs; all if none is named")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "explain_overhead.json")
+    options = parser.parse_args()
+    result: dict[str, Any] = {
+        "command": f"python benchmarks/explain/overhead.py --rounds {options.rounds}",
+        "environment": record.environment(),
+        "programs": {},
+    }
+    for name in options.names or SCRIPTS:
+        result["programs"][name] = judged(SCRIPTS[name], options.rounds)
+        print(name, json.dumps(result["programs"][name]), flush=True)
+        record.write(options.out, result)
+
+
+if __name__ == "__main__":
+    main()

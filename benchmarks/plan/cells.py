@@ -1,0 +1,332 @@
+"""Cells of ``validation.py``: loads on a server that were not fitted, measured and predicted, and the knee of both.
+
+A server is started, a profile is fitted on one synthetic sweep (``transect plan calibrate``), and the knee is found by
+simulation. Then traces of three burstinesses at 30, 60 and 90% of the knee are measured, each with several seeds, and
+those of the first seed twice: the spread of what was measured. The same requests at the same times are simulated from
+the profile. Last, one stream of requests is measured at rates around the knee, and simulated at the same rates.
+
+A shared machine is slower at one moment than at another, so a cell on such a machine has a second prediction: at each
+moment steps get on as quickly as those of the measured run did. That leaves out what no model can know beforehand, the
+speed of the machine, and keeps all else: arrivals, queue, scheduler, steps by their work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import gzip
+import math
+import os
+import shutil
+import statistics
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import _paths  # noqa: F401
+from benchmarks import record
+from transect.bench.lengths import Lengths
+from transect.bench.levels import Level, Result, run_levels
+from transect.bench.load import Run
+from transect.bench.summary import summarize
+from transect.bench.target import Target, served_model
+from transect.bench.traces.asked import Asked, work_of
+from transect.bench.traces.mix import Mix
+from transect.cli.plan_calibrate import server
+from transect.engine.scheduling.batch import ScheduledBatch
+from transect.engine.scheduling.simulation import SimulatedEngine
+from transect.explain.engine.calibration import known_steps
+from transect.explain.engine.log import DecisionRunLog, load
+from transect.explain.engine.rates import rates_for
+from transect.plan.calibrate import profile, sweep
+from transect.plan.capacity import WARM, MixLoad, highest_rate, summary_of
+from transect.plan.fleet import EngineModel, Fleet
+from transect.plan.profile import Loads, Profile
+from transect.plan.target import LatencyTarget
+
+BURSTINESS = (0.25, 1.0, 4.0)
+SHARES = (0.3, 0.6, 0.9)
+"""Loads, as shares of the load at the knee."""
+AROUND = (0.85, 0.95, 1.05, 1.15)
+"""Rates at which the knee is searched, as shares of the predicted one."""
+SETTLE_S = 1.5
+"""Seconds until the decision log has all steps of a run."""
+FIGURES = (
+    ("ttft", "p50"),
+    ("ttft", "p90"),
+    ("ttft", "p99"),
+    ("itl", "p50"),
+    ("itl", "p99"),
+    ("e2e", "p50"),
+    ("e2e", "p99"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A server and the loads on it.
+
+    Attributes:
+        flags: of ``transect serve``.
+        prompt, output: lengths of requests, in tokens.
+        knee: the target whose highest rate is the knee. start: the first rate of the search for it.
+        at_once: most requests at a time in the sweep. context: tokens of its longest prompt and answer.
+        highest: the largest token id of prompts.
+        shared: other programs slow the machine down, so steps at the speed of each moment are simulated too.
+    """
+
+    flags: tuple[str, ...]
+    prompt: str
+    output: str
+    knee: str
+    start: float
+    at_once: int
+    context: int
+    highest: int = 10000
+    shared: bool = False
+
+    def mix(self, burstiness: float) -> Mix:
+        """Return the kind of load with this burstiness."""
+        return Mix(prompt=Lengths.parse(self.prompt), output=Lengths.parse(self.output), burstiness=burstiness)
+
+
+CPU = Place(
+    flags=("--device", "cpu", "--max-num-seqs", "16", "--max-model-len", "1024", "--no-prefix-caching"),
+    prompt="uniform:16-96", output="uniform:8-24", knee="ttft.p99=3s,itl.p99=1s", start=2.0, at_once=8, context=512,
+    shared=True,
+)  # fmt: skip
+GPU = Place(
+    flags=("--load-format", "dummy", "--no-prefix-caching", "--max-queue", "2048"), prompt="uniform:240-960",
+    output="uniform:60-240", knee="ttft.p99=300ms,itl.p99=100ms", start=20.0, at_once=128, context=2048,
+)  # fmt: skip
+"""Random weights of the shape of Llama-3.1-8B."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AtSpeed(EngineModel):
+    """An engine on a machine whose speed changes.
+
+    Attributes:
+        spans: (beginning, end, speed) of the steps of a measured run, in seconds; the speed is their predicted over
+            their measured time. Between two of them it is that of the step before.
+    """
+
+    spans: list[tuple[float, float, float]]
+
+    def start(self, now: float, prefixes: bool) -> SimulatedEngine:
+        """Make an engine whose steps get on as quickly as those that were measured at the same moments."""
+        limits = dataclasses.replace(self.scheduler, enable_prefix_caching=prefixes)
+        engine = SimulatedEngine(limits, lambda batch: 0.0, lag=self.lag, host=self.host, now=now)
+        begins = [begin for begin, _, _ in self.spans]
+
+        def seconds(batch: ScheduledBatch) -> float:
+            left, at = self.seconds(batch), engine.clock.time
+            place = max(0, bisect_right(begins, at) - 1)
+            while left > 0:
+                speed = self.spans[place][2]
+                until = begins[place + 1] if place + 1 < len(begins) else inf
+                step = min(left / speed, max(0.0, until - at))
+                left, at, place = left - step * speed, at + step, place + 1
+                if place == len(begins):
+                    break
+            return at - engine.clock.time
+
+        engine.device.seconds = seconds
+        self.teach(engine)
+        return engine
+
+
+def at_speed(engine: EngineModel, made: Profile, log: DecisionRunLog, result: Result) -> tuple[EngineModel, float]:
+    """Return the engine on the machine as it was during a measured run, and by how much that was slower in all."""
+    loads, fitted = Loads(log.header, made.bytes_per_second, made.flops_per_second), made.times.fitted
+    end = result.began + result.summary["seconds"]
+    steps = [step for step in known_steps(log) if result.began <= step.begins <= end]
+    known = [fitted.seconds(loads.of([(start, count) for _, start, count in step.rows])) for step in steps]
+    spans = [
+        (step.begins - result.began, step.begins + step.seconds - result.began, guess / step.seconds)
+        for step, guess in zip(steps, known, strict=True)
+    ]
+    plain = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
+    return AtSpeed(**plain, spans=spans), sum(step.seconds for step in steps) / sum(known)
+
+
+def figures(summary: dict[str, Any]) -> dict[str, float]:
+    """Pick the figures that are compared, in seconds."""
+    return {f"{name} {share}": summary[name][share] for name, share in FIGURES if share in summary[name]}
+
+
+def measure(place: Place, model: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Calibrate, measure and predict on this machine."""
+    file = folder / "decisions.log"
+    with kept(file, options.keep), server(model, ["--decision-log", str(file), *place.flags]) as url:
+        return asyncio.run(_Measurement(place, model, url, file, options).run())
+
+
+@contextmanager
+def kept(file: Path, keep: Path | None) -> Iterator[None]:
+    """Copy a decision log to the folder ``keep`` after the block, compressed."""
+    try:
+        yield
+    finally:
+        if keep is not None and file.exists():
+            keep.mkdir(parents=True, exist_ok=True)
+            with file.open("rb") as source, gzip.open(keep / f"{file.name}.gz", "wb", compresslevel=3) as target:
+                shutil.copyfileobj(source, target)
+
+
+class _Measurement:
+    """The sweep, the cells and the knee of one server."""
+
+    def __init__(self, place: Place, model: str, url: str, file: Path, options: argparse.Namespace) -> None:
+        self.place, self.model, self.url, self.file, self.options = place, model, url, file, options
+        self.until = time.monotonic() + options.limit
+
+    async def run(self) -> dict[str, Any]:
+        """Measure and predict all of it, as far as there is time."""
+        place, options = self.place, self.options
+        self.target = Target(self.url, await served_model(self.url))
+        self.made = await self._sweep()
+        self.engine = self.made.engine
+        load = MixLoad(place.mix(1.0), 200)
+        knee, _ = highest_rate(self.engine, load, LatencyTarget.parse(place.knee), place.start)
+        assert knee is not None, "the target is missed at any rate"
+        print(f"knee {knee.rate:.2f} requests/s", flush=True)
+        seeds = [int(each) for each in options.seeds.split(",")]
+        cells = [(share, burst, seed) for seed in [seeds[0], *seeds] for burst in BURSTINESS for share in SHARES]
+        once, rows = len(BURSTINESS) * len(SHARES), []
+        for number, (share, burst, seed) in enumerate(cells):
+            if number == once:
+                points = await self._around(knee.rate)
+            if time.monotonic() > self.until:
+                print(f"stopped after {number} of {len(cells)} cells", flush=True)
+                break
+            asked = place.mix(burst).generate(share * knee.rate, options.requests, seed)
+            rows.append(await self._cell(asked))
+            rows[-1] |= {"share": share, "burstiness": burst, "seed": seed, "repeated": seed == seeds[0]}
+            _show(rows[-1])
+        if len(rows) < once:
+            points = []
+        target = LatencyTarget.parse(place.knee)
+        return {
+            "model": self.model,
+            "requests": options.requests,
+            "work": {"prompt": place.prompt, "output": place.output},
+            "sweep": self.made.measured
+            | {"step_errors": self.made.errors, "intake_s": self.made.intake, "outlet_s": self.made.outlet},
+            "knee_requests_per_second": knee.rate,
+            "knee_target": place.knee,
+            "knee": {
+                "points": points,
+                "measured": crossing([(each["rate"], each["measured"]) for each in points], target),
+                "predicted": crossing([(each["rate"], each["predicted"]) for each in points], target),
+            },
+            "cells": rows,
+        }
+
+    async def _sweep(self) -> Profile:
+        place, began = self.place, time.monotonic()
+        warm = work_of(place.mix(1.0).generate(1.0, 8, "warm"), vocab=(0, place.highest))
+        levels = sweep(place.at_once, place.context, self.options.sweep, highest=place.highest)
+        results = await run_levels(self.target, levels, warm_up=warm)
+        await asyncio.sleep(SETTLE_S)
+        log = load(self.file)
+        rates = rates_for(log.header)
+        known = None if rates is None else (rates.bytes_per_second, rates.flops_per_second)
+        made = profile(log, results, known, self.model, record.environment())
+        if self.options.keep is not None:
+            self.options.keep.mkdir(parents=True, exist_ok=True)
+            made.write(self.options.keep / "profile.json")
+        print(
+            f"sweep of {time.monotonic() - began:.0f} s: {made.measured}, {made.errors}, intake "
+            f"{1e3 * made.intake:.2f} ms, outlet {1e3 * made.outlet:.2f} ms",
+            flush=True,
+        )
+        return made
+
+    async def _measured(self, asked: list[Asked]) -> Result:
+        """Measure requests at their times. Their tokens are others each time."""
+        work = work_of(asked, vocab=(0, self.place.highest), seed=f"{time.time()}")
+        (result,) = await run_levels(self.target, [Level("x trace", 1.0, work)])
+        return result
+
+    async def _cell(self, asked: list[Asked]) -> dict[str, Any]:
+        """Measure requests at their times, and predict them."""
+        before = os.getloadavg()[0]
+        result = await self._measured(asked)
+        plain = Fleet(self.engine).run(asked)
+        found = {
+            "machine_load": [before, os.getloadavg()[0]],
+            "measured": figures(result.summary),
+            "predicted": figures(summary_of(plain)),
+            "ttft_error_each": _each(result, plain),
+            "each": [
+                [a.due, a.sent, a.ttft, b.ttft, a.latency, b.latency]
+                for a, b in zip(result.records, plain.records, strict=True)
+                if a.error is None
+            ]
+            if self.options.keep is not None
+            else [],
+        }
+        if self.place.shared:
+            await asyncio.sleep(SETTLE_S)
+            slow, slower = at_speed(self.engine, self.made, load(self.file), result)
+            scaled = Fleet(slow).run(asked)
+            found |= {
+                "slower": slower,
+                "predicted_at_speed": figures(summary_of(scaled)),
+                "ttft_error_each_at_speed": _each(result, scaled),
+            }
+        return found
+
+    async def _around(self, knee: float) -> list[dict[str, Any]]:
+        """Measure and simulate one stream of requests at rates around the knee, without its beginning."""
+        stream, points = MixLoad(self.place.mix(1.0), max(200, self.options.requests)), []
+        for share in AROUND:
+            if time.monotonic() > self.until:
+                break
+            asked = stream.at(share * knee)
+            result, run = await self._measured(asked), Fleet(self.engine).run(asked)
+            later = Run(result.records[int(WARM * len(asked)) :], result.summary["seconds"], 0.0)
+            points.append({
+                "rate": share * knee, "measured": _latencies(summarize(later)),
+                "predicted": _latencies(summary_of(run, warm=WARM)),
+            })  # fmt: skip
+            print(f"around the knee: {points[-1]}", flush=True)
+        return points
+
+
+def _latencies(summary: dict[str, Any]) -> dict[str, Any]:
+    return {name: summary[name] for name in ("ttft", "itl", "e2e")}
+
+
+def crossing(points: Sequence[tuple[float, dict[str, Any]]], target: LatencyTarget) -> float | None:
+    """Return the rate at which the target begins to be missed, by interpolation between logarithms; None if that is not
+    between two of the rates."""
+    worst = [(rate, math.log(max(target.ratios(summary).values()))) for rate, summary in points]
+    for (low, before), (high, after) in pairwise(worst):
+        if before <= 0 < after:
+            return low + (high - low) * before / (before - after)
+    return None
+
+
+def _each(result: Result, run: Any) -> float:
+    """Compute the mean relative error of the requests' TTFTs."""
+    pairs = [(a, b) for a, b in zip(result.records, run.records, strict=True) if a.error is None]
+    return statistics.mean(abs(b.ttft - a.ttft) / a.ttft for a, b in pairs)
+
+
+def _show(row: dict[str, Any]) -> None:
+    scaled = row.get("predicted_at_speed", {})
+    shown = [
+        f"{name} {1e3 * row['predicted'][name]:.0f}{f'|{1e3 * scaled[name]:.0f}' if scaled else ''} of "
+        f"{1e3 * value:.0f} ms"
+        for name, value in row["measured"].items()
+    ]
+    slower = f", slower {row['slower']:.2f}" if scaled else ""
+    print(f"{row['share']:.0%} burstiness {row['burstiness']:g} seed {row['seed']}{slower}:", *shown, flush=True)

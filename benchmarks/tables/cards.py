@@ -1,0 +1,115 @@
+"""Tables of cards: a model on each of them, predicted by the cost model; and the targets that kernels compile for."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from typing import Any
+
+from benchmarks import record
+from benchmarks.checks.targets import faults
+from transect.cli import main
+from transect.costs.presets import PRESETS
+from transect.hardware.targets import TARGETS
+
+MODEL = "qwen3-8b"
+CARDS = (
+    "rtx-3060-12gb",
+    "rtx-4060-ti-16gb",
+    "rtx-3090",
+    "rtx-4090",
+    "a10",
+    "l4",
+    "rtx-5090",
+    "l40s",
+    "a100-80gb",
+    "b200",
+)
+FORMATS = {"int4": "int4", "fp8": "fp8", "bfloat16": None}
+FEW = ("--max-num-seqs", "16", "--max-num-batched-tokens", "2048")
+"""Limits of a server for a few people: a smaller step leaves memory to the cache."""
+CONTEXTS = (40960, 32768, 24576, 16384, 8192, 4096)
+CHAT = 2048
+MEASURED = ("sm_90",)
+"""Targets with recorded times."""
+
+
+def estimate(card: str, form: str, context: int) -> dict[str, Any]:
+    """Return the facts of ``transect memory --json`` for a server on a card."""
+    quantization = () if FORMATS[form] is None else ("--quantization", form)
+    command = ["memory", MODEL, "--serve", "--gpu", card, "--context", str(context), "--json", *quantization, *FEW]
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        try:
+            main(command)
+        except SystemExit as stop:
+            if stop.code not in (0, 1, None):
+                raise
+    return json.loads(printed.getvalue())
+
+
+def on_a_card(card: str, form: str) -> tuple[int, float] | None:
+    """Return (longest context, predicted tokens per second of one chat of ``CHAT`` tokens); None if none fits."""
+    found = next((context for context in CONTEXTS if estimate(card, form, context)["fits"]), None)
+    if found is None:
+        return None
+    return found, 1 / estimate(card, form, 2 * CHAT)["predicted_decode_s"]["1"]
+
+
+def predictions() -> str:
+    """Render the table of a model on cards."""
+    lines = ["| card | memory | " + " | ".join(FORMATS) + " |", "|---|---|" + "---|" * len(FORMATS)]
+    for card in CARDS:
+        cells = []
+        for form in FORMATS:
+            found = on_a_card(card, form)
+            cells.append("does not fit" if found is None else f"{found[1]:,.0f} tokens/s, up to {found[0]:,}")
+        memory = PRESETS[card].memory_bytes / 2**30
+        lines.append(f"| `{card}` | {memory:.1f} GiB | " + " | ".join(cells) + " |")
+    limits = " ".join(FEW)
+    lines.append("")
+    lines.append(
+        f"Predicted, not measured: `transect memory {MODEL} --serve --gpu CARD --context {2 * CHAT} {limits}`, with"
+    )
+    lines.append(
+        "a card's data sheet and the coefficients of an H200. "
+        f"One chat of {CHAT:,} tokens; the longest context that fits."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _result() -> dict[str, Any]:
+    return json.loads((record.RESULTS / "targets.json").read_text())
+
+
+def targets() -> str:
+    """Render the table of targets."""
+    result = _result()
+    lines = ["| target | cards | a block's shared memory | kernels of Triton | sources of CUDA C++ | state |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    notes = []
+    for name, target in TARGETS.items():
+        rows = result["targets"][name]
+        wrong = faults(name, rows)
+        notes += [f"* `{name}`: {fault}" for fault in wrong]
+        state = "measured" if name in MEASURED else "compiled"
+        state += f", {len(wrong)} exceptions below" if wrong else ""
+        sources = str(len(rows["cuda"])) if target.nvidia else "none"
+        room = f"{target.block_bytes // 1024} KiB"
+        lines.append(f"| `{name}` | {target.cards} | {room} | {len(rows['triton'])} | {sources} | {state} |")
+    machine = result["environment"]
+    lines += ["", *notes, ""] if notes else [""]
+    lines.append(f"`{result['command']}`, Triton {machine['packages']['triton']}, nvcc {result['nvcc']}, "
+                 f"{record.made_at([machine])}.")  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def matrix() -> str:
+    """Render the GPU's row of the README's table of hardware."""
+    compiled = [name for name in TARGETS if name not in MEASURED and name in _result()["targets"]]
+    cards = ", ".join(f"{TARGETS[name].cards} (`{name}`)" for name in compiled)
+    return (
+        "| GPU | NVIDIA H200 and H100 (`sm_90`; most figures are of an H200) | "
+        f"{cards} | NVIDIA GPUs before Ampere | Metal, Vulkan, Intel GPUs |\n"
+    )

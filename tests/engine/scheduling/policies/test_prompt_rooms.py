@@ -1,0 +1,82 @@
+"""Prompts of one client beside streams of others: they get their part of each step."""
+
+import pytest
+from msgspec import structs
+from small_engine import request
+from timed_device import Processor, engine
+
+from transect.engine.scheduling.policies.budget import AUTO_RATIO
+from transect.engine.scheduling.policies.turns import FREE_STEPS, LEAST, Rooms, part_of_room
+
+
+def of(client, name, weight=1.0, **options):
+    return structs.replace(request(name, **options), client=client, weight=weight)
+
+
+def beside_streams(clients, prompts, weight=1.0, **limits):
+    """Run prompts of one client beside a stream of each of some others. Returns the time of each step over that of its
+    decodes, and the number of steps."""
+    core = engine(device=Processor, **{"max_num_seqs": 64, "max_num_batched_tokens": 256, "itl_target": 0.0, **limits})
+    for number in range(clients):
+        core.add(of(f"stream {number}", f"stream {number}", first=100 + number, max_tokens=3000))
+    for number in range(4):
+        core.add(of("lesson", f"lesson {number}", first=50 + number, prompt=10 * number + 1, max_tokens=9))
+    while len(core.scheduler.requests) > clients or core.scheduler.budget.rooms._debts:
+        core.step()
+    for number, tokens in enumerate(prompts):
+        core.add(of("heavy", f"heavy {number}", weight, first=200 + number, prompt=tokens, max_tokens=1))
+    ratios, left = [], sum(prompts)
+    while len(core.scheduler.requests) > clients:
+        core.step()
+        load = core.executor.load
+        taken = load.tokens - clients
+        if limit := core.scheduler.budget.rooms.limited.get("heavy"):
+            assert taken >= min(limit, left), "it gets its part"
+        left -= taken
+        keys = sum(row.start + 1 for row in core.executor.batches[-1][1].rows if row.num_tokens == 1)
+        ratios.append(core.executor.seconds(load.tokens) / (8e-3 + 1e-3 * clients + 3.7e-6 * keys))
+    return ratios
+
+
+@pytest.mark.parametrize("prompts", [[600], [30] * 20], ids=["one long prompt", "many short ones"])
+def test_prompts_of_one_client_soon_get_the_least_part_beside_many(prompts):
+    ratios = beside_streams(4, prompts)
+    after = ratios[2 * FREE_STEPS : -1]
+    assert max(ratios[:4]) > 1.8, "at first they may take the whole room"
+    assert len(after) > 20 and sorted(after)[len(after) * 9 // 10] < 1.1 * (1 + LEAST * (AUTO_RATIO - 1))
+
+
+def test_a_short_prompt_takes_the_whole_room():
+    assert len(beside_streams(4, [60])) <= 6
+
+
+def test_a_client_of_more_weight_has_more_room():
+    assert len(beside_streams(4, [600], weight=8.0)) < len(beside_streams(4, [600])) / 1.5
+
+
+def test_a_client_alone_is_not_limited():
+    """Its prompts slow its own streams down, up to the ratio."""
+    core = engine(device=Processor, max_num_batched_tokens=256, itl_target=0.0)
+    core.add(request("stream", prompt=4, max_tokens=3000))
+    for _ in range(30):
+        core.step()
+    core.add(request("long", prompt=1000, first=7, max_tokens=2))
+    while "long" in core.scheduler.requests:
+        core.step()
+        assert not core.scheduler.budget.rooms._debts
+
+
+def test_parts_sum_up_to_a_share_of_time():
+    assert part_of_room(1, 2, 2.5) == pytest.approx(1 / 1.5), "half of the time of a step: as much as its decodes"
+    assert part_of_room(1, 3, 2.5) == pytest.approx(0.5 / 1.5) and part_of_room(1, 100, 2.5) == LEAST
+    assert part_of_room(3, 4, 2.5) == part_of_room(2, 2, 2.5) == 1.0
+
+
+def test_debts_are_paid_by_steps_and_forgotten():
+    rooms = Rooms()
+    rooms._room = 10
+    rooms.planned({"a": 10, "b": 2})
+    assert rooms._debts == {"a": 1.0, "b": 0.2}
+    for _ in range(4):
+        rooms.planned({})
+    assert not rooms._debts

@@ -1,0 +1,141 @@
+"""Predicted gains refer to the time without profiling: what profiling adds, and what a loop or a statement is."""
+
+import gc
+import linecache
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from transect.explain.program.doing import Doing, doing_of, loop_at, statement
+from transect.explain.program.finding import Finding, Material, weighed
+from transect.explain.program.findings_host import rest_share
+from transect.explain.program.gaps import Named
+from transect.explain.program.libraries import fused_seconds, placed
+from transect.explain.program.overhead import LARGEST_S, segment_costs
+from transect.explain.program.sampler import Frame, Sample, StackSamples
+from transect.explain.program.steps import StepWatch
+from transect.explain.program.switches import SWITCHES
+
+SOURCE = """import json
+
+def work(rows):
+    for row in rows:
+        x = make([
+            json.loads(each)
+            for each in row])
+        model(x)
+    done()
+"""
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SOURCE)
+    linecache.checkcache(str(path))
+    return str(path)
+
+
+def test_profiling_costs_a_constant_for_each_segment_and_never_all_of_it():
+    lengths = np.array([2e-6] * 1000 + [5e-3])
+    costs = segment_costs(lengths, 0.0, 6e-3)  # 7 ms were profiled
+    assert costs.sum() == pytest.approx(1e-3)
+    assert costs[-1] == pytest.approx(costs[0]), "Python between operators is as long as it was"
+    assert (segment_costs(lengths, 0.0, 1e-4) < lengths).all()
+    assert segment_costs(lengths, 0.0, 1.0).sum() == 0.0
+    assert segment_costs(lengths, 1e-6, None)[-1] == 1e-6
+    assert segment_costs(np.array([1.0]), 0.0, 0.5)[0] == pytest.approx(LARGEST_S)
+
+
+def test_a_sample_stands_for_the_time_since_the_one_before():
+    samples = [Sample(at, (Frame("a.py", name, 1),), 0) for at, name in ((0.0, "x"), (0.01, "x"), (0.04, "y"))]
+    assert weighed(samples, lambda sample: sample.stack[0].function) == pytest.approx({"x": 0.25, "y": 0.75})
+
+
+def test_a_statement_has_several_lines_and_a_loop_is_found(source):
+    assert "json.loads" in statement(source, 5) and "json.loads" in statement(source, 7)
+    assert "json" not in statement(source, 8) and "json" not in statement(source, 4)
+    assert doing_of((Frame(source, "work", 5),)).kind == "parse"
+    assert doing_of((Frame(source, "work", 8),)).kind == "python"
+    assert loop_at(Frame(source, "work", 8)) == (source, 4)
+    assert loop_at(Frame(source, "work", 9)) == ("", 0) == loop_at(None)
+
+
+@pytest.mark.parametrize(("backward", "kinds"), [(False, ["python"]), (True, ["python", "launch"])])
+def test_what_one_batch_replaces_is_one_finding(source, backward, kinds):
+    samples = [Sample(0.002 * i, (Frame(source, "work", 8),), 0) for i in range(100)]
+    found = [Finding("python", "Python", "", 0.6, "", share=0.6), Finding("launch", "calls", "", 0.3, "", share=0.3)]
+    material = Material(None, None, plain_samples=StackSamples(samples=samples), facts={"backward": backward})
+    merged = list(placed(found, material))
+    assert [each.kind for each in merged] == kinds
+    assert merged[0].share == pytest.approx(0.6 if backward else 0.9)
+    assert merged[0].where.startswith("script.py:8 in work")
+
+
+def test_operators_get_what_samples_leave(source):
+    lines = [5] * 60 + [8] * 40
+    samples = [Sample(0.002 * i, (Frame(source, "work", line),), 0) for i, line in enumerate(lines)]
+    split = types.SimpleNamespace(on_gpu=False, own=1.0, parts={"loading": 0.0})
+    named = [Named(Doing("host", "parse", None), 0.2, 1)]
+    material = Material(split, None, named, plain_samples=StackSamples(samples=samples))
+    assert rest_share(material) == pytest.approx(0.5, abs=0.01)
+    assert rest_share(replace(material, plain_samples=None)) == 1.0
+
+
+def test_calls_that_need_the_result_of_the_one_before_are_a_chain():
+    def chained(feed):
+        watch, cell, x = StepWatch(), nn.RNNCell(4, 4), torch.ones(2, 4)
+        watch.start()
+        try:
+            h = torch.zeros(2, 4)
+            for _ in range(6):
+                h = cell(x, h if feed else torch.zeros(2, 4))
+        finally:
+            watch.stop()
+        return watch.chained
+
+    assert chained(True) and not chained(False)
+
+
+def test_a_new_optimizer_takes_the_number_of_one_that_is_gone():
+    watch, net = StepWatch(lambda mark: None), nn.Linear(2, 2)
+    watch.start()
+    try:
+        for _ in range(3):
+            torch.optim.SGD(net.parameters()).step()
+        first, second = torch.optim.SGD(net.parameters()), torch.optim.SGD(net.parameters())
+        first.step(), second.step()
+    finally:
+        watch.stop()
+    assert sorted(watch.counts.values()) == [1, 4]
+
+
+def test_fused_attention_is_timed():
+    assert fused_seconds(2, 16, 16, 8, torch.float32, "cpu") > 0
+
+
+def test_switches_are_off_only_inside():
+    seen = {}
+    for name in ("no anomaly detection", "no collection", "no empty_cache"):
+        with SWITCHES[name](), torch.autograd.set_detect_anomaly(True):
+            seen[name] = torch.is_anomaly_enabled(), gc.isenabled(), gc.collect.__name__, torch.cuda.empty_cache()
+    assert not seen["no anomaly detection"][0] and seen["no collection"][0]
+    assert not seen["no collection"][1] and seen["no collection"][2] != "collect"
+    assert gc.isenabled() and isinstance(gc.collect, types.BuiltinFunctionType)
+    assert not torch.is_anomaly_enabled()
+    with torch.autograd.set_detect_anomaly(True):
+        assert torch.is_anomaly_enabled()
+
+
+def test_models_are_built_with_fused_attention():
+    from transformers import BertConfig, BertModel
+
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    with SWITCHES["fused attention"]():
+        inside = BertModel(BertConfig(**sizes, attn_implementation="eager"))
+    outside = BertModel(BertConfig(**sizes, attn_implementation="eager"))
+    assert inside.config._attn_implementation == "sdpa" and outside.config._attn_implementation == "eager"
