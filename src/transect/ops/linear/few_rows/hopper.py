@@ -90,7 +90,6 @@ INVARIANT: tuple[Compiled, ...] = (
     (0, 0, 96, 2, 1, 2, 1),
     (0, 0, 128, 2, 1, 2, 1),
     (0, 0, 192, 2, 1, 2, 1),
-    (1, 0, 256, 2, 1, 1, 1),
 )
 """Those that are compiled for ``invariant.py`` besides."""
 
