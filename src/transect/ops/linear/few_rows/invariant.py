@@ -10,7 +10,7 @@ of 16, by Hopper's tensor-core instruction; parts are added in order. Neither th
 is on its left, nor the number of blocks changes these bits, nor the instruction: Hopper's (wgmma) and that of single
 warps (mma.sync) round alike. So a part of K may have a block of its own (``ranks`` of ``hopper.py``), a warp
 (``small_matmul.cu``), or follow the one before in the same block (``order``). The fastest of these ways is measured
-(``choices.py``), or the one that ``rule.py`` names.
+(``choices.py``), or that of ``hopper.py`` which ``rule.py`` names.
 
 More rows, other dtypes and other GPUs run by ``fixed_order.py``, in the same order.
 """
@@ -33,8 +33,8 @@ from .hopper import CHUNK, COMPILED, INVARIANT, HopperRows, HopperTiling
 
 log = logging.getLogger(__name__)
 KERNELS = (*COMPILED, *INVARIANT)
-FEW = 16
-"""Rows up to which ``small_matmul.cu`` runs where it takes the weight and no measured choice says otherwise."""
+LEAST_ROWS = 32
+"""Fewest rows to which the rule's times are fitted well enough to choose by."""
 WARPS = 4
 """Warps of its blocks, each of which sums one part of K."""
 
@@ -119,14 +119,12 @@ def tiling_of(m: int, n: int, k: int, parts: int, gated: bool, device: torch.dev
 
 
 def by_rule(m: int, n: int, k: int, parts: int, gated: bool, units: int = 132) -> Tiling | None:
-    """Return the tiling of least predicted time for m rows by a weight of n x k; None if there is none."""
-    found = list(candidates(m, n, k, parts, gated=gated, units=units))
-    few = next((tiling for tiling in found if isinstance(tiling, CudaTiling)), None)
-    if few is not None and m <= FEW:
-        return few
-    columns = n // 2 if gated else n
+    """Return the tiling of ``hopper.py`` of least predicted time for m rows by a weight of n x k, the same for 1 to 32;
+    None if there is none."""
+    columns, rows = n // 2 if gated else n, max(m, LEAST_ROWS)
+    found = candidates(m, n, k, parts, gated=gated, units=units)
     wide = [tiling for tiling in found if isinstance(tiling, HopperTiling)]
-    return min(wide, key=lambda tiling: rule.seconds(tiling, m, columns, k, units), default=None)
+    return min(wide, key=lambda tiling: rule.seconds(tiling, rows, columns, k, units), default=None)
 
 
 def candidates(m: int, n: int, k: int, parts: int = 1, *, gated: bool = False, units: int = 132) -> Iterator[Tiling]:
