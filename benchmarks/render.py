@@ -23,6 +23,7 @@ from benchmarks.compilers import follow
 from benchmarks.compilers import ladder as compilers
 from benchmarks.engine import (
     batching,
+    cpu_peers,
     cpu_vs_llamacpp,
     eagle,
     grammars,
@@ -50,6 +51,7 @@ from benchmarks.plan import validation as plan_validation
 from benchmarks.server import clients, hostile_schemas, http_vs_offline, request_walk
 from benchmarks.server import load as serve_load
 from benchmarks.server import load_cpu as serve_load_cpu
+from benchmarks.tables import cards as card_tables
 from benchmarks.tables import cluster as cluster_tables
 from benchmarks.tables import engine as engine_tables
 from benchmarks.tables import explain as explain_tables
@@ -468,22 +470,45 @@ def pretrain_published() -> str:
     return pretrain_tables.beside_published(*runs)
 
 
+def once_recorded(name: str, command: str, table: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
+    """Return a function that renders a result, or the command that records it while there is none."""
+    missing = f"Not recorded yet: `python {command}` writes this table.\n"
+    return lambda: table(_load(name)) if (record.RESULTS / name).exists() else missing
+
+
 def followed(part: str, key: str) -> Callable[[], str]:
     """Return a function that renders an excerpt of what a compiler made of softmax."""
     return lambda: follow.page(part, key, _load("cpu/compilers_followed.json"))
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "compilers-ladder": lambda: compilers.table(_load("cpu/compilers.json")),
-    "compilers-planes": lambda: follow.planes_table(_load("cpu/compilers_followed.json"), _load("cpu/compilers.json")),
+    "compilers-ladder": once_recorded("cpu/compilers.json", "benchmarks/compilers/ladder.py", compilers.table),
+    "compilers-gpu": once_recorded(
+        "h100/compilers.json", "benchmarks/compilers/ladder.py --device cuda", compilers.table
+    ),
+    "compilers-planes": once_recorded(
+        "cpu/compilers.json",
+        "benchmarks/compilers/ladder.py",
+        lambda ladder: follow.planes_table(_load("cpu/compilers_followed.json"), ladder),
+    ),
+    "cpu-peers": once_recorded("cpu/cpu_peers.json", "benchmarks/engine/cpu_peers.py", cpu_peers.table),
+    "cpu-peers-shapes": once_recorded(
+        "cpu/cpu_peers_shapes.json",
+        "benchmarks/engine/cpu_peers.py --shapes 1.7b,4b,mixture --rounds 1 --repeats 1 --settings 1",
+        cpu_peers.table,
+    ),
     "compilers-roles": lambda: follow.roles_table(_load("cpu/compilers_followed.json")),
     **{f"compilers-{name}": followed(*place) for name, place in follow.EXCERPTS.items()},
     "operators-reference": operators_reference,
     "operators-results": ops_tables.page,
+    "cards": card_tables.predictions,
+    "targets": card_tables.targets,
+    "hardware": card_tables.hardware,
     "clone": front.clone,
     "lead": front.lead,
     "first-answer": front.first_answer,
     "figures": front.figures,
+    "support": front.support,
     "numerics": numerics.page,
     "tuning": tuning_table.table,
     "clients": clients_table,

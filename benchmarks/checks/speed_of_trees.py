@@ -38,7 +38,7 @@ PROGRAM = "\n".join([
     "import json, random, sys, time",
     "from collections.abc import Sequence",
     "from typing import Any",
-    f"WORK, REPEATS = {WORK!r}, {cpu_work.REPEATS}",
+    f"WORK, SHORT, REPEATS = {WORK!r}, {{}}, {cpu_work.REPEATS}",
     *map(inspect.getsource, (cpu_work.prompts, cpu_work.rate, cpu_work.rates_of, Transect)),
     "print(json.dumps(rates_of(Transect('smollm2-135m', int(sys.argv[1])))))",
 ])  # fmt: skip

@@ -29,12 +29,13 @@ OUT = record.RESULTS / "targets.json"
 PART = "--part"
 
 
-def triton_kernels(target: str, part: int, parts: int) -> Iterator[dict[str, Any]]:
+def triton_kernels(target: str, part: int, parts: int, only: str = "") -> Iterator[dict[str, Any]]:
     """Compile a share of the declared kernels, each in a process of its own, because a compiler may abort."""
     from transect.ops.registry import all_ops
     from transect.ops.tools.compile import compile_kernel
 
     declared = [(op.name, kernel) for op in all_ops() for kernel in op.kernels() if target in kernel.targets]
+    declared = [(name, kernel) for name, kernel in declared if only in f"{name}, {kernel.name}"]
     for name, kernel in declared[part::parts]:
         reading, writing = os.pipe()
         child = os.fork()
@@ -55,12 +56,12 @@ def triton_kernels(target: str, part: int, parts: int) -> Iterator[dict[str, Any
         yield {"op": name, "kernel": kernel.name, **(json.loads(text) if text else {"error": "the compiler aborted"})}
 
 
-def all_triton_kernels(target: str, jobs: int) -> list[dict[str, Any]]:
-    """Compile all declared kernels in ``jobs`` processes."""
+def all_triton_kernels(target: str, jobs: int, only: str) -> list[dict[str, Any]]:
+    """Compile all declared kernels in ``jobs`` processes; ``only`` those whose name contains it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
     def share(part: int) -> list[dict[str, Any]]:
-        command = [sys.executable, __file__, "--targets", target, "--jobs", str(jobs), PART, str(part)]
+        command = [sys.executable, __file__, "--targets", target, "--jobs", str(jobs), "--only", only, PART, str(part)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
         return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -106,11 +107,12 @@ def main() -> None:
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--only", default="", help="Kernels whose name contains this; others keep their rows.")
     parser.add_argument("--no-cuda", action="store_true", help="Keep the earlier result of nvcc.")
     parser.add_argument(PART, type=int, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part is not None:
-        for row in triton_kernels(options.targets, options.part, options.jobs):
+        for row in triton_kernels(options.targets, options.part, options.jobs, options.only):
             print(json.dumps(row), flush=True)
         return
     result = json.loads(options.out.read_text()) if options.out.exists() else {"targets": {}}
@@ -120,7 +122,11 @@ def main() -> None:
     result["nvcc"] = re.findall(r"release ([\d.]+)", version)[0]
     for target in options.targets.split(","):
         before = result["targets"].get(target, {})
-        rows = {"triton": all_triton_kernels(target, options.jobs), "cuda": before.get("cuda", [])}
+        made = all_triton_kernels(target, options.jobs, options.only)
+        if options.only:
+            kept = [row for row in before.get("triton", []) if options.only not in f"{row['op']}, {row['kernel']}"]
+            made = kept + made
+        rows = {"triton": made, "cuda": before.get("cuda", [])}
         if TARGETS[target].nvidia and not options.no_cuda:
             rows["cuda"] = cuda_sources(target, options.jobs)
         result["targets"][target] = rows

@@ -291,25 +291,31 @@ def fleet(own: FleetSettings, more: bool) -> Iterator[tuple[str, int | None]]:
         ray_cluster.down(own, print)
 
 
-async def compare(own: FleetSettings, url: str, second: int | None, drills: Sequence[str]) -> dict[str, Any]:
-    """Predict and cause each drill."""
+async def compare(own: FleetSettings, url: str, second: int | None, drills: Sequence[str], out: Path) -> None:
+    """Predict and cause each drill, and record it."""
     fleet = Measured(own, url, second)
     times, step_s, before_s, calm_p99 = await fleet.calibrate()
-    found: dict[str, Any] = {}
     for drill in drills:
         before = predicted(drill, times, step_s, before_s)
         print(f"{time.strftime('%H:%M:%S')} {drill}: predicted {before}", flush=True)
         answered, dropped, lost = await fleet.run(drill)
         p99 = percentile(answered)
         after = Effect(p99, p99 - calm_p99, lost, dropped)
-        found[drill] = {
+        found = {
             "predicted": dataclasses.asdict(before), "measured": dataclasses.asdict(after), "calm_p99_s": calm_p99,
             "step_s": step_s, "times": dataclasses.asdict(times),
         }  # fmt: skip
-        print(f"  measured {after}; {ratios(found[drill])}", flush=True)
+        print(f"  measured {after}; {ratios(found)}", flush=True)
+        keep(out, drill, found)
         if drill != "node":
             await fleet.whole()
-    return found
+
+
+def keep(out: Path, drill: str, found: dict[str, Any]) -> None:
+    """Record one drill beside those that the file has."""
+    before = json.loads(out.read_text()) if out.exists() else {}
+    result = {"command": "python benchmarks/cluster/predicted.py", "replicas": REPLICAS, "rate": RATE}
+    record.write(out, result | {"drills": before.get("drills", {}) | {drill: found}} | record.environment())
 
 
 def ratios(result: dict[str, Any]) -> dict[str, float]:
@@ -342,10 +348,7 @@ def main() -> None:
             scaling={"policy": "fixed"},
         )  # fmt: skip
         with fleet(own, more) as (url, second):
-            found = asyncio.run(compare(own, url, second, drills))
-    before = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    result = {"command": "python benchmarks/cluster/predicted.py", "replicas": REPLICAS, "rate": RATE}
-    record.write(arguments.out, result | {"drills": before.get("drills", {}) | found} | record.environment())
+            asyncio.run(compare(own, url, second, drills, arguments.out))
 
 
 if __name__ == "__main__":

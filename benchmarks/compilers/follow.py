@@ -144,7 +144,7 @@ def xla() -> dict[str, Any]:
     operands = [name for line in fusions for name in _operands(line)]
     return {
         "stablehlo": re.sub(r"(?m)^\s*(module.*|})\n", "", lowered.as_text().replace("stablehlo.", "")),
-        "hlo": "\n\n".join(parts),
+        "hlo": "\n\n".join(re.sub(r"(?m)^.*(?:parameter|constant)\(.*\n", "", part) for part in parts),
         "planes": {
             "loops": sum(
                 PLANE in line or any(PLANE in producers[name] for name in _operands(line)) for line in fusions
@@ -172,7 +172,7 @@ def tvm() -> dict[str, Any]:
 
     def shortened(text: str) -> str:
         body = text[text.index('with T.sblock("root")') :]
-        dropped = r"T\.(reads|writes|sblock_attr|axis)|^\s*#|T\.init|T\.sblock\("
+        dropped = r"T\.(sblock_alloc_buffer|reads|writes|sblock_attr|axis)|^\s*#|T\.init|T\.sblock\("
         kept = [line for line in body.splitlines()[1:] if not re.search(dropped, line)]
         return "\n".join(line for line in kept if line.strip())
 
@@ -203,7 +203,7 @@ PARTS = {"triton": triton, "inductor": inductor, "xla": xla, "tvm": tvm}
 
 def page(name: str, key: str, result: dict[str, Any]) -> str:
     """Format one excerpt as a block of code."""
-    language = {"inductor": "cpp", "tvm": "python"}.get(name, "text")
+    language = "cpp" if name == "inductor" else "text"
     return f"```{language}\n{result['parts'][name][key]}\n```\n"
 
 

@@ -1,7 +1,7 @@
 """Engines on a CPU, each in its best setting, in one run: decode of one stream and of 16, as shares of the floor.
 
     python benchmarks/engine/cpu_peers.py [--rounds 3] [--threads 2] [--model smollm2-135m] [--works decode,batch]
-    python benchmarks/engine/cpu_peers.py --shapes 1.7b,4b,mixture --rounds 2
+    python benchmarks/engine/cpu_peers.py --shapes 1.7b,4b,mixture --rounds 1 --repeats 1 --settings 1
 
 Transect, llama.cpp, ik_llama.cpp, OpenVINO GenAI and ONNX Runtime GenAI, each by the interpreter that has its packages:
 
@@ -33,6 +33,7 @@ import _paths  # noqa: F401
 from benchmarks import record
 from benchmarks.engine import random_gguf
 from benchmarks.engine.cpu_vs_llamacpp import floors
+from benchmarks.engine.cpu_work import SHORT, WORK
 
 HERE = Path(__file__).parent
 ENGINES = {
@@ -110,7 +111,10 @@ def race(path: Path, options: argparse.Namespace) -> dict[str, Any]:
         paths = {engine: onnx if engine == "onnxruntime_genai" else path for engine in options.engines}
         engines: dict[str, dict[str, Any]] = {}
         for engine, file in paths.items():
-            tried = [(settings, measure(engine, file, settings, options)) for settings in SETTINGS[engine]]
+            tried = [
+                (settings, measure(engine, file, settings, options))
+                for settings in SETTINGS[engine][: options.settings]
+            ]
             right = [(settings, found) for settings, found in tried if "medians" in found]
             if not right:
                 engines[engine] = tried[0][1]
@@ -131,7 +135,7 @@ def race(path: Path, options: argparse.Namespace) -> dict[str, Any]:
                     rounds.setdefault(engine, {}).setdefault(work, []).append(rate)
     for engine, rates in rounds.items():
         engines[engine]["work"] = {work: record.summary(values) for work, values in rates.items()}
-    bounds = floors(str(path), options.threads)
+    bounds = floors(str(path), options.threads, {work: (WORK | SHORT)[work] for work in works})
     return {"engines": engines, "floor": {work: bounds[work] for work in works}, "bytes": path.stat().st_size}
 
 
@@ -145,6 +149,7 @@ def table(result: dict[str, Any]) -> str:
     """Format tokens per second and shares of the floor, by model and engine."""
     works = next(iter(result["models"].values()))["floor"]
     names = {"decode": "one stream", "batch": "16 streams", "prefill": "prompt of 512"}
+    names |= {"decode-short": "one stream", "batch-short": "16 streams"}
     head = " | ".join(f"{names[work]}, tok/s | of floor" for work in works)
     lines = [f"| model | engine | {head} |", "|---|---|" + "---|---|" * len(works)]
     notes: dict[str, None] = {}
@@ -179,13 +184,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--shapes", help=f"instead of --model: {', '.join(random_gguf.SHAPES)}")
-    parser.add_argument("--works", default="decode,batch")
+    parser.add_argument("--works", help="default: decode,batch; of shapes decode-short,batch-short")
+    parser.add_argument("--settings", type=int, default=9, help="most settings of an engine to try")
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--environments", type=Path, default=Path("/tmp/peers"), help="folder of virtual environments")
     parser.add_argument("--timeout", type=float, default=300, help="seconds of one engine's process")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.engines = options.engines.split(",")
+    options.works = options.works or ("decode-short,batch-short" if options.shapes else "decode,batch")
     name = "cpu_peers_shapes.json" if options.shapes else "cpu_peers.json"
     result: dict[str, Any] = {
         "command": record.command("benchmarks/engine/cpu_peers.py"),

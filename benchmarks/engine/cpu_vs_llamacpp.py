@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def measure(side: str, options: argparse.Namespace, settings: dict[str, Any] | N
     return result
 
 
-def floors(model: str, threads: int) -> dict[str, float]:
+def floors(model: str, threads: int, works: Mapping[str, tuple[int, int, int]] = WORK) -> dict[str, float]:
     """Compute the most tokens per second that the measured memory bandwidth and multiply-add rate allow."""
     import torch
 
@@ -68,7 +69,7 @@ def floors(model: str, threads: int) -> dict[str, float]:
     machine = device_measurement(detect("cpu")).ceilings
     source = resolve(model)
     rates = {}
-    for work, (count, length, new) in WORK.items():
+    for work, (count, length, new) in works.items():
         prefill = work == "prefill"
         rows = [Row(length, length) if prefill else Row(1, length + new // 2)] * count
         costs = step_cost(source.config, rows, storage=storage(source))

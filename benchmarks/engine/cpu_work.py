@@ -19,6 +19,8 @@ from benchmarks.peers.peer import Engine
 
 WORK = {"decode": (1, 512, 65), "prefill": (1, 512, 1), "batch": (16, 128, 33)}
 """Name: number of prompts, tokens of each, new tokens of each (the first one comes out of the prefill)."""
+SHORT = {"decode-short": (1, 64, 33), "batch-short": (16, 16, 17)}
+"""The same for large models on few cores."""
 REPEATS = 2
 
 
@@ -30,7 +32,7 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
 
 def rate(work: str, prefill_seconds: float, decode_seconds: float) -> float:
     """Return tokens per second of one piece of work."""
-    count, length, new = WORK[work]
+    count, length, new = (WORK | SHORT)[work]
     return count * length / prefill_seconds if work == "prefill" else count * (new - 1) / decode_seconds
 
 
@@ -38,7 +40,7 @@ def rates_of(engine: Engine, works: tuple[str, ...] = tuple(WORK), repeats: int 
     """Return the tokens per second of each work and repeat, by an ``Engine`` of ``benchmarks/peers``."""
     results: dict[str, list[float]] = {}
     for work in works:
-        count, length, new = WORK[work]
+        count, length, new = (WORK | SHORT)[work]
         for repeat in range(repeats + 1):
             seconds = engine.run(prompts(count, length, repeat), new)
             if repeat:  # the first one warms up

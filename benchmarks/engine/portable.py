@@ -95,7 +95,7 @@ def serve(model: str, form: str, rows: int) -> None:
         enable_prefix_caching=False,
         max_model_len=1024,
         max_num_seqs=max(rows, PROMPTS),
-        kv_cache_tokens=1024 * max(rows, PROMPTS),
+        kv_cache_tokens=640 * max(rows, PROMPTS),
         quantization=None if form == "bfloat16" else form,
         cuda_graphs="lazy",
         seed=0,
@@ -133,14 +133,18 @@ def serve(model: str, form: str, rows: int) -> None:
         print(json.dumps(answer), flush=True)
 
 
-def race(target: str, model: str, form: str, rows: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Measure both engines in one format, in turns."""
+def pair(target: str, model: str, form: str, rows: Sequence[int]) -> list[Worker]:
+    """Start both engines of a format."""
+    return [Worker("", model, form, max(rows)), Worker(target, model, form, max(rows))]
+
+
+def race(workers: list[Worker], target: str, model: str, form: str, rows: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Measure both engines in one format, in turns, and end them."""
     from transect.costs.floors import Rates, step_floor
     from transect.costs.model import Row
     from transect.costs.storage import storage_for
     from transect.spec.shapes import PRESETS
 
-    workers = [Worker("", model, form, max(rows)), Worker(target, model, form, max(rows))]
     try:
         starts = [worker.ask("start") for worker in workers]
         gpu = starts[0]["gpu"]
@@ -217,6 +221,7 @@ def main() -> None:
     parser.add_argument("--formats", default="bfloat16,fp8,int4")
     parser.add_argument("--rows", default="1,16,64")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--together", action="store_true", help="Start the engines of all formats first: 120 GB.")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "h100" / "portable.json")
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -227,9 +232,12 @@ def main() -> None:
     command = record.command("benchmarks/engine/portable.py")
     result: dict[str, Any] = {"command": command, "environment": record.environment(("torch", "triton"))}
     result |= {"target": options.target, "model": options.model, "formats": {}}
-    for form in options.formats.split(","):
+    forms = options.formats.split(",")
+    started = {form: pair(options.target, options.model, form, rows) for form in forms if options.together}
+    for form in forms:
+        workers = started.get(form) or pair(options.target, options.model, form, rows)
         try:
-            result["formats"][form] = race(options.target, options.model, form, rows, options.rounds)
+            result["formats"][form] = race(workers, options.target, options.model, form, rows, options.rounds)
         except RuntimeError as error:
             result["formats"][form] = {"error": str(error)}
             print(error, flush=True)

@@ -62,7 +62,8 @@ class Transect(Torch):
             ends = torch.tensor([0, work.sizes["tokens"]], dtype=torch.int32)
             return lambda q, k, v: native.attention(q, k, v, ends, 1 / math.sqrt(q.shape[-1]), None)[0]
         kind, packed = library.pack_dense(own["w"])
-        weight = PackedWeight(kind, *own["w"].shape, packed)
+        n, k = own["w"].shape
+        weight = PackedWeight(kind, n, k, packed)
         return lambda x: library.linear(x, weight)
 
 
@@ -104,7 +105,8 @@ def _cpu_layer(work: Work, own: dict[str, Tensor], data: dict[str, Tensor]) -> C
     packed: dict[str, Any] = {}
     for name in ("q", "k", "v", "o", "gate", "up", "down"):
         kind, bits = library.pack_dense(own[name])
-        packed[name] = PackedWeight(kind, *own[name].shape, bits)
+        n, k = own[name].shape
+        packed[name] = PackedWeight(kind, n, k, bits)
     norms = {name: own[name].float() for name in ("attention_norm", "mlp_norm")}
     absent = dict.fromkeys(("attention_norm_bias", "mlp_norm_bias", "q_norm", "k_norm"))
     kinds = {torch.float32: 0, torch.bfloat16: 1}

@@ -226,6 +226,7 @@ class _Measurement:
                 "measured": crossing([(each["rate"], each["measured"]) for each in points], target),
                 "predicted": crossing([(each["rate"], each["predicted"]) for each in points], target),
             },
+            "within": within(rows),
             "cells": rows,
         }
 
@@ -330,3 +331,48 @@ def _show(row: dict[str, Any]) -> None:
     ]
     slower = f", slower {row['slower']:.2f}" if scaled else ""
     print(f"{row['share']:.0%} burstiness {row['burstiness']:g} seed {row['seed']}{slower}:", *shown, flush=True)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Format the median errors of each load beside the spread of repeated runs."""
+    names = list(result["cells"][0]["measured"])
+    shown = " | ".join(name.replace("ttft", "TTFT").replace("itl", "ITL") for name in names)
+    lines = [f"| load | burstiness | {shown} | each TTFT |", "|---" * (3 + len(names)) + "|"]
+    for share in SHARES:
+        for burst in BURSTINESS:
+            rows = [each for each in result["cells"] if (each["share"], each["burstiness"]) == (share, burst)]
+            cells = []
+            for name in names:
+                off = statistics.median(abs(each["predicted"][name] / each["measured"][name] - 1) for each in rows)
+                twice = [each["measured"][name] for each in rows if each["seed"] == rows[0]["seed"]]
+                cells.append(f"{off:.1%} ({max(twice) / min(twice) - 1:.1%})")
+            each_ttft = statistics.median(each["ttft_error_each"] for each in rows)
+            lines.append(f"| {share:.0%} | {burst:g} | {' | '.join(cells)} | {each_ttft:.1%} |")
+    machine, inside, knee = (
+        result["environment"],
+        result["within"],
+        f"{result['knee_requests_per_second']:.1f} requests/s",
+    )
+    both = result.get("knee", {})
+    if both.get("measured") and both.get("predicted"):
+        off = both["predicted"] / both["measured"] - 1
+        knee += f"; for one stream of requests {both['predicted']:.1f}, measured {both['measured']:.1f} ({off:+.1%})"
+    lines.append(
+        f"\nMedian error over the runs (in parentheses: the spread of the first seed measured twice). Knee {knee}; "
+        f"{inside['met']} of {inside['of']} figures of single runs are within 5% (ITL p99: 3%) or the spread. "
+        f"`{result['command']}`, {machine['processor']}, {record.made_at([machine])}.\n"
+    )
+    return "\n".join(lines)
+
+
+def within(cells: list[dict[str, Any]]) -> dict[str, int]:
+    """Count the figures that are within their tolerance, or within the spread of repeated runs."""
+    met = total = 0
+    for cell in cells:
+        like = [each for each in cells if (each["share"], each["burstiness"]) == (cell["share"], cell["burstiness"])]
+        for name in ("ttft p50", "ttft p90", "ttft p99", "itl p99"):
+            twice = [each["measured"][name] for each in like if each["seed"] == like[0]["seed"]]
+            allowed = max(0.03 if name == "itl p99" else 0.05, max(twice) / min(twice) - 1)
+            met += abs(cell["predicted"][name] / cell["measured"][name] - 1) <= allowed
+            total += 1
+    return {"met": met, "of": total}

@@ -23,7 +23,7 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import record
-from benchmarks.plan.cells import BURSTINESS, SHARES, figures
+from benchmarks.plan.cells import BURSTINESS, SHARES, figures, table, within
 from transect.bench.lengths import Lengths
 from transect.bench.levels import Level, Result
 from transect.bench.load import Record, Run
@@ -132,45 +132,6 @@ class Engine:
     @staticmethod
     def _open(records: dict[str, Record]) -> list[Record]:
         return [each for each in records.values() if not each.ended]
-
-
-def table(result: dict[str, Any]) -> str:
-    """Format the median errors of each load beside the spread of repeated runs."""
-    names = list(result["cells"][0]["measured"])
-    shown = " | ".join(name.replace("ttft", "TTFT").replace("itl", "ITL") for name in names)
-    lines = [f"| load | burstiness | {shown} | each TTFT |", "|---" * (3 + len(names)) + "|"]
-    for share in SHARES:
-        for burst in BURSTINESS:
-            rows = [each for each in result["cells"] if (each["share"], each["burstiness"]) == (share, burst)]
-            cells = []
-            for name in names:
-                off = statistics.median(abs(each["predicted"][name] / each["measured"][name] - 1) for each in rows)
-                twice = [each["measured"][name] for each in rows if each["seed"] == rows[0]["seed"]]
-                cells.append(f"{off:.1%} ({max(twice) / min(twice) - 1:.1%})")
-            each_ttft = statistics.median(each["ttft_error_each"] for each in rows)
-            lines.append(f"| {share:.0%} | {burst:g} | {' | '.join(cells)} | {each_ttft:.1%} |")
-    machine = result["environment"]
-    inside = result["within"]
-    lines.append(
-        f"\nMedian error over the runs (in parentheses: the spread of the first seed measured twice). Knee "
-        f"{result['knee_requests_per_second']:.1f} requests/s; {inside['met']} of {inside['of']} figures of single "
-        f"runs are within 5% (ITL p99: 3%) or the spread. `{result['command']}`, {machine['processor']}, "
-        f"{record.made_at([machine])}.\n"
-    )
-    return "\n".join(lines)
-
-
-def within(cells: list[dict[str, Any]]) -> dict[str, int]:
-    """Count the figures that are within their tolerance, or within the spread of repeated runs."""
-    met = total = 0
-    for cell in cells:
-        like = [each for each in cells if (each["share"], each["burstiness"]) == (cell["share"], cell["burstiness"])]
-        for name in ("ttft p50", "ttft p90", "ttft p99", "itl p99"):
-            twice = [each["measured"][name] for each in like if each["seed"] == like[0]["seed"]]
-            allowed = max(0.03 if name == "itl p99" else 0.05, max(twice) / min(twice) - 1)
-            met += abs(cell["predicted"][name] / cell["measured"][name] - 1) <= allowed
-            total += 1
-    return {"met": met, "of": total}
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
     python benchmarks/plan/validation.py cpu [--model smollm2-135m] [--requests 40] [--seeds 0,1,2] [--out ...]
     python benchmarks/plan/validation.py gpu [--model llama-3.1-8b] [--requests 200] [--seeds 0] [--out ...]
-    python benchmarks/plan/validation.py h200 [--out ...]
+    python benchmarks/plan/validation.py h200 [--hour] [--out ...]
 
 ``cpu`` and ``gpu`` start a server on this machine, fit a profile on one synthetic sweep, and measure and predict other
 loads (``cells.py``).
@@ -28,7 +28,9 @@ from benchmarks import record
 from benchmarks.plan.cells import BURSTINESS, CPU, GPU, SHARES, figures, measure
 from benchmarks.server.generators import own_level
 from benchmarks.server.load import model_folder
+from transect.bench.lengths import Lengths
 from transect.bench.traces.asked import Asked
+from transect.bench.traces.mix import Mix
 from transect.bench.traces.reading import read_trace
 from transect.costs.presets import preset
 from transect.plan.capacity import summary_of
@@ -37,6 +39,9 @@ from transect.plan.fleet import Fleet
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.shapes import PRESETS
 
+HOUR = Mix(prompt=Lengths.parse("lognormal:850,0.9,4050"), output=Lengths.parse("lognormal:180,0.6,1000"), burstiness=2)
+HOUR_REQUESTS, HOUR_S = 19366, 3480
+"""As many requests in as many seconds as Azure's conversations of 2023, with the same mean lengths."""
 ENGINES = 8
 """Engines of the fleet whose simulation is timed."""
 
@@ -74,12 +79,14 @@ def h200(options: argparse.Namespace) -> dict[str, Any]:
             print(f"{level['rate']} requests/s {name}: {off}")
         print(f"{run.seconds:.1f} s in {taken:.2f} s of a processor", flush=True)
     found = {"model": recorded["shape"], "recorded": recorded["environment"], "levels": rows}
-    if options.azure is not None:
-        asked = read_trace(options.azure)
+    if options.hour:
+        asked = (
+            HOUR.generate(HOUR_REQUESTS / HOUR_S, HOUR_REQUESTS) if options.azure is None else read_trace(options.azure)
+        )
         began = time.process_time()
         run = Fleet(choice.engine, ENGINES).run(asked)
         found["azure"] = {
-            "requests": len(asked), "engines": ENGINES, "simulated_s": run.seconds,
+            "requests": len(asked), "generated": options.azure is None, "engines": ENGINES, "simulated_s": run.seconds,
             "processor_s": time.process_time() - began, "steps": run.steps,
         }  # fmt: skip
         print(found["azure"], flush=True)
@@ -152,8 +159,9 @@ def h200_table(result: dict[str, Any]) -> str:
     recorded, machine = result["recorded"], result["environment"]
     hour = ""
     if (azure := result.get("azure")) is not None:
+        kind = "generated requests, as many and as long as" if azure.get("generated") else "requests of"
         hour = (
-            f" {azure['requests']:,} requests of Azure's conversations ({azure['simulated_s'] / 60:.0f} minutes) on "
+            f" {azure['requests']:,} {kind} Azure's conversations ({azure['simulated_s'] / 60:.0f} minutes) on "
             f"{azure['engines']} engines take {azure['processor_s']:.0f} s of one core."
         )
     lines.append(
@@ -171,7 +179,8 @@ def main() -> None:
     parser.add_argument("--sweep", type=int, default=6, help="requests for each place of a level of the sweep")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no further cell begins")
-    parser.add_argument("--azure", type=Path, help="AzureLLMInferenceTrace_conv.csv: time its simulation")
+    parser.add_argument("--hour", action="store_true", help="time the simulation of an hour like Azure's as well")
+    parser.add_argument("--azure", type=Path, help="AzureLLMInferenceTrace_conv.csv: that hour")
     parser.add_argument("--keep", type=Path, help="folder for the profile and the decision log")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

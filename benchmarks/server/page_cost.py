@@ -36,7 +36,7 @@ from http_vs_offline import server
 
 import _paths  # noqa: F401
 from benchmarks import record
-from benchmarks.checks.speed_of_trees import T_95
+from transect.bench.intervals import student_quantile
 from transect.engine.scheduling.decisions import read_records
 from transect.explain.engine.log import LoggedStep, build
 
@@ -94,7 +94,8 @@ def read_live(address: tuple[str, int], pipe: Connection) -> None:
                 text += first.recv(65536)
         name = text.partition(b'"id":"')[2].partition(b'"')[0].decode()
         with opened(f"?follow={name}") as second:
-            while pipe not in select.select([second, pipe], [], [])[0]:
+            sources: list[Any] = [second, pipe]
+            while pipe not in select.select(sources, [], [])[0]:
                 chunk = second.recv(1 << 18)
                 counts = [counts[0] + len(chunk), counts[1] + chunk.count(b"data: ")]
         pipe.recv()
@@ -205,7 +206,7 @@ def compare(rounds: list[list[Window]], log: bytes) -> dict[str, Any]:
     ratios = [after / before for before, after in means]
     logs = [math.log(each) for each in ratios]
     mean, count = statistics.fmean(logs), len(logs)
-    half = T_95.get(count, 2.1) * statistics.stdev(logs) / math.sqrt(count) if count > 1 else math.inf
+    half = student_quantile(0.95, count - 1) * statistics.stdev(logs) / math.sqrt(count) if count > 1 else math.inf
     interval = {"low": math.exp(mean - half), "high": math.exp(mean + half)}
     return {
         "more_ms_per_s": {

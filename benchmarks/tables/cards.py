@@ -8,42 +8,34 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from benchmarks import record
-from benchmarks.checks.targets import faults
+from benchmarks.checks.targets import OUT, faults
 from transect.cli import main
 from transect.costs.presets import PRESETS
 from transect.hardware.targets import TARGETS
 
 MODEL = "qwen3-8b"
 CARDS = (
-    "rtx-3060-12gb",
-    "rtx-4060-ti-16gb",
-    "rtx-3090",
-    "rtx-4090",
-    "a10",
-    "l4",
-    "rtx-5090",
-    "l40s",
-    "a100-80gb",
-    "b200",
-)
-FORMATS = {"int4": "int4", "fp8": "fp8", "bfloat16": None}
+    "rtx-3060-12gb", "rtx-4060-ti-16gb", "rtx-3090", "rtx-4090", "a10", "l4", "rtx-5090", "l40s", "a100-80gb", "b200",
+)  # fmt: skip
+FORMATS = ("int4", "fp8", "bfloat16")
 FEW = ("--max-num-seqs", "16", "--max-num-batched-tokens", "2048")
 """Limits of a server for a few people: a smaller step leaves memory to the cache."""
 CONTEXTS = (40960, 32768, 24576, 16384, 8192, 4096)
 CHAT = 2048
+"""Tokens of the chat whose speed is predicted."""
 MEASURED = ("sm_90",)
 """Targets with recorded times."""
 
 
 def estimate(card: str, form: str, context: int) -> dict[str, Any]:
     """Return the facts of ``transect memory --json`` for a server on a card."""
-    quantization = () if FORMATS[form] is None else ("--quantization", form)
+    quantization = () if form == "bfloat16" else ("--quantization", form)
     command = ["memory", MODEL, "--serve", "--gpu", card, "--context", str(context), "--json", *quantization, *FEW]
     printed = io.StringIO()
     with redirect_stdout(printed):
         try:
             main(command)
-        except SystemExit as stop:
+        except SystemExit as stop:  # 1: it does not fit
             if stop.code not in (0, 1, None):
                 raise
     return json.loads(printed.getvalue())
@@ -59,57 +51,68 @@ def on_a_card(card: str, form: str) -> tuple[int, float] | None:
 
 def predictions() -> str:
     """Render the table of a model on cards."""
-    lines = ["| card | memory | " + " | ".join(FORMATS) + " |", "|---|---|" + "---|" * len(FORMATS)]
+    lines = [f"| card | memory | {' | '.join(FORMATS)} |", "|---|---|" + "---|" * len(FORMATS)]
     for card in CARDS:
         cells = []
         for form in FORMATS:
             found = on_a_card(card, form)
             cells.append("does not fit" if found is None else f"{found[1]:,.0f} tokens/s, up to {found[0]:,}")
         memory = PRESETS[card].memory_bytes / 2**30
-        lines.append(f"| `{card}` | {memory:.1f} GiB | " + " | ".join(cells) + " |")
-    limits = " ".join(FEW)
-    lines.append("")
+        lines.append(f"| `{card}` | {memory:.1f} GiB | {' | '.join(cells)} |")
+    command = f"transect memory {MODEL} --serve --gpu CARD --context {2 * CHAT} {' '.join(FEW)}"
+    lines += ["", f"Predicted, not measured: `{command}`,"]
     lines.append(
-        f"Predicted, not measured: `transect memory {MODEL} --serve --gpu CARD --context {2 * CHAT} {limits}`, with"
-    )
-    lines.append(
-        "a card's data sheet and the coefficients of an H200. "
-        f"One chat of {CHAT:,} tokens; the longest context that fits."
+        f"from data sheets and the coefficients of an H200. One chat of {CHAT:,} tokens; longest context that fits."
     )
     return "\n".join(lines) + "\n"
 
 
 def _result() -> dict[str, Any]:
-    return json.loads((record.RESULTS / "targets.json").read_text())
+    return json.loads(OUT.read_text())
 
 
 def targets() -> str:
     """Render the table of targets."""
     result = _result()
-    lines = ["| target | cards | a block's shared memory | kernels of Triton | sources of CUDA C++ | state |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| target | cards | shared memory of a block | Triton kernels | CUDA C++ sources | state |",
+        "|---" * 6 + "|",
+    ]
     notes = []
     for name, target in TARGETS.items():
-        rows = result["targets"][name]
+        room = f"{target.block_bytes // 1024} KiB"
+        rows = result["targets"].get(name)
+        if rows is None:
+            lines.append(
+                f"| `{name}` | {target.cards} | {room} | | | {'measured' if name in MEASURED else 'untested'} |"
+            )
+            continue
         wrong = faults(name, rows)
         notes += [f"* `{name}`: {fault}" for fault in wrong]
         state = "measured" if name in MEASURED else "compiled"
         state += f", {len(wrong)} exceptions below" if wrong else ""
-        sources = str(len(rows["cuda"])) if target.nvidia else "none"
-        room = f"{target.block_bytes // 1024} KiB"
+        sources = str(len(rows["cuda"])) if rows["cuda"] else "" if target.nvidia else "none"
         lines.append(f"| `{name}` | {target.cards} | {room} | {len(rows['triton'])} | {sources} | {state} |")
     machine = result["environment"]
+    versions = f"Triton {machine['packages']['triton']}, nvcc {result['nvcc']}"
     lines += ["", *notes, ""] if notes else [""]
-    lines.append(f"`{result['command']}`, Triton {machine['packages']['triton']}, nvcc {result['nvcc']}, "
-                 f"{record.made_at([machine])}.")  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, f"`{result['command']}`, {versions}, {record.made_at([machine])}."]) + "\n"
 
 
-def matrix() -> str:
-    """Render the GPU's row of the README's table of hardware."""
-    compiled = [name for name in TARGETS if name not in MEASURED and name in _result()["targets"]]
-    cards = ", ".join(f"{TARGETS[name].cards} (`{name}`)" for name in compiled)
-    return (
-        "| GPU | NVIDIA H200 and H100 (`sm_90`; most figures are of an H200) | "
-        f"{cards} | NVIDIA GPUs before Ampere | Metal, Vulkan, Intel GPUs |\n"
-    )
+def hardware() -> str:
+    """Render the README's table of supported hardware."""
+    found = _result()["targets"]
+    names: dict[str, list[str]] = {"compiled": [], "untested": []}
+    for name, target in TARGETS.items():
+        if name not in MEASURED:
+            names["compiled" if name in found else "untested"].append(f"{target.cards} (`{name}`)")
+    rows = [
+        ("", "measured", "compiled in the tests, never run", "untested", "not supported"),
+        ("---",) * 5,
+        ("CPU", "Linux, x86-64 with AVX-512 (AMD EPYC); tests also run the AVX2 and plain C++ code", "", "Arm",
+         "Windows, macOS"),
+        ("GPU", "NVIDIA H200 and H100 (`sm_90`; most figures are of an H200)", "; ".join(names["compiled"]),
+         "; ".join([*names["untested"], "NVIDIA GPUs before Ampere"]), "Metal, Vulkan, Intel GPUs"),
+        ("several GPUs", "2 x H200, 2 x H100 in one host", "", "more than two; several hosts with GPUs", ""),
+    ]  # fmt: skip
+    return "".join(f"| {' | '.join(row)} |\n".replace("  ", " ") for row in rows)

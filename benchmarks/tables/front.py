@@ -12,6 +12,7 @@ import tomllib
 from typing import Any
 
 from benchmarks import record
+from benchmarks.checks import instruction_sets
 from benchmarks.tables import engine as engine_tables
 
 MODEL = "llama-3.1-8b"
@@ -113,6 +114,21 @@ def figures() -> str:
         f"\\* vLLM was not in the same run: another H200, same protocol, no spread.\n"
     )
     return "\n".join(lines)
+
+
+SUPPORT = """| | measured | emulated or compiled in the tests | untested | not supported |
+|---|---|---|---|---|
+{cpu}
+| GPU | NVIDIA H200 and H100 (`sm_90`; most figures are of an H200) | A100 (`sm_80`), AMD MI300 (`gfx942`) | other \
+NVIDIA GPUs | Metal, Vulkan, Intel GPUs |
+| several GPUs | 2 x H200, 2 x H100 in one host | | more than two; several hosts with GPUs | |
+"""
+
+
+def support() -> str:
+    """Format the table of hardware; the row of processors comes from recorded results."""
+    sets = json.loads((record.RESULTS / "cpu" / "instruction_sets.json").read_text())
+    return SUPPORT.format(cpu=instruction_sets.row(sets, _cpu()["kernels"]))
 
 
 def _row(name: str, ours: float, peer: str, ratio: float, share: str) -> str:

@@ -133,6 +133,9 @@ def test_drills_are_predicted_from_the_times_of_a_fleet():
     assert found["stopped"].added_p99 > found["kill"].added_p99 > 0.02
     assert all(found[name].added_p99 == found[name].lost == 0 for name in ("controller", "blind"))
     assert found["router"].dropped > 100 and sum(each.dropped for each in found.values()) == found["router"].dropped
+    long = [*asked, Asked(asked[-1].at, 20, 400)]
+    left = predict(model(), 3, long, times, at=0.3, drills=["cancelled"], leaving={600: long[-1].at + 0.1})["cancelled"]
+    assert left.dropped == 1 and left.added_p99 > 0  # the calm run is without those that leave
     with pytest.raises(ValueError, match="no drill 'fire'"):
         predict(model(), 3, asked, times, at=0.3, drills=["fire"])
 

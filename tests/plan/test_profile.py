@@ -141,14 +141,14 @@ def test_the_commands(made, tmp_path):
 
 def test_drills_of_a_fleet_file_are_predicted(made, tmp_path):
     made.write(tmp_path / "p.json")
-    (tmp_path / "f.toml").write_text('[engine]\nmodel = "m"\nhung-after = 3.0\n[replicas]\nmin = 3\n')
-    given = ("--profile", str(tmp_path / "p.json"), "--seconds", "9", "--start", "4")
+    (tmp_path / "f.toml").write_text('[engine]\nmodel = "m"\nhung-after = 1.0\n[replicas]\nmin = 3\n')
+    given = ("--profile", str(tmp_path / "p.json"), "--seconds", "5", "--start", "1")
     lengths = ("--prompt-tokens", "uniform:20-90", "--output-tokens", "uniform:8-30")
     done = run_here("plan", "drills", str(tmp_path / "f.toml"), *given, *lengths, "--rate", "40", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["kill"]["lost"] == pytest.approx(4.1) and 5 < found["stopped"]["lost"] < 7
-    assert found["stopped"]["added_p99"] > 1 > found["roll"]["added_p99"] and found["router"]["dropped"] > 50
+    assert found["kill"]["lost"] == pytest.approx(1.1) and found["stopped"]["lost"] == pytest.approx(2.15)
+    assert found["stopped"]["added_p99"] > 0.3 > found["roll"]["added_p99"] and found["router"]["dropped"] > 50
     done = run_here("plan", "drills", str(tmp_path / "f.toml"), *given, *lengths, "--rate", "5")
     assert done.returncode == 0 and "dropped  drill" in done.stdout and "the router is killed" in done.stdout
     done = run_here("plan", "drills", str(tmp_path / "f.toml"), *given, "--rate", "10", "--replicas", "1")

@@ -113,6 +113,7 @@ class FakeEngine:
         weight=1.0,
         adapter=None,
         output_token_ids=None,
+        session="",
     ) -> AsyncIterator:
         text = bytes(each for each in prompt_token_ids if each < 256).decode(errors="replace")
         if "FULL" in text:

@@ -23,6 +23,7 @@ ROUTES = [
     ("/v1/score", "POST"),
     ("/v1/rerank", "POST"),
     ("/v1/decisions", "GET"),
+    ("/v1/decisions/what-if", "POST"),
     ("/live", "GET"),
     ("/v1/requests/{request_id}/bill", "GET"),
     ("/tokenize", "POST"),

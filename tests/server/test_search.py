@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import httpx
+import msgspec
 import pytest
 
 from transect.server.app import create_app
@@ -75,6 +77,20 @@ async def test_progress_shows_branches_and_votes(client, engine):
     chunks = await events(client, search={"method": "adaptive", "n": 4, "wave": 4, "certainty": 1})
     states = [chunk["search"] for chunk in chunks if "alive" in chunk.get("search", {})]
     assert {"method", "alive", "ended", "dropped", "tokens", "votes"} <= states[-1].keys()
+
+
+async def test_a_budget_of_seconds_buys_branches_at_the_price_of_now(client, engine):
+    """The engine predicts 100 s for a step with one more row: no second wave is worth a start."""
+    plain = await engine.stats()
+
+    async def dear():
+        return msgspec.structs.replace(plain, next_step_seconds=90.0, next_row_seconds=10.0)
+
+    engine.script, engine.stats, engine.config = votes, dear, SimpleNamespace(block_size=16)
+    search = {"method": "adaptive", "n": 6, "wave": 2, "certainty": 1, "budget": {"seconds": 60}}
+    found = (await ask(client, search=search))["search"]
+    assert found["ended_by"] == "cost" and len(found["branches"]) == 2
+    assert found["forks"][0]["step_ms"] == 90_000 and found["forks"][0]["branches"] == 1
 
 
 async def test_prefixes_of_models_select_methods(client, engine):

@@ -12,6 +12,9 @@ export interface Sight {
   evicted: number[]
 }
 
+/** A step that begins this little before a moment belongs to the time after it: times are rounded. */
+const SAME_S = 1e-4
+
 /** List what runs of blocks hold now, in runs, before they change. */
 export function runsBefore(runs: number[], owners: Int32Array, users: Uint16Array): number[] {
   const found: number[] = []
@@ -73,7 +76,7 @@ function requestsAt(model: EngineModel, time: number, waiting: [number, boolean]
   for (const [seq, request] of model.requests) {
     if (request.arrival > time) continue
     const ended = request.ended !== null && request.ended <= time
-    const waits = preempted.has(seq) || request.started === null || request.started > time
+    const waits = preempted.has(seq) || request.started === null || request.started > time - SAME_S
     found.set(seq, {
       ...request,
       ...(ended ? {} : { ended: null, reason: '', state: waits ? ('waiting' as const) : ('running' as const) }),

@@ -50,7 +50,7 @@ const isVerdict = (value: unknown): value is Verdict => typeof value === 'object
 
 export function flowPage(flow: Flow): TemplateResult {
   const at = (name: string) => flow.steps.find((step) => step.name === name)
-  const [gate, release, register] = [at('gate'), at('release'), at('register')]
+  const [gate, release, register, promoted] = [at('gate'), at('release'), at('register'), at('promote')]
   const verdicts = Object.values(gate?.outcome.figures ?? {}).filter(isVerdict)
   const shares = sharesOf(release)
   const decided = flow.steps.filter((step) => step.outcome.reason || step.problem).at(-1)
@@ -62,7 +62,9 @@ export function flowPage(flow: Flow): TemplateResult {
       ${tile('Flow', flow.running ? 'runs' : now ? now.state : done === used ? 'done' : 'stands', now ? now.name : `${done} of ${used} steps`, now && now.state !== 'running' ? 'fair' : '')}
       ${tile('Version', String(register?.outcome.figures?.version ?? '–').split(':').pop()!, 'registered')}
       ${tile('Gate', verdicts.length ? `${verdicts.filter((each) => each.passed).length} / ${verdicts.length}` : (gate?.state ?? '–'), verdicts.length ? 'measures passed' : 'result')}
-      ${tile('Canary', shares ? percent(shares.at(-1)![1]) : '–', shares ? 'of the requests' : 'not released')}
+      ${promoted?.outcome.reason
+        ? tile('Canary', promoted.outcome.passed ? 'promoted' : 'rolled back', 'the release is decided')
+        : tile('Canary', shares ? percent(shares.at(-1)![1]) : '–', shares ? 'of the requests' : 'not released')}
     </div>
     <section class="card panel">
       <h2>Chain</h2>

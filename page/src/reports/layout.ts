@@ -69,9 +69,10 @@ export function layoutPanel(layout: Layout): TemplateResult {
   const cell = inner > 4 ? 15 : 22
   const [wide, high] = [sizes.tensor * cell, sizes.context * cell]
   const [left, top, gap] = [70, 24, 12]
-  const width = left + sizes.pipeline * (wide + gap + 40)
+  const column = Math.max(wide + gap, sizes.pipeline > 1 ? 124 : 0)
+  const width = left + sizes.pipeline * column
   const height = top + sizes.data * (high + gap)
-  const x = (rank: Rank) => left + rank.pipeline * (wide + gap + 40) + rank.tensor * cell
+  const x = (rank: Rank) => left + rank.pipeline * column + rank.tensor * cell
   const y = (rank: Rank) => top + rank.data * (high + gap) + rank.context * cell
   const stage = (at: number) => `stage ${at}${layout.layers.length ? `: ${layout.layers[at]} layers` : ''}`
   const used = (Object.keys(AXES) as (keyof typeof AXES)[]).filter((axis) => sizes[axis] > 1)
@@ -81,10 +82,10 @@ export function layoutPanel(layout: Layout): TemplateResult {
       ${layout.notes.map((note) => html` ${note}`)}</p>
     <div class="scroll" tabindex="0" role="region" aria-label="Ranks of the layout">
       <svg class="ranks" width=${width} height=${height} role="img" aria-label="${count(ranks.length)} ranks: ${layout.words}">
-        ${sizes.pipeline > 1 || layout.layers.length ? Array.from({ length: sizes.pipeline }, (_, at) => svg`<text x=${left + at * (wide + gap + 40)} y="14">${stage(at)}</text>`) : nothing}
+        ${sizes.pipeline > 1 || layout.layers.length ? Array.from({ length: sizes.pipeline }, (_, at) => svg`<text x=${left + at * column} y="14">${stage(at)}</text>`) : nothing}
         ${Array.from({ length: sizes.data }, (_, at) => (sizes.data > 1 ? svg`<text x="0" y=${top + at * (high + gap) + high / 2 + 4}>replica ${at}</text>` : nothing))}
         ${ranks.map((rank) => svg`<g><rect x=${x(rank)} y=${y(rank)} width=${cell - 2} height=${cell - 2} rx="3"
-            style="fill: color-mix(in srgb, var(--series-${1 + (rank.pipeline % 7)}) ${sizes.tensor > 1 ? 90 - (50 * rank.tensor) / sizes.tensor : 80}%, var(--surface))"></rect>
+            style="fill: color-mix(in srgb, var(--series-${1 + (rank.pipeline % 7)}) ${sizes.tensor > 1 ? 65 - (35 * rank.tensor) / sizes.tensor : 50}%, var(--surface))"></rect>
           ${cell > 15 ? svg`<text class="number" x=${x(rank) + cell / 2 - 1} y=${y(rank) + cell / 2 + 3}>${rank.rank}</text>` : nothing}</g>`)}
       </svg></div>
     <details><summary>Ranks as a table</summary><div class="scroll" tabindex="0" role="region" aria-label="Ranks">

@@ -20,8 +20,8 @@
   ``roofline.py``: what a device allows.
 * ``learn.py``: the graded ladder, from a dot product to a fleet; ``learn_use.py``: runs a student's piece inside the
   product.
-* ``inspect.py``: what an operator's kernels compile to. ``tune.py``, ``tune_model.py``: find the fastest of
-  them here. ``trace.py``: follows a kernel through the interpreter.
+* ``inspect.py``: what an operator's kernels compile to. ``tune.py``, ``tune_card.py``, ``tune_model.py``: find the
+  fastest of them here. ``trace.py``: follows a kernel through the interpreter.
 * ``engine_options.py``: options from settings of engine and server. ``settings.py``: the commands in groups, where
   options may come from, and their help.
   ``environment.py``: variables of the environment.

@@ -30,7 +30,7 @@ WHERE_IT_RUNS = (
 """Settings of every command with an engine."""
 HOW_IT_RUNS = (
     *("load_format", "deterministic", "gpu_memory_utilization", "cuda_graphs", "async_scheduling"),
-    *("fused_operators", "dependent_launch", "device_sampling"),
+    *("fused_operators", "dependent_launch", "device_sampling", "target"),
 )
 """Settings of commands that serve or measure an engine."""
 

@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 def command(
     ops: Annotated[
-        list[str],
-        typer.Argument(metavar="OP...|MODEL", help="Operators, as `bench ops --list` names them, or a model."),
-    ],
+        list[str] | None,
+        typer.Argument(
+            metavar="[OP...|MODEL]",
+            help="Operators, as `bench ops --list` names them, or a model; neither for the kernels of a serving step.",
+        ),
+    ] = None,
     shapes: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     launcher: Annotated[str, typer.Option(help="Only launchers whose name contains this.")] = "",
     seconds: Annotated[
         float | None,
-        typer.Option(min=1, help="Time limit per shape (60); for a model, of the whole search (none)."),
+        typer.Option(min=1, help="Time limit per shape (60); of the whole search for a model (none) or a card (45)."),
     ] = None,
     rows: Annotated[str, typer.Option(help="For a model: numbers of rows, 1 to 256, comma-separated.")] = "",
     workers: Annotated[int, typer.Option(min=0, help="Processes that compile configurations first.")] = 0,
@@ -34,11 +37,22 @@ def command(
     keep: Annotated[bool, typer.Option(help="Keep the best in the user's tuning file.")] = True,
     ship: Annotated[bool, typer.Option("--ship", help="Write to the source tree instead.")] = False,
     json: Annotated[Path | None, output_file(help="Write every trial here.")] = None,
+    report: Annotated[
+        Path | None, output_file(help="Without names: describe the card, its rates and trials here.")
+    ] = None,
 ) -> None:
     """Try operators' knobs (tile sizes, warps, stages, ...), or the kernels for a model's products, on this GPU; show
     what each is worth, keep the best."""
     from ..ops.registry import all_ops, get
 
+    if not ops:
+        from . import tune_card
+
+        if shapes or launcher or rows or load or ship or json is not None:
+            raise ValueError("--shapes, --launcher, --rows, --load, --ship and --json are for an operator or a model")
+        return tune_card.tune(seconds, keep, report, show)
+    if report is not None:
+        raise ValueError("--report is of a card, without operators and models; those have --json")
     if len(ops) == 1 and ops[0] not in {op.name for op in all_ops()}:
         from ..checkpoints.resolve import resolve
         from . import tune_model
@@ -94,7 +108,7 @@ def command(
         found.append(
             search.search(knobs, case, seconds=seconds or 60.0, in_use=in_use, race=under_load.race if load else None)
         )
-        _show(found[-1])
+        show(found[-1])
         if keep:
             finding = {knobs.name: {found[-1].bucket: found[-1].choice}}
             path = tuning.save(device, finding, tuning.SHIPPED if ship else None)
@@ -105,7 +119,8 @@ def command(
         print(f"kept in {path}")
 
 
-def _show(found: Found) -> None:
+def show(found: Found) -> None:
+    """Print a search: the gain, and the worth of each knob."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -104,27 +104,30 @@ class StepTimes:
         variance = sum(share * self._covariance(part, parts) for part, share in parts)
         return expected - DEVIATIONS * math.sqrt(max(variance, 0.0) + (self.error * expected) ** 2)
 
-    def learn(self, load: StepLoad, seconds: float) -> None:
-        """Learn from a step's time; a step below ``SHORTEST`` is ignored."""
+    def learn(self, load: StepLoad, seconds: float, count: int = 1) -> None:
+        """Learn from a step's time; a step below ``SHORTEST`` is ignored. ``count``: number of steps with this work and
+        this time on average: as many measurements have a part of one's variance."""
         if seconds < SHORTEST:
             return
         parts = _parts_of(load)
         if not self.steps:
             self._begin(load, seconds)
         expected = self._expected(parts)
-        self.steps += 1
-        self.measured += seconds
-        self.predicted += expected
+        self.steps += count
+        self.measured += count * seconds
+        self.predicted += count * expected
         seconds = min(seconds, SURPRISE * expected) if expected > 0 else seconds
         spread = self._spread(parts)
         sure = expected - DEVIATIONS * math.sqrt(max(sum(share * spread[part] for part, share in parts), 0.0))
         before, self._short = self._short, SURPRISE * seconds < sure
         if not self._short:
-            self.error += SMOOTHING * (abs(seconds - expected) / max(seconds, SHORTEST) - self.error)
+            weight = SMOOTHING if count == 1 else 1 - (1 - SMOOTHING) ** count
+            self.error += weight * (abs(seconds - expected) / max(seconds, SHORTEST) - self.error)
         elif before:
             self._shrink(parts, seconds / expected)
             expected, spread = self._expected(parts), self._spread(parts)
-        variance = sum(share * spread[part] for part, share in parts) + (NOISE * max(expected, seconds, SHORTEST)) ** 2
+        noise = (NOISE * max(expected, seconds, SHORTEST)) ** 2 / count
+        variance = sum(share * spread[part] for part, share in parts) + noise
         for part, covariance in enumerate(spread):
             gain = covariance / variance
             if gain:
@@ -132,7 +135,7 @@ class StepTimes:
                 row = self._unknown[part]
                 self._unknown[part] = [known - gain * other for known, other in zip(row, spread, strict=True)]
         for part, _ in parts:
-            self._unknown[part][part] += (DRIFT * self._first[part]) ** 2
+            self._unknown[part][part] += count * (DRIFT * self._first[part]) ** 2
         self._sum_up()
 
     def most_tokens(self, seconds: float, beside: StepLoad, context: int, limit: int, *, scored: bool = False) -> int:

@@ -72,11 +72,13 @@ def numerics_of(config: EngineConfig, source: ModelSource, device: torch.device,
     """
     import torch  # not at the top: the caller's process reads fingerprints without it
 
+    from ..ops import tuning
+
     parts: dict[str, Any] = {name: getattr(config, name) for name in SIZED}
     parts |= {"weights": weights_digest(config, source), "kernels": kernels}
     parts |= {"transect": __version__, "torch": torch.__version__, "expert_parallel": config.enable_expert_parallel}
     if device.type == "cuda":
-        parts |= {"device": torch.cuda.get_device_name(device), "switches": dataclasses.asdict(config.gpu)}
+        parts |= {"device": tuning.device_name(device), "switches": dataclasses.asdict(config.gpu)}
         parts |= {"cuda": torch.version.cuda, "deterministic": config.deterministic}
     else:
         parts |= {"device": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"}

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from .cpu import processor_name
-from .targets import PROCESSOR, Target, acted_target, target_named
+from .targets import PROCESSOR, KernelTarget, acted_target, target_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def detect(which: str = "auto") -> Device:
     )
 
 
-def target_of(device: torch.device | None = None) -> Target:
+def target_of(device: torch.device | None = None) -> KernelTarget:
     """Return the target that kernels on a device (default: torch's current GPU) are chosen and cut for: the one that
     this process's GPU acts as, or its own. ``PROCESSOR`` for a processor; without limits for a GPU that ``targets.py``
     lacks."""
@@ -96,7 +96,7 @@ def target_of(device: torch.device | None = None) -> Target:
 
 
 @cache
-def own_target(device: torch.device | None = None) -> Target:
+def own_target(device: torch.device | None = None) -> KernelTarget:
     """Return a GPU's own target."""
     if not torch.cuda.is_available():
         return PROCESSOR

@@ -21,7 +21,7 @@ SETTING = "TRANSECT_TARGET"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class KernelTarget:
     """A kind of GPU, as its compiler sees it. Sizes are of one multiprocessor, unless said.
 
     Attributes:
@@ -86,9 +86,9 @@ class Target:
         return max(2, min(wanted, most)) if self.nvidia else min(wanted, 2)
 
 
-def _nvidia(name: str, cards: str, block: int, warps: int, blocks: int) -> Target:
+def _nvidia(name: str, cards: str, block: int, warps: int, blocks: int) -> KernelTarget:
     number = int(name[3:])
-    return Target(name, cards, block * KIB, (block + 1) * KIB, warps, blocks, divmod(number, 10))
+    return KernelTarget(name, cards, block * KIB, (block + 1) * KIB, warps, blocks, divmod(number, 10))
 
 
 _KNOWN = (
@@ -99,9 +99,9 @@ _KNOWN = (
     _nvidia("sm_100", "B200, GB200", 227, 64, 32),
     _nvidia("sm_120", "RTX 50, RTX PRO Blackwell", 99, 48, 24),
     # Four SIMD units, each with 512 registers of 64 lanes and at most 8 waves.
-    Target("gfx942", "MI300X", 64 * KIB, 64 * KIB, 32, 32, (0, 0), 0, 4 * 512 * 64, 8 * 64, 64),
+    KernelTarget("gfx942", "MI300X", 64 * KIB, 64 * KIB, 32, 32, (0, 0), 0, 4 * 512 * 64, 8 * 64, 64),
 )
-TARGETS: Mapping[str, Target] = {target.name: target for target in _KNOWN}
+TARGETS: Mapping[str, KernelTarget] = {target.name: target for target in _KNOWN}
 """The targets that the tests compile for."""
 NVIDIA_TARGETS = tuple(name for name, target in TARGETS.items() if target.nvidia)
 OLDER_TARGETS = tuple(name for name in NVIDIA_TARGETS if TARGETS[name].capability < (9, 0))
@@ -112,12 +112,12 @@ PLAIN_TARGETS = tuple(name for name, target in TARGETS.items() if not target.bul
 FP8_TARGETS = tuple(name for name, target in TARGETS.items() if target.fp8_products)
 RELATIVES = {"sm_103": "sm_100", "sm_121": "sm_120"}
 """Targets with the limits of another one; kernels for that one compile for them too."""
-PROCESSOR = Target("cpu", "", 0, 0, 0, 0)
+PROCESSOR = KernelTarget("cpu", "", 0, 0, 0, 0)
 """Stands for a processor. No limits are known, and nothing special runs."""
 
 
 @cache
-def target_named(name: str) -> Target:
+def target_named(name: str) -> KernelTarget:
     """Return the target called ``name``.
 
     Raises:
@@ -137,7 +137,7 @@ def compiled_as(name: str) -> str:
     return RELATIVES.get(name, name)
 
 
-def acted_target() -> Target | None:
+def acted_target() -> KernelTarget | None:
     """Return the target that this process's GPU acts as; None if it is used as it is.
 
     Raises:

@@ -152,7 +152,7 @@ def predict(
     """
     if unknown := sorted(set(drills) - set(DRILLS)):
         raise ValueError(f"there is no drill {unknown[0]!r}: choose from {', '.join(DRILLS)}")
-    calm = Fleet(model, replicas).run(asked)
+    calm = Fleet(model, replicas).run([each for number, each in enumerate(asked) if number not in (leaving or {})])
     found = {}
     for name in drills:
         effects = []
@@ -164,6 +164,6 @@ def predict(
             run = Fleet(model, replicas, events=events).run(asked) if events else calm
             after = p99(run) if len(run.records) > 1 else math.nan
             effects.append((after, after - p99(calm), lost, run.dropped))
-        means = [statistics.fmean(each) for each in zip(*effects, strict=True)]
-        found[name] = Effect(*means[:3], round(means[3]))
+        after, added, lost, dropped = (statistics.fmean(each) for each in zip(*effects, strict=True))
+        found[name] = Effect(after, added, lost, round(dropped))
     return found

@@ -29,6 +29,7 @@ from .sender import current_sender
 
 if TYPE_CHECKING:
     from ..checkpoints.peft_config import AdapterFiles
+    from ..engine.config import EngineConfig
     from ..engine.scheduling.outputs import SchedulerStats
     from ..text.output_processor import Given, Update
     from ..text.protocols import ChatTemplateLike, TokenizerLike
@@ -41,6 +42,8 @@ PROBE_S = 2.0
 class Engine(Protocol):
     """The part of ``engine.frontends.generating.Generates`` that the server uses."""
 
+    @property
+    def config(self) -> EngineConfig: ...
     @property
     def tokenizer(self) -> TokenizerLike: ...
     @property

@@ -44,7 +44,7 @@ def known(times, law):
     for rows in (1, 2, 4, 6, 12, 24) * 5:
         for load in (StepLoad(rows, 60 * rows, 0, rows, 0, rows), StepLoad(rows, 60, 30 * rows, 2, 1, rows)):
             times.learn(load, law(load))
-    times.learn = lambda load, seconds: None
+    times.learn = lambda *lesson: None
 
 
 def run(work, config, lag, host, leaps, law=seconds, clients=1):
@@ -74,7 +74,7 @@ def outcome(engine):
     return moments, (counted, state, stats.generation_tokens, stats.prefix_hit_tokens)
 
 
-@examples(40, 600)
+@examples(25, 600)
 @given(
     st.integers(0, 10**6),
     st.sampled_from((5.0, 50.0, 400.0)),
@@ -100,6 +100,28 @@ def test_leaps_change_nothing(seed, rate, lag, host, block_size, room, caching, 
     for name, times in moments.items():
         assert moments_leapt[name] == pytest.approx(times, rel=1e-9)
     assert leapt.device.busy == pytest.approx(stepped.device.busy)
+
+
+def test_steps_that_are_leapt_over_teach_their_times():
+    """Steps sized by time come out alike, though like steps are learned from together."""
+    work = workload(3, 150, 50.0)
+    config = SchedulerConfig(
+        num_blocks=400, block_size=4, max_num_seqs=6, max_model_len=200, max_num_batched_tokens=64, itl_target=0.0,
+        enable_prefix_caching=False, seed=0,
+    )  # fmt: skip
+    ends = []
+    for leaps in (False, True):
+        engine = SimulatedEngine(config, of_batch, lag=1, decodes=seconds if leaps else None)
+        for number, (at, prompt, outputs, token) in enumerate(work):
+            engine.run(at)
+            params = SamplingParams(max_tokens=outputs, ignore_eos=True)
+            engine.add(Request(str(number), prompt, params, arrival_time=at), [repeat(token)])
+        engine.run()
+        firsts = {line.request_id: line.moments[0] for line in engine.done}
+        ends.append(sum(firsts[str(number)] - each[0] for number, each in enumerate(work)) / len(work))
+        known = engine.scheduler.times
+        assert known.predict(StepLoad(6, 600, 0, 6, 0, 6)) == pytest.approx(seconds(StepLoad(6, 600)), rel=0.01)
+    assert ends[1] == pytest.approx(ends[0], rel=0.02)
 
 
 def test_leaps_are_taken():

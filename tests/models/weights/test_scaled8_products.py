@@ -10,7 +10,6 @@ from transect.models.weights import kinds, scaled8
 def made(monkeypatch):
     """The names of the kernels that a Hopper GPU with a compiler would have got."""
     names = []
-    monkeypatch.setattr(scaled8, "has_dependent_launch", lambda device: True)
     monkeypatch.setattr("transect.hardware.device.own_target", lambda device: TARGETS["sm_90"])
     monkeypatch.setattr(scaled8.scaled8_rows, "CudaRows8", lambda device: names.append("rows") or "rows")
     monkeypatch.setattr(scaled8.scaled8_chain, "CudaChain", lambda device: names.append("chain") or "chain")

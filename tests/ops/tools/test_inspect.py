@@ -11,6 +11,7 @@ import pytest
 from effort import proving
 
 from transect.cli import main
+from transect.hardware import targets
 from transect.ops.tools.machine_code import access_bytes, matrix_instructions, occupancy
 
 PTX = """
@@ -62,6 +63,7 @@ def test_unknown_target_has_no_occupancy() -> None:
 SEVERAL = """
 import json, sys
 from transect.cli import main
+from transect.hardware import targets
 for arguments in json.loads(sys.argv[1]):
     try:
         main(["inspect", *arguments])
@@ -70,7 +72,7 @@ for arguments in json.loads(sys.argv[1]):
     print("=====")
 """
 SM_90 = ("--target", "sm_90")
-TARGETS = {"sm_80", "sm_90", "gfx942"} if proving() else {"gfx942"}
+TARGETS = set(targets.TARGETS) if proving() else {"gfx942", "sm_120"}
 STAGES = {"ttgir": ("vector_add", "tt.load"), "ptx": ("vector_add", ".target sm_90a"), "sass": ("dot", "LDG.E.128")}
 
 
@@ -79,7 +81,7 @@ def printed() -> list[str]:
     """The table of targets, then stages; all targets with ``--prove``: ``nvcc`` needs seconds for each of NVIDIA's."""
     pytest.importorskip("triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"COLUMNS": "160"}
-    runs = [("vector_add", *(() if proving() else ("--target", "gfx942")))]
+    runs = [("vector_add", *(() if proving() else ("--target", "gfx942", "--target", "sm_121")))]
     runs += [(op, "--stage", stage, *SM_90) for stage, (op, _) in STAGES.items()]
     command = [sys.executable, "-c", SEVERAL, json.dumps(runs)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
@@ -94,7 +96,7 @@ def test_table(printed: list[str]) -> None:
     accesses = [line for line in lines if line.startswith("    loads")]
     assert len(accesses) == len(rows) and all("16 B" in line for line in accesses)
     if shutil.which("nvcc"):
-        compiled = [["vector_add_kernel", target] for target in ("sm_80", "sm_90") if target in TARGETS]
+        compiled = [["vector_add_kernel", target] for target in targets.NVIDIA_TARGETS if target in TARGETS]
         assert [row[1:3] for row in rows if row[0] == "cuda"] == compiled
 
 

@@ -252,6 +252,17 @@ def test_replicas_under_load_are_watched_with_the_routers_choices(server):
             assert response.status_code == status
 
 
+def test_the_recent_load_is_predicted_with_fewer_places(server):
+    with Load(server, 6, "key-of-bob", max_tokens=30):
+        events_of(server, "key-of-admin", both_are_seen)
+    address, body = f"{server.url}/v1/decisions/what-if", {"set": {"max_num_seqs": 1}}
+    found = httpx.post(address, json=body, headers={"Authorization": "Bearer key-of-admin"}, timeout=PATIENCE_S)
+    assert found.status_code == 200, found.text
+    predicted = found.json()
+    assert predicted["changes"] == {"max_num_seqs": 1} and predicted["measured"]["requests"] >= 1
+    assert predicted["predicted"]["tokens_per_second"] < predicted["simulated_unchanged"]["tokens_per_second"]
+
+
 def test_a_bill_is_for_its_own_client(server):
     answer = server.complete(key="key-of-alice", max_tokens=5).json()
     refused = httpx.get(

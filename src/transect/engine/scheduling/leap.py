@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 DecodeSeconds = Callable[[StepLoad], float]
 """Seconds of a step that only decodes."""
 
+Lesson = tuple[StepLoad, float, int]
+"""Work of like steps, their mean seconds, and their number."""
 MOST = 4096
-LEARN_EVERY = 64
-"""Interval at which an engine that sizes steps by time learns from a leap's steps: on a virtual device all follow one
-law."""
 STRAIGHT = 1e-12
 """Relative distance of a step's time from the chord, from rounding alone."""
 _PLANNED, _COMMITTED = 0, 1
@@ -109,12 +108,13 @@ def _moments(
     until: float,
     seconds: DecodeSeconds,
 ) -> list[float]:
-    """Let the device take up to ``most`` steps, and the engine learn from some. Returns the ends of the steps, or with
+    """Let the device take up to ``most`` steps, and note their times. Returns the ends of the steps, or with
     a lag those of the steps before each."""
-    host, lag, number = device.host, core.lag, core.scheduler._step
+    host, lag = device.host, core.lag
     rows, keys = len(running), sum(seq.length for seq in running)
     ends = sorted((count, seq.length + count) for seq, count in zip(running, left, strict=True))
     gone = 0
+    lessons: list[Lesson] = []
     found: list[float] = []
     end = device.free_at if lag else device.clock.time
     gap = 0.0 if lag else host
@@ -125,26 +125,61 @@ def _moments(
         taken, more = _line(rows, keys, count, seconds)
         if more is None:
             count = 1
+        first, began, before = keys, end, len(found)
         for _ in range(count):
             if end >= until:
                 break
             if lag and taken <= host:  # the host is what it waits for
                 most = len(found)
                 break
-            number += 1
-            if core._timed and not number % LEARN_EVERY:
-                core.scheduler.times.learn(StepLoad(rows, keys, 0, rows, 0, rows), taken + gap)
             found.append(end if lag else end + taken + gap)
             end += taken + gap
             device.busy += taken
             keys += rows
             taken += more or 0.0
+        count = len(found) - before
+        if count:
+            mean = (first + keys - rows) // 2
+            lessons.append((StepLoad(rows, mean, 0, rows, 0, rows), (end - began) / count, count))
     if found:
+        if core._timed:
+            _note(core, device, lessons)
         device.steps += len(found)
         device.free_at = end
         device.clock.advance(max(0.0, found[-1] - device.clock.time))
         core._ended, core._launched_large = found[-1], False
     return found
+
+
+def _note(core: EngineCore, device: VirtualDevice, lessons: list[Lesson]) -> None:
+    """Add the steps whose tokens are known now to the lessons of the device. With a lag the step in flight is the first
+    of them, and the last one is still in flight."""
+    if core.lag:
+        step, (load, seconds, count) = core._in_flight[0], lessons.pop()
+        if count > 1:
+            lessons.append((load, seconds, count - 1))
+        taken = device.free_at - max(step.submitted, core._ended)
+        lessons.insert(0, (core._work_of(step.batch), taken, 1))
+    for lesson in lessons:
+        before = device.lessons[-1] if device.lessons else None
+        if before is not None and before[0].rows == lesson[0].rows == lesson[0].tokens == before[0].tokens:
+            device.lessons[-1] = _together(before, lesson)
+        else:
+            device.lessons.append(lesson)
+
+
+def _together(one: Lesson, other: Lesson) -> Lesson:
+    """Return the mean of steps that decode the same rows."""
+    count = one[2] + other[2]
+    keys = (one[0].keys * one[2] + other[0].keys * other[2]) // count
+    return one[0]._replace(keys=keys), (one[1] * one[2] + other[1] * other[2]) / count, count
+
+
+def learn(core: EngineCore, device: VirtualDevice) -> None:
+    """Let the engine learn from the steps of leaps, like ones together: to be called before its next step."""
+    for load, seconds, count in device.lessons:
+        core.scheduler.times.learn(load, seconds, count)
+    device.lessons.clear()
 
 
 def _line(rows: int, keys: int, count: int, seconds: DecodeSeconds) -> tuple[float, float | None]:

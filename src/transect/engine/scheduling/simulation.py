@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from .clock import VirtualClock
 from .core import LOOK, EngineCore
 from .drafters.planned import Ahead, PlannedDrafter, PlannedModel
-from .leap import DecodeSeconds, leap
+from .leap import DecodeSeconds, leap, learn
 from .outputs import EngineOutput
 from .policies.model_speculation import ModelSpeculation
 from .request import Request
@@ -123,6 +123,8 @@ class SimulatedEngine:
         while core.has_work and clock.time < until:
             if self._decodes is not None and self._leap(until, self._decodes):
                 continue
+            if self.device.lessons:
+                learn(self.core, self.device)
             wait = self._wait_to_plan()
             if clock.time + wait >= until:
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ...costs.steps import StepLoad
 from .batch import Handle, ScheduledBatch, StepResult
 from .clock import VirtualClock
 
@@ -26,6 +27,7 @@ class VirtualDevice:
         outputs: tokens that each sequence draws, by its number.
         free_at: when the device is done with all steps. known_at: when the tokens of the last are known.
         steps, busy: number of steps, and their seconds in all.
+        lessons: work, mean seconds and number of like steps that the engine has not learned from yet (``leap.py``).
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class VirtualDevice:
         self.outputs: dict[int, Iterator[int]] = {}
         self.free_at = self.known_at = self.busy = 0.0
         self.steps = 0
+        self.lessons: list[tuple[StepLoad, float, int]] = []
         self.is_void: Callable[[int, int], bool] = lambda seq_id, step: False
         """Function of a sequence and a step that is True if a grammar has forced the token, so that it is known
         already."""

@@ -39,9 +39,13 @@ class Applied:
 
     @property
     def predicted(self) -> float:
-        """Seconds that this change was predicted to save, at most the time without the profiler, which slows programs
-        of many small operators."""
-        return min(self.finding.gains.get(self.name, self.finding.gain), self.before)
+        """Seconds that this change was predicted to save: the finding's share of the whole time, of which steps may
+        have been explained. At most the time without the profiler, which slows programs of many small operators."""
+        found = self.finding
+        gain = found.gains.get(self.name, found.gain)
+        if found.share and found.gain:
+            gain *= self.before * found.share / found.gain
+        return min(gain, self.before)
 
     @property
     def obtained(self) -> float:

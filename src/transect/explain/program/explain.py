@@ -282,5 +282,6 @@ def fit(split: Split, named: list[Named], plain: float) -> list[Named]:
         split.profiling = max(split.profiling, parts["profiler"])
     for op in split.ops:
         op.seconds *= min(1.0, shrink)
+        op.usual *= min(1.0, shrink)
     ratio = {part: parts[part] / seconds for part, seconds in before.items() if seconds > 0}
     return [replace(each, seconds=each.seconds * ratio.get(each.doing.part, 1.0)) for each in named]

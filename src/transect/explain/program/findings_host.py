@@ -48,7 +48,7 @@ MOST_LEFT = 1.25
 WHOLE = ("stacks", "printing", "saving", "copying", "optimizer", "adapters")
 """Kinds that include the operators called for them, not only the gaps between these."""
 SAMPLED = (*EVERYWHERE, *WHOLE, "loading", "collection", "attention", "padding")
-"""Kinds of findings whose gain is no time of the trace's operators."""
+"""Kinds of findings whose gain comes from samples, or from elsewhere than the times of operators."""
 CHECKS = ("isnan", "ne", "any", "is_nonzero", "item", "_local_scalar_dense")
 """Operators by which anomaly detection checks each gradient."""
 UPDATES = ("addcdiv_", "addcmul_", "lerp_", "mul_", "add_", "sqrt", "div_")

@@ -18,7 +18,7 @@ import numpy as np
 from .doing import Doing, doing_of
 from .overhead import IdleGap
 from .sampler import Frame, StackSamples
-from .split import COMMUNICATION, LONG_GAP_S, SHORT_GAP_S, Split, on_the_host, self_segments
+from .split import COMMUNICATION, INTERRUPTED, LONG_GAP_S, SHORT_GAP_S, Split, on_the_host, self_segments
 from .stretches import pieces, stretches
 from .trace import OP, PYTHON, RANGE, RUNTIME, Trace
 
@@ -66,6 +66,7 @@ def name_gaps(split: Split, samples: StackSamples | None = None) -> list[Named]:
             split.parts["profiler"] += moved
             left -= moved
         return _moved(split, _named(split, samples)) + _inside_calls(split, samples)
+    _leave_interruptions_out(split, samples)
     short = SHORT_GAP_S
     if len(split.gaps) >= 100:
         short = min(max(short, 10 * float(np.median([gap.seconds for gap in split.gaps]))), LONG_GAP_S)
@@ -81,6 +82,37 @@ def name_gaps(split: Split, samples: StackSamples | None = None) -> list[Named]:
         loop = Doing("launch", "loop", None)
         named = [replace(each, doing=loop) if each.doing.kind == "python" else each for each in named]
     return _moved(split, named) + _inside_calls(split, samples)
+
+
+def _leave_interruptions_out(split: Split, samples: StackSamples | None) -> None:
+    """Count what other programs and the sampler add to gaps as cost of profiling.
+
+    Gaps between the same two operators are usually as long as their median. A longer one was interrupted, unless a
+    sample shows work that does not recur in each step, or it holds several samples.
+    """
+    if samples is None:
+        return
+    trace = split.trace
+    ops = np.flatnonzero((trace.kind == OP) & (trace.lane == split.lane))
+    ends = np.maximum.accumulate(trace.ts[ops] + trace.dur[ops])
+    outer = ops[trace.ts[ops] >= np.append(-np.inf, ends[:-1])]
+    after = np.searchsorted(trace.ts[outer], [gap.begin for gap in split.gaps], side="left").tolist()
+    numbers = [-1, *trace.key[outer].tolist(), -1]
+    groups: dict[tuple[int, int], list[IdleGap]] = {}
+    for gap, index in zip(split.gaps, after, strict=True):
+        groups.setdefault((numbers[index], numbers[index + 1]), []).append(gap)
+    times = [sample.at for sample in samples.samples]
+    for group in groups.values():
+        usual = float(np.median([gap.seconds for gap in group]))
+        long = [gap for gap in group if gap.seconds > INTERRUPTED * usual + SHORT_GAP_S]
+        for gap in long if len(long) <= len(group) / 3 else ():
+            inside = samples.samples[bisect_left(times, gap.begin) : bisect_right(times, gap.end)]
+            # In a longer gap there would be more samples, if the program had not waited for a core.
+            loose = ("calls", "python") if gap.seconds < 2.5 * samples.period else ("calls",)
+            if len(inside) < 2 and all(doing_of(sample.stack).kind in loose for sample in inside):
+                extra = gap.seconds - usual
+                gap.cost += extra
+                split.parts["profiler"] += extra
 
 
 def _communicating(split: Split, samples: StackSamples | None) -> Iterator[IdleGap]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .sampler import Sample, StackSampler, StackSamples
+from .sampler import PERIOD_S, Sample, StackSampler, StackSamples
 from .split import WINDOW
 from .trace import RANGE, Trace
 from .trace_file import read_trace
@@ -42,10 +42,11 @@ class Recording:
     Args:
         stacks: sample the Python stack.
         file: file of the trace; None if the trace is not kept.
+        period_s: seconds between two samples; each holds the program up.
     """
 
-    def __init__(self, *, stacks: bool = True, file: str | Path | None = None) -> None:
-        self._stacks, self._file = stacks, file
+    def __init__(self, *, stacks: bool = True, file: str | Path | None = None, period_s: float = PERIOD_S) -> None:
+        self._stacks, self._file, self._period_s = stacks, file, period_s
         self.span = [0.0, math.inf]
         """Begin and end on ``time.monotonic()``."""
         self.began = 0.0
@@ -65,7 +66,7 @@ class Recording:
             raise ValueError(f"{ONE_PROFILER}: explain what is not profiled otherwise")
         self._quiet = ("ignore", re.compile(HOOKS), UserWarning, None, 0)
         warnings.filters.insert(0, self._quiet)  # type: ignore[attr-defined]
-        self._sampler = StackSampler() if self._stacks else None
+        self._sampler = StackSampler(self._period_s) if self._stacks else None
         with torch.profiler.record_function(WINDOW):
             pass  # the first one of a process takes milliseconds, which would be the program's
         self._profiler = torch.profiler.profile(

@@ -8,6 +8,7 @@ cost of the call, and the rest. Operators that only move, convert, allocate or w
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +46,8 @@ SMALL_S = 30e-6
 """Seconds up to which an operator with a floor below ``LAUNCH_S`` counts as mostly launch cost."""
 TINY_S = 1.5e-6
 """Seconds up to which all time of an operator with such a floor, on a host, counts as launch cost."""
+INTERRUPTED = 3.0
+"""Factor above the usual time from which the time of small operators is that of interruptions, not of launches."""
 SLOW_CALL_S = 200e-6
 """Seconds that no launch takes: a slower operator waits for threads, or for a core."""
 SHORT_GAP_S = 30e-6
@@ -79,6 +82,8 @@ class OpStat:
     last: float = 0.0
     operator: str = ""
     """Operator that launched the kernel; empty for an operator."""
+    usual: float = math.inf
+    """Seconds of all calls if each took as long as the median one: other programs interrupt some calls."""
 
     @property
     def name(self) -> str:
@@ -102,7 +107,7 @@ class OpStat:
         """Seconds of launch cost, limited to the time above the floor; for work smaller than a launch, most of it."""
         floor = self.floor or 0.0
         if self.tiny and self.seconds <= self.calls * SLOW_CALL_S:
-            return max(0.0, self.seconds - self.calls * floor)
+            return max(0.0, min(self.seconds, INTERRUPTED * self.usual) - self.calls * floor)
         most = LAUNCH_S if floor > LAUNCH_S else SMALL_S
         return min(self.calls * most, max(0.0, self.seconds - self.calls * floor))
 
@@ -323,15 +328,18 @@ def _host(
             stat.calls += 1
             stat.floor = stat.floor + least[index] if stat.floor is not None else None
     costs = segment_costs(np.array(lengths), profiler_s / 2, plain).tolist()
+    own: dict[int, list[float]] = defaultdict(list)
     for subject, length, cost in zip(subjects, lengths, costs, strict=True):
         parts["profiler"] += cost
         if isinstance(subject, OpStat):
             subject.seconds += length - cost
+            own[id(subject)].append(length - cost)
         elif isinstance(subject, IdleGap):
             subject.cost = cost
         else:
             parts[subject] += length - cost
     for stat in stats.values():
+        stat.usual = len(own[id(stat)]) * float(np.median(own[id(stat)]))
         stat.floor = stat.floor / stat.calls if stat.floor is not None else None
         _add_op(parts, stat)
     return list(stats.values()), gaps, parts

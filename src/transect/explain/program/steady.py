@@ -24,6 +24,8 @@ MOST_AFTER = 50
 """Most steps that are timed after the window."""
 FIRST_S = 10.0
 """Longest first recording in seconds: a program may call operators for hours without a step."""
+SELDOM_S = 0.005
+"""Seconds between samples of profiled steps, which only name gaps."""
 SAMPLES = 200
 """Samples of the Python stack that are taken without a profiler, if a second is enough for them."""
 SOME = 20
@@ -146,7 +148,8 @@ class Steady:
             return
         if self._state == "plain":
             if self._before.mark():
-                self._window, self._state = Recording(stacks=self._stacks, file=self._file), "window"
+                self._window = Recording(stacks=self._stacks, file=self._file, period_s=SELDOM_S)
+                self._state = "window"
                 self._window.start()
                 self._inside.append(time.perf_counter())
         elif self._state == "window":
@@ -201,6 +204,8 @@ class Steady:
         ended = time.perf_counter()
         self._over = True
         self._limit.cancel()
+        if self._limit.is_alive():
+            self._limit.join()  # a call that it asked for comes while this object exists
         self.watch.stop()
         if self._state == "first":
             self._first.stop(wait=wait)

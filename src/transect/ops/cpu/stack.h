@@ -60,7 +60,7 @@ class Stack {
     int longest = 1;
     for (int b = 0; b < batch.rows; b++) longest = std::max(longest, batch.seq_lens[b]);
     auto grow = [](std::vector<float>& v, size_t n) { if (v.size() < n) v.resize(n); };
-    grow(normed_, size_t(tokens) * c_.dim);
+    grow(normed_, size_t(std::max(tokens, pool_.threads())) * c_.dim);
     grow(q_, size_t(tokens) * c_.heads * c_.head_dim);
     grow(k_, size_t(tokens) * c_.kv_heads * c_.head_dim);
     grow(v_, size_t(tokens) * c_.kv_heads * c_.head_dim);
@@ -92,35 +92,40 @@ class Stack {
         const Layer& layer = layers_[i];
         const Cache<E> cache{k_cache + i * layer_size, v_cache + i * layer_size, c_.kv_heads, c_.head_dim, c_.block_size};
         const int places = i * PLACES;
-        normalize(x, tokens, layer.attention_norm, layer.attention_norm_bias, places + QKV);
-        project({{layer.q, q_.data()}, {layer.k, k_.data()}, {layer.v, v_.data()}}, normed_.data(), tokens, STORE, scratch,
+        const float* normed = normalize(x, tokens, layer.attention_norm, layer.attention_norm_bias, places + QKV, thread);
+        project({{layer.q, q_.data()}, {layer.k, k_.data()}, {layer.v, v_.data()}}, normed, tokens, STORE, scratch,
                 places + QKV);
         pool_.share(tokens, [&](int t) { place(layer, t, positions[t], row_of[t], batch, cache); });
         Attention<E>{batch, cache, c_.heads, c_.scale, int(layer.window), q_.data(), attended_.data(), partials_.data()}.run(pool_);
         if (layer.v_scale) pool_.share(tokens, [&](int t) { multiply_heads(attended_.data(), t, c_.heads, layer.v_scale, false); });
         shrink_all(places + O, attended_.data(), layer.o->k);
         project({{layer.o, x}}, attended_.data(), tokens, ADD, scratch, places + O);
-        normalize(x, tokens, layer.mlp_norm, layer.mlp_norm_bias, places + GATE_UP);
-        feed_forward(layer, tokens, scratch, places + GATE_UP);
+        normed = normalize(x, tokens, layer.mlp_norm, layer.mlp_norm_bias, places + GATE_UP, thread);
+        feed_forward(layer, normed, tokens, scratch, places + GATE_UP);
         shrink_all(places + DOWN, hidden_.data(), layer.down->k);
         project({{layer.down, x}}, hidden_.data(), tokens, ADD, scratch, places + DOWN);
       }
     });
   }
 
-  // The norm, and the low-rank values of the product after it.
-  void normalize(const float* x, int tokens, const float* weight, const float* bias, int place) {
+  // The norm, and the low-rank values of the product after it. Returns where this thread finds the norm. Of one token
+  // every thread computes its own copy, which is quicker than to wait for another thread's.
+  const float* normalize(const float* x, int tokens, const float* weight, const float* bias, int place, int thread) {
+    const bool own = tokens == 1 && runs_.empty();
+    float* normed = normed_.data() + (own ? int64_t(thread) * c_.dim : 0);
     auto normalize_one = [&](int t) {
       const float* from = x + int64_t(t) * c_.dim;
-      float* to = normed_.data() + int64_t(t) * c_.dim;
+      float* to = normed + int64_t(t) * c_.dim;
       if (c_.layer_norm) layer_norm(from, weight, bias, c_.norm_eps, c_.dim, to);
       else rms_norm(from, weight, c_.norm_eps, c_.dim, to);
     };
-    if (runs_.empty()) return pool_.share(tokens, normalize_one);
+    if (own) return normalize_one(0), normed;
+    if (runs_.empty()) return pool_.share(tokens, normalize_one), normed;
     pool_.share(int(runs_.size()), [&](int i) {
       for (int t = runs_[i].first; t < runs_[i].first + runs_[i].count; t++) normalize_one(t);
-      shrink(runs_[i], place, normed_.data(), c_.dim, low_.data(), low_stride_);
+      shrink(runs_[i], place, normed, c_.dim, low_.data(), low_stride_);
     });
+    return normed;
   }
 
   void shrink_all(int place, const float* x, int64_t ldx) {
@@ -182,17 +187,17 @@ class Stack {
   }
 
   // hidden = act(gate) * up, or act(up): the same columns of gate and up go to the same thread, so no barrier between.
-  void feed_forward(const Layer& layer, int tokens, float* scratch, int place) {
+  void feed_forward(const Layer& layer, const float* normed, int tokens, float* scratch, int place) {
     const Packed& up = *layer.up;
     const int chunk = chunk_groups(up.groups(), pool_.threads());
     pool_.share((up.groups() + chunk - 1) / chunk, [&](int item) {
       const int first = item * chunk, count = std::min(chunk, up.groups() - first);
       ask_for(runs_, place, 1, first, count);
-      linear_span(up, first, count, normed_.data(), up.k, hidden_.data(), c_.ffn, tokens, STORE, scratch);
+      linear_span(up, first, count, normed, up.k, hidden_.data(), c_.ffn, tokens, STORE, scratch);
       expand(runs_, place, 1, first, count, low_.data(), low_stride_, hidden_.data(), c_.ffn);
       if (c_.gated) {
         ask_for(runs_, place, 0, first, count);
-        linear_span(*layer.gate, first, count, normed_.data(), up.k, gate_.data(), c_.ffn, tokens, STORE, scratch);
+        linear_span(*layer.gate, first, count, normed, up.k, gate_.data(), c_.ffn, tokens, STORE, scratch);
         expand(runs_, place, 0, first, count, low_.data(), low_stride_, gate_.data(), c_.ffn);
       }
       const int begin = first * GROUP_ROWS, end = std::min(c_.ffn, (first + count) * GROUP_ROWS);

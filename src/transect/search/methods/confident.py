@@ -51,7 +51,7 @@ class Confident(Voting):
         return min(sum(values[start : start + size]) for start in range(len(values) - size + 1)) / size
 
     def weight(self, branch: Branch) -> float:
-        """See ``Voting``."""
+        """Return exp(confidence)."""
         return math.exp(self.confidence(branch))
 
 

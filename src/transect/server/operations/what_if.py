@@ -24,7 +24,12 @@ LOG_BYTES = 2**20
 """Newest part of the log that is replayed."""
 PATIENCE_S = 120.0
 WORKER = "transect.explain.engine.what_if"
-what_if_routes = APIRouter(route_class=JsonRoute, tags=["operations"], responses=FOR_OPERATORS)
+REFUSED: dict[int | str, dict[str, Any]] = {
+    404: {"description": "no such engine, or it keeps no log"},
+    429: {"description": "another prediction runs"},
+    503: {"description": "the replay takes too long"},
+}
+what_if_routes = APIRouter(route_class=JsonRoute, tags=["operations"], responses=FOR_OPERATORS | REFUSED)
 _running = asyncio.Semaphore(1)
 
 

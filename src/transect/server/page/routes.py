@@ -121,14 +121,12 @@ async def flows(request: Request) -> list[dict[str, Any]]:
 def _searches(serving: Serving) -> list[dict[str, Any]]:
     """Describe the methods of search, and the settings of each."""
     judges = [*BUILTIN, *serving.search.judges(serving.adapters.entries())]
-    return [
-        {
-            "name": method.name,
-            "about": method.about,
-            "settings": [_described(each, judges) for each in settings_of(method.options)],
-        }
-        for method in search_methods().values()
-    ]
+    found = []
+    for method in search_methods().values():
+        kind: Any = method.options
+        settings = [_described(each, judges) for each in settings_of(kind)]
+        found.append({"name": method.name, "about": method.about, "settings": settings})
+    return found
 
 
 def _described(setting: Setting, judges: list[str]) -> dict[str, Any]:

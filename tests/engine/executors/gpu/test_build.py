@@ -19,8 +19,8 @@ from transect.engine.executors.gpu.build import build_gpu
 from transect.engine.executors.gpu.load import check_triton_cache
 from transect.engine.scheduling.batch import Draw, ScheduledBatch, ScheduledRow
 from transect.engine.scheduling.sampling_params import SamplingParams
+from transect.hardware.targets import PROCESSOR
 from transect.ops import opset
-from transect.ops.lang import jit
 from transect.ops.opset import OpSet, resolve_ops
 from transect.spec.shapes import PRESETS
 
@@ -52,9 +52,8 @@ def test_on_hopper_launches_are_dependent_and_norms_in_the_products_unless_batch
         return replace(resolve_ops("cpu"), kv_cache_write=write)
 
     monkeypatch.setattr(setup, "resolve_ops", of_the_cpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(setup, "has_dependent_launch", jit.has_dependent_launch.__wrapped__)  # asks anew each time
+    own = replace(PROCESSOR, name="gfx942") if hip else replace(PROCESSOR, name="a GPU", capability=capability)
+    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: own)
     ops = setup.gpu_ops(torch.device("cuda", 0), deterministic=deterministic, dependent_launch=dependent_launch)
     assert (ops.stream_products is not None) == streams
     assert ops.kv_cache_write() == told
@@ -85,15 +84,16 @@ def test_torch_has_no_graphs_nor_padding_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its paged attention asks the device for lengths, which a capture does not allow, and every token has a row."""
-    monkeypatch.setattr(opset, "_target", lambda device: "sm_89")
+    monkeypatch.setattr(opset, "_target", lambda device: "sm_75")
     config = EngineConfig(model="x")
     ops = resolve_ops("cpu", ("triton", "torch"))
     assert setup.by_torch(ops)
     assert setup.without_graphs(config, ops).cuda_graphs == "off"
-    assert caplog.text.count("without CUDA graphs") == 1 and "triton does not run on sm_89" in caplog.text
+    assert caplog.text.count("without CUDA graphs") == 1 and "triton does not run on sm_75" in caplog.text
     kernels = replace(ops, chosen=(("paged_attention", "triton"),))
     assert setup.without_graphs(config, kernels) == config
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    own = replace(PROCESSOR, name="sm_75", capability=(7, 5))
+    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: own)
     model, device = PRESETS["qwen3-0.6b"], torch.device("cuda", 0)
     tricks = [setup.runner_tricks(config, model, torch.bfloat16, device, o) for o in (ops, kernels)]
     assert [each["pad_tokens"] for each in tricks] == [1, None]
@@ -118,8 +118,8 @@ def test_batches_have_fine_sizes_where_products_take_any(
     deterministic: bool,
     fine: bool,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
+    own = replace(PROCESSOR, name="gfx90a") if hip else replace(PROCESSOR, name="a GPU", capability=capability)
+    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: own)
     config = EngineConfig(model="x", deterministic=deterministic)
     device = torch.device("cuda", 0)
     tricks = setup.runner_tricks(config, PRESETS["qwen3-0.6b"], dtype, device, resolve_ops("cpu"))

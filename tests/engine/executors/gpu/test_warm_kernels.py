@@ -13,7 +13,6 @@ from transect.engine.executors.gpu import warm_kernels
 from transect.engine.executors.gpu.measure import trial_runner
 from transect.engine.executors.gpu.step_sizes import FEWEST_ROWS, ragged_rows, row_bucket, row_buckets, token_bucket
 from transect.engine.executors.gpu.warm_kernels import KernelWork, run, tasks
-from transect.hardware.targets import TARGETS
 from transect.models.decoder import Decoder
 from transect.ops.lang.jit import next_power_of_2
 from transect.ops.opset import resolve_ops
@@ -173,7 +172,7 @@ def test_settings_that_no_kernel_depends_on_are_noted_too(monkeypatch, tmp_path)
     monkeypatch.setattr(warm_kernels, "run", lambda *arguments: None)
     monkeypatch.setattr(warm_kernels, "collected", lambda found: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: TARGETS["sm_90"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     steps, ops, device = work(3, 48, 64), resolve_ops("cpu"), torch.device("cuda", 0)
     first = Noting()
     assert warm_kernels.start(steps, ops, device, first, "seed 1").collected == 1

@@ -9,6 +9,8 @@ from typing import Annotated, ClassVar
 from ....hardware.targets import OLDER_TARGETS
 from ....spec.settings import About, changed_fields, check_values
 
+OLDER = About(choices=lambda: OLDER_TARGETS)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPUOptions:
@@ -32,7 +34,7 @@ class GPUOptions:
     dependent_launch: bool = True
     device_sampling: bool = True
     peer_sums: bool = True
-    target: Annotated[str | None, About(choices=lambda: OLDER_TARGETS)] = None
+    target: Annotated[str | None, OLDER] = None
 
     def __post_init__(self) -> None:
         check_values(self)

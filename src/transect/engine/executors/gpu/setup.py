@@ -19,7 +19,7 @@ from ....costs.steps import launch_bound_tokens
 from ....costs.storage import Layouts, Storage, storage_for, storage_held
 from ....costs.units import GIB
 from ....hardware.device import target_of
-from ....hardware.targets import PROCESSOR, Target
+from ....hardware.targets import PROCESSOR, KernelTarget
 from ....ops.attention.paged.cache_codes import refusal as cache_refusal
 from ....ops.lang.jit import has_dependent_launch
 from ....ops.linear.stream_products import StreamProducts
@@ -175,7 +175,7 @@ def plan_of(config: EngineConfig, model: ModelConfig, storage: Storage, dtype: t
     )
 
 
-def check_cache(config: EngineConfig, model: ModelConfig, target: Target = PROCESSOR) -> None:
+def check_cache(config: EngineConfig, model: ModelConfig, target: KernelTarget = PROCESSOR) -> None:
     """Refuse a cache that kernels cannot read.
 
     Raises:

@@ -147,6 +147,7 @@ class StepBudget:
                 again. None if they are not known.
         """
         if state is None:
+            self._kept = None
             return self._bounds(running, waiting, cut, barred)
         key = state, self.times.steps, self.fill_tokens, self._turns
         if self._kept is None or self._kept[0] != key:
@@ -188,6 +189,7 @@ class StepBudget:
         share = self._share
         for _ in range(steps):
             share += SMOOTHING * (0.0 - share)
+        self.rooms.discard()
         self.rooms.decoded(steps)
         self._share, self._debt, self._next = share, 0.0, (0.0, math.inf)
 

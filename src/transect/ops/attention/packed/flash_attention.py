@@ -109,7 +109,8 @@ def choose(q: Tensor) -> PackedTiling:
     if q.element_size() == 4:
         return PackedTiling(32, 32, 4, 1)
     # Two programs on a multiprocessor: one computes exponentials while the other has the tensor cores.
-    return PackedTiling(64, 64, 4, 3, bulk=target_of(q.device).bulk_copies)
+    bulk = target_of(q.device).bulk_copies
+    return PackedTiling(64, 64, 4, 3 if bulk else 2, bulk=bulk)
 
 
 def forward(

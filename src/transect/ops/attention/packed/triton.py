@@ -92,7 +92,7 @@ def kernels() -> Sequence[Kernel]:
         constants={**base, "BM": 64, "BN": 64},
         divisible=tuple(strides),
         warps=4,
-        stages=3,
+        stages=2,
         targets=TRITON_TARGETS,
     )
     bulk = dict.fromkeys(("k", "v"), "tensordesc<bf16[128, 1, 128]>")

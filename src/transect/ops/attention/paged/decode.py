@@ -287,6 +287,11 @@ def kernels() -> Sequence[Kernel]:
     strides = ("q_t", "q_h", "cache_b", "cache_k")
     ints = dict.fromkeys(("B", "window", *strides, "table_b", "wanted", "least", "most", "span"), "i32")
     more = {"sinks": "*bf16", "squeeze": "fp32"}
+    fp8, int8 = (dict.fromkeys(("k_cache", "v_cache"), kind) for kind in ("*fp8e4nv", "*i8"))
+
+    def others(targets: Sequence[str]) -> tuple[str, ...]:
+        return tuple(name for name in targets if name != "sm_90")
+
     plain = dict.fromkeys(("SINKS", "CAPPED", "CHUNKED"), False)
     return [
         Kernel(
@@ -298,14 +303,16 @@ def kernels() -> Sequence[Kernel]:
                 "MIXED": False, "ROWS": 64, "DEPENDENT_LAUNCH": False, "CHUNK": 8, "FAN": 16, **scores,
             },
             divisible=(*strides, "wanted", "least", "most"),
-            warps=1,
+            warps=warps,
             stages=2,
             targets=targets,
         )
-        for name, cache, targets, scores in (
-            ("decode", {}, TRITON_TARGETS, plain),
-            ("decode, cache in fp8", dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv"), FP8_TARGETS, plain),
-            ("decode, cache in int8", dict.fromkeys(("k_cache", "v_cache"), "*i8"), TRITON_TARGETS, plain),
-            ("decode with sinks, a cap and chunks", {}, TRITON_TARGETS, dict.fromkeys(plain, True)),
+        for name, warps, cache, targets, scores in (
+            ("decode", 1, {}, TRITON_TARGETS, plain),
+            ("decode, cache in fp8", 1, fp8, ("sm_90",), plain),
+            ("decode, cache in fp8, other targets", 2, fp8, others(FP8_TARGETS), plain),
+            ("decode, cache in int8", 1, int8, ("sm_90",), plain),
+            ("decode, cache in int8, other targets", 2, int8, others(TRITON_TARGETS), plain),
+            ("decode with sinks, a cap and chunks", 1, {}, TRITON_TARGETS, dict.fromkeys(plain, True)),
         )
     ]  # fmt: skip

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....hardware.device import target_of
 from ...lang.jit import INTERPRETED, TRITON_TARGETS, kernel, multiprocessors, next_power_of_2, tl
 from ...lang.tiles import let_next_begin, wait_for_previous
 from ...registry import Kernel
@@ -170,17 +171,18 @@ class SpansTiling:
 
     bm: int = 64
     """Rows of a tile: the heads of a key head, and padding up to what a warpgroup multiplies."""
-    bn: int = 64
+    bn: int = 32
     """Positions of a tile."""
     warps: int = 4
     stages: int = 3
-    programs: int = 4
+    programs: int = 6
     """Programs for each multiprocessor."""
     at_once: int = 8
     """Parts that are loaded at a time when they are added."""
     span: int = SPAN
-    registers: int = 0
-    """Most registers of a thread, so that more programs fit on a multiprocessor; 0: as many as there are."""
+    registers: int = 168
+    """Most registers of a thread on Hopper, with heads of up to 128 and a cache of 16 bits: three programs fit on a
+    multiprocessor. 0: as many as there are."""
 
 
 TILING = SpansTiling()
@@ -210,7 +212,9 @@ def decode(
     part_l = q.new_empty((room + programs, heads, 2), dtype=torch.float32)
     bm = max(tiling.bm, next_power_of_2(group))
     launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
-    launch |= {"maxnreg": tiling.registers} if tiling.registers and not INTERPRETED else {}
+    roomy = d <= 128 and k_cache.element_size() == 2  # else sums would not fit into these registers
+    if roomy and tiling.registers and not INTERPRETED and target_of(q.device).hopper:
+        launch["maxnreg"] = tiling.registers
     _decode[(programs * kv_heads,)](
         q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, out, part_o, part_l,
         batch.arrivals(room * kv_heads), rows, (scale if softcap is None else softcap) * LOG2E, window or 0,
@@ -220,7 +224,7 @@ def decode(
         BM=bm, BN=tiling.bn, SPAN=tiling.span, WINDOW=window is not None,
         MIXED=mixed, ROWS=next_power_of_2(rows), DEPENDENT_LAUNCH=dependent_launch, AT_ONCE=tiling.at_once,
         SINKS=sinks is not None, CAPPED=softcap is not None, CHUNKED=chunk is not None,
-        num_warps=tiling.warps, num_stages=tiling.stages, **launch,
+        num_warps=tiling.warps, num_stages=min(tiling.stages, 2) if d > 128 else tiling.stages, **launch,
     )  # fmt: skip
 
 

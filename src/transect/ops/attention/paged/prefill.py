@@ -137,7 +137,7 @@ class PrefillTiling:
 SPAN = 256
 """Positions that ``decode_spans.py`` sums apart."""
 PREFILL_TILING = PrefillTiling()
-SPAN_TILING = PrefillTiling(bm=64, warps=4, span=SPAN)
+SPAN_TILING = PrefillTiling(bn=32, span=SPAN)
 """The tiling whose sums are those of ``decode_spans.py``."""
 SMALL_TILING = PrefillTiling(bm=64, bn=32, warps=8, stages=2)
 """The tiling of heads of 256 in 99 KiB of shared memory."""
@@ -163,7 +163,7 @@ def prefill(
     # AMD has 64 KB of shared memory; on NVIDIA three stages of heads of 256 do not fit.
     stages = min(tiling.stages, 2) if torch.version.hip or d > 128 else tiling.stages
     if d > 128 and not INTERPRETED and not target_of(q.device).large_blocks:
-        tiling = SMALL_TILING
+        tiling = replace(SMALL_TILING, span=tiling.span)
         bm = max(tiling.bm, padded_group)
     launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
     _prefill[(kv_heads, tokens // (bm // padded_group) + batch.num_rows)](

@@ -10,7 +10,7 @@ of 16, by Hopper's tensor-core instruction; parts are added in order. Neither th
 is on its left, nor the number of blocks changes these bits, nor the instruction: Hopper's (wgmma) and that of single
 warps (mma.sync) round alike. So a part of K may have a block of its own (``ranks`` of ``hopper.py``), a warp
 (``small_matmul.cu``), or follow the one before in the same block (``order``). The fastest of these ways is measured
-(``choices.py``), or that of ``hopper.py`` which ``rule.py`` names.
+(``choices.py``), or the one that ``by_rule`` names.
 
 More rows, other dtypes and other GPUs run by ``fixed_order.py``, in the same order.
 """
@@ -119,10 +119,16 @@ def tiling_of(m: int, n: int, k: int, parts: int, gated: bool, device: torch.dev
 
 
 def by_rule(m: int, n: int, k: int, parts: int, gated: bool, units: int = 132) -> Tiling | None:
-    """Return the tiling of ``hopper.py`` of least predicted time for m rows by a weight of n x k, the same for 1 to 32;
-    None if there is none."""
+    """Return the tiling for m rows by a weight of n x k that no choice is measured for; None if there is none.
+
+    Up to 32 rows ``small_matmul.cu`` is the fastest on an H200 wherever it takes the weight; else ``hopper.py`` runs, by
+    the tiling of least predicted time, the same for 1 to 32 rows.
+    """
     columns, rows = n // 2 if gated else n, max(m, LEAST_ROWS)
-    found = candidates(m, n, k, parts, gated=gated, units=units)
+    found = list(candidates(m, n, k, parts, gated=gated, units=units))
+    few = next((tiling for tiling in found if isinstance(tiling, CudaTiling)), None)
+    if few is not None:
+        return few
     wide = [tiling for tiling in found if isinstance(tiling, HopperTiling)]
     return min(wide, key=lambda tiling: rule.seconds(tiling, rows, columns, k, units), default=None)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ....hardware.device import target_of
-from ....hardware.targets import Target
+from ....hardware.targets import KernelTarget
 from ...lang.jit import INTERPRETED, kernel, next_power_of_2, require, tl, triton
 from ...lang.tiles import after_previous, describe, dot, fits_descriptor
 from ..many_rows.matmul import describe_pair
@@ -199,7 +199,7 @@ def choose_tiling(m: int, n: int, k: int, device: torch.device) -> TritonTiling:
     return _rule(m, n, k, True, True) if target.bulk_copies else portable_tiling(m, n, k, target)
 
 
-def portable_tiling(m: int, n: int, k: int, target: Target) -> TritonTiling:
+def portable_tiling(m: int, n: int, k: int, target: KernelTarget) -> TritonTiling:
     """Return the tiling without bulk copies, with as many stages as fit a block."""
     tiling = _rule(m, n, k, False, target.dependent_launch)
     if not tiling.bm:

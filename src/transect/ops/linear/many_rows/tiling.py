@@ -58,7 +58,7 @@ def _rule(size: Size, gated: bool) -> dict[str, int]:
         knobs |= {"bm": 64 if m > 32 else 16, "bn": 64, "warps": 4}
     elif -(-m // knobs["bm"]) * -(-n // knobs["bn"]) < multiprocessors(torch.device("cuda")):
         knobs |= {"bn": 64, "warps": 8} if gated else {"bn": 128, "warps": 4}
-    return knobs if hopper else knobs | {"bn": min(knobs["bn"], 64 if gated else 128)}
+    return knobs if hopper else knobs | {"bn": min(knobs["bn"], 64 if gated else 256)}
 
 
 def rule(size: Size) -> Config:
@@ -107,6 +107,7 @@ def cublas_is_quicker(x: Tensor, weight: Tensor) -> bool:
     return x.stride(1) == weight.stride(1) == 1 and target_of(x.device).hopper
 
 
+HOPPER_ROOM = 225 * 1024
 BUSY = 0.86
 """Share of the last wave of tiles, and of their rows, that must be at work for one launch with the gate inside."""
 
@@ -133,13 +134,16 @@ def _tunable(inputs: Mapping[str, Any], gated: bool) -> bool:
 def _valid(config: Mapping[str, Any], size: Size, gated: bool) -> bool:
     """Return True if a tiling fits into a multiprocessor and keeps it busy.
 
-    That means 64 to 128 sums a thread, and all stages and the result in Hopper's shared memory.
+    That means 64 to 128 sums a thread, and all stages and the result in a block's shared memory.
     """
     bm, bn = config["bm"], config["bn"] * (2 if gated else 1)
-    staged = config["stages"] * (bm + bn) * config["bk"] * 2
-    result = bm * config["bn"] * (1 if config["bn"] >= 256 else 2)
+    target = target_of()
+    room, held, result = HOPPER_ROOM, config["stages"], bm * config["bn"] * (1 if config["bn"] >= 256 else 2)
+    if target.nvidia and not target.bulk_copies:  # one stage less is held, and the result takes their place
+        room, held, result = target.block_bytes, config["stages"] - 1, 0
+    staged = held * (bm + bn) * config["bk"] * 2
     sums = bm * bn / (32 * config["warps"])
-    return 64 <= sums <= 128 and staged + result <= 225 * 1024 and bm <= 2 * size[0] and config["bn"] <= 2 * size[1]
+    return 64 <= sums <= 128 and staged + result <= room and bm <= 2 * size[0] and config["bn"] <= 2 * size[1]
 
 
 def knobs(launch: Callable[..., Tensor], gated: bool) -> Knobs:

@@ -14,9 +14,10 @@ import logging
 import torch
 from torch import Tensor
 
+from .....hardware.device import target_of
 from ....lang.jit import multiprocessors, runs_triton
 from ....registry import Unavailable
-from ...fixed_order import on_hopper, parts_of
+from ...fixed_order import parts_of
 from ...linear import invariant_linear
 from .. import block_tiles
 from . import int4_tiles
@@ -35,7 +36,7 @@ class InvariantCodes:
     def __init__(self, device: torch.device | str) -> None:
         device = torch.device(device)
         self._tiles: int4_tiles.Int4Tiles | None = None
-        if not on_hopper(device):
+        if not target_of(device).hopper:
             return
         try:
             self._tiles = int4_tiles.Int4Tiles(device)
