@@ -129,8 +129,8 @@ def rule(size: tuple[int, int, int]) -> Config:
     """Choose the knobs for (tokens, head size, 1 with norm else 0): as for rotary, but many tokens with norm take fewer
     threads.
 
-    A thread has 8 neighbours of each half for any number of tokens (fewer of small heads), so a head's sum of squares adds up in one order, and a token
-    gets the same bits in any batch; ``warps_for`` sees to it where a cache has 8 bits.
+    A thread has 8 neighbours of each half (fewer of small heads) for any number of tokens, so a head's sum of squares
+    adds up in one order, and a token gets the same bits in any batch; ``warps_for`` sees to it where a cache has 8 bits.
     """
     if size[0] > 256 and size[1] > 32 and size[2]:
         return {"heads": 8, "warps": max(1, next_power_of_2(size[1]) // 128)}

@@ -121,8 +121,8 @@ def tiling_of(m: int, n: int, k: int, parts: int, gated: bool, device: torch.dev
 def by_rule(m: int, n: int, k: int, parts: int, gated: bool, units: int = 132) -> Tiling | None:
     """Return the tiling for m rows by a weight of n x k that no choice is measured for; None if there is none.
 
-    Up to 32 rows ``small_matmul.cu`` is the fastest on an H200 wherever it takes the weight; else ``hopper.py`` runs, by
-    the tiling of least predicted time, the same for 1 to 32 rows.
+    Up to 32 rows ``small_matmul.cu`` is the fastest on an H200 for every narrow weight that was measured. Else
+    ``hopper.py`` runs by the tiling of least predicted time, the same for 1 to 32 rows.
     """
     columns, rows = n // 2 if gated else n, max(m, LEAST_ROWS)
     found = list(candidates(m, n, k, parts, gated=gated, units=units))
