@@ -130,7 +130,8 @@ def rule(size: tuple[int, int, int]) -> Config:
     threads.
 
     A thread has 8 neighbours of each half (fewer of small heads) for any number of tokens, so a head's sum of squares
-    adds up in one order, and a token gets the same bits in any batch; ``warps_for`` sees to it where a cache has 8 bits.
+    adds up in one order, and a token gets the same bits in any batch. Where a cache has 8 bits, ``warps_for`` adds
+    warps for that.
     """
     if size[0] > 256 and size[1] > 32 and size[2]:
         return {"heads": 8, "warps": max(1, next_power_of_2(size[1]) // 128)}
@@ -140,8 +141,8 @@ def rule(size: tuple[int, int, int]) -> Config:
 def warps_for(knobs: Config, planes: int, cache_bytes: int) -> int:
     """Return the warps of a program for a cache whose numbers have this many bytes.
 
-    Triton gives a thread as many neighbours as fill 16 bytes of the cache, if there are so many for each: of 8 bits 16,
-    and the sum of squares would add up in another order than where threads have 8. Hence no fewer warps than leave 8.
+    Triton assigns to a thread the neighbours that fill 16 bytes of the cache, if there are enough for all threads: in 8
+    bits 16. The sum of squares would then have another order than with 8, so a program has enough warps for 8.
     """
     return knobs["warps"] if cache_bytes > 1 else max(knobs["warps"], knobs["heads"] * planes // (8 * 32))
 
