@@ -58,6 +58,7 @@ from benchmarks.tables import engine as engine_tables
 from benchmarks.tables import explain as explain_tables
 from benchmarks.tables import formats as format_tables
 from benchmarks.tables import front
+from benchmarks.tables import invariant as invariant_tables
 from benchmarks.tables import ladder as ladder_tables
 from benchmarks.tables import moe as moe_tables
 from benchmarks.tables import offload as offload_tables
@@ -535,6 +536,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-gpu-parts": gpu_engine(engine_tables.parts_table),
     "engine-gpu-ablation": gpu_engine(engine_tables.ablation_table),
     "engine-gpu-deterministic": gpu_engine(engine_tables.deterministic_table),
+    "invariant": lambda: invariant_tables.table(_load("h200/invariant.json")),
     "zero-inference": lambda: streaming_tables.table(_load("h200/zero_inference.json")),
     "scaling": lambda: scaling_tables.table(scaling_tables.load()),
     "scaling-layouts": lambda: scaling_tables.layouts_table(

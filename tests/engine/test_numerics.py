@@ -82,17 +82,14 @@ PATHS = {
     "torch, deterministic": ("layers", {"native": False, "deterministic": True}, True),
     "torch, blocks, deterministic": ("products", {"native": False, "deterministic": True}, True),
     "torch, int8": ("layers", {"native": False, "quantization": "int8", "dtype": "float32"}, False),
-    "torch, int8, deterministic": ("layers", {"native": False, "quantization": "int8", "deterministic": True}, True),
-    "torch, fp8, deterministic": ("layers", {"native": False, "quantization": "fp8", "deterministic": True}, True),
-    "torch, int4, deterministic": ("layers", {"native": False, "quantization": "int4", "deterministic": True}, True),
-    "torch, cache in int8, deterministic": (
+    "torch, int4 and int8 caches, deterministic": (
         "layers",
-        {"native": False, "kv_cache_dtype": "int8", "deterministic": True},
+        {"native": False, "quantization": "int4", "kv_cache_dtype": "int8", "deterministic": True},
         True,
     ),
-    "torch, cache in fp8, deterministic": (
+    "torch, fp8 and fp8 caches, deterministic": (
         "layers",
-        {"native": False, "kv_cache_dtype": "fp8", "deterministic": True},
+        {"native": False, "quantization": "fp8", "kv_cache_dtype": "fp8", "deterministic": True},
         True,
     ),
     "an adapter beside int8": ("adapter", {"quantization": "int8"}, True),

@@ -338,9 +338,10 @@ def _plan(source: ModelSource, config: EngineConfig, kind: str, budget: int) -> 
     element = 4 if config.dtype == "float32" or kind == "cpu" else 2
     bytes_each = 4 if config.dtype == "float32" else 2
     storage = storage_for(bytes_each, config.quantization, native=kind == "cpu")
-    dequantized = config.dtype == "float32" or config.deterministic or config.cpu_offload_gb
-    if kind == "cuda" and config.quantization is None and not dequantized:
-        storage = storage_held(storage, _layouts(source))
+    if kind == "cuda" and config.quantization is None and config.dtype != "float32" and not config.cpu_offload_gb:
+        layouts = _layouts(source)
+        by_row = source.config.moe is None and all(layout.batch_invariant for _, layout in layouts)
+        storage = storage_held(storage, layouts) if by_row or not config.deterministic else storage
     if source.kind == "gguf" and kind == "cpu" and config.dtype == "auto" and config.quantization is None:
         weights = sum(file.stat().st_size for file in source.gguf_files)  # the C++ kernels keep the file's own blocks
     else:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from transect.models.staging import Staging
-from transect.models.weights.kinds import invariant_layout, kinds_for
+from transect.models.weights.kinds import kinds_for
 from transect.ops.opset import resolve_ops
 from transect.spec.numbers.gguf import UNITS
 from transect.spec.numbers.layouts import BlockLayout, GroupLayout, ScaledLayout
@@ -61,5 +61,6 @@ def test_rows_are_independent_on_a_gpu(form, shape):
 
 
 def test_layouts_that_have_such_products():
-    assert invariant_layout(GroupLayout(64)) and invariant_layout(ScaledLayout(True, blocks=True))
-    assert not invariant_layout(BlockLayout(next(iter(UNITS.values()))))
+    assert GroupLayout(64).batch_invariant and ScaledLayout(True, blocks=True).batch_invariant
+    assert not BlockLayout(next(iter(UNITS.values()))).batch_invariant
+    assert not ScaledLayout(True, rounds_inputs=False).batch_invariant

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...costs.storage import Layouts
 from ...ops.opset import OpSet
 from ...spec.numbers.int4 import INT4
-from ...spec.numbers.layouts import GroupLayout, MatrixLayout, ScaledLayout
+from ...spec.numbers.layouts import MatrixLayout
 from ...spec.numbers.number_format import NumberFormat
 from ...spec.numbers.registry import rounding
 from .as_stored import AsStored
@@ -46,11 +46,6 @@ def rounded_values(quantization: str | None) -> Callable[[Tensor], Tensor] | Non
     return None if form is None else ROUNDED.get(form)
 
 
-def invariant_layout(layout: MatrixLayout) -> bool:
-    """Return True if rows of a product with a matrix in this packing can be independent of each other."""
-    return isinstance(layout, GroupLayout | ScaledLayout)
-
-
 def kinds_for(
     quantization: str | None,
     device: torch.device | str,
@@ -65,8 +60,8 @@ def kinds_for(
     Args:
         quantization: as ``EngineConfig`` names it: the layers' matrices are rounded when they are loaded, and the head
             stays dense.
-        dependent_launch, chained_blocks, batch_invariant: as in ``WeightSite``; layouts for which there is no such
-            product are refused by ``invariant_layout``.
+        dependent_launch, chained_blocks, batch_invariant: as in ``WeightSite``; the last only for layouts that are
+            ``batch_invariant``.
         layouts: those of a checkpoint that packs its matrices. Without ``quantization`` the layers stay so.
     """
     form = rounding(quantization)
@@ -77,10 +72,10 @@ def kinds_for(
     if form is not None:
         own = next(kind for kind in (holder.rounded(form) for holder in found) if kind is not None)
         return lambda name: Dense if name == "head" else own
-    return _as_stored(dict(layouts), found)
+    return _as_stored(dict(layouts), found, batch_invariant)
 
 
-def _as_stored(layouts: Mapping[str, MatrixLayout], holders: list[Holder]) -> Kinds:
+def _as_stored(layouts: Mapping[str, MatrixLayout], holders: list[Holder], batch_invariant: bool) -> Kinds:
     def make(
         layout: MatrixLayout | None,
         out_features: int,
@@ -93,7 +88,7 @@ def _as_stored(layouts: Mapping[str, MatrixLayout], holders: list[Holder]) -> Ki
     ) -> Weight:
         """Build a weight for a matrix in this packing; None means plain numbers."""
         own: WeightKind = Dense
-        if layout is not None:
+        if layout is not None and (layout.batch_invariant or not batch_invariant):
             own = next(kind for kind in (holder.stored(layout) for holder in holders) if kind is not None)
         return own(out_features, in_features, bias, ops=ops, device=device, dtype=dtype)
 

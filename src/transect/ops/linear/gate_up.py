@@ -29,8 +29,7 @@ from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_powe
 from ..lang.tiles import after_previous
 from ..numerics import compute_dtype, sample
 from ..registry import Case, Implementation, Kernel, Op, register
-from .linear import fixed_rows, fixed_tiling, whole_tile
-from .linear import triton_fixed_rows as triton_fixed_linear
+from .linear import fixed_rows
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -116,15 +115,21 @@ def _triton() -> Callable[..., Tensor]:
     return gate_up
 
 
-def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``reference`` on the GPU; a row's result does not depend on the number of rows (see ``linear``)."""
-    from .many_rows import matmul
+def _triton_fixed() -> Callable[..., Tensor]:
+    """Load the products in a fixed order of sums, for many and for few rows."""
+    from .few_rows.invariant import InvariantRows
 
-    rows = x.shape[0]
-    if bias is not None:
-        return gate_halves(triton_fixed_linear(x, weight, bias))
-    gate, up = weight.chunk(2)
-    return matmul.matmul(whole_tile(x), up, gate=gate, tiling=fixed_tiling(x, up.shape[0], gated=True))[:rows]
+    products = InvariantRows()
+    available(products.gated)()
+
+    def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False) -> Tensor:
+        """Compute ``reference`` on the GPU; a row's result does not depend on the number of rows."""
+        if bias is None:
+            return products.gated(x, weight, dependent_launch=dependent_launch)
+        both = products.linear(x, weight, bias, dependent_launch=dependent_launch)
+        return gate_halves(both, dependent_launch=dependent_launch)
+
+    return gate_up
 
 
 def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
@@ -183,9 +188,7 @@ register(
             "torch": Implementation("torch", lambda: by_linear, ("any",)),
             "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
             "triton": Implementation("triton", _triton, TRITON_TARGETS),
-            "triton_fixed_rows": Implementation(
-                "triton", available(triton_fixed_rows), TRITON_TARGETS, batch_invariant=True
-            ),
+            "triton_fixed_rows": Implementation("triton", _triton_fixed, TRITON_TARGETS, batch_invariant=True),
         },
         examples=_examples,
         peers={"torch": _peer},

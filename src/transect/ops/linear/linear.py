@@ -22,21 +22,16 @@ is meant for inference: its gradient is right but wasteful.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...costs.work import Cost
-from ...hardware.device import target_of
-from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, runs_triton
+from ..lang.jit import TRITON_TARGETS, available, runs_triton
 from ..numerics import sample
 from ..registry import Implementation, Op, register
-
-if TYPE_CHECKING:
-    from .many_rows.tiling import ManyRowsTiling
 
 ROWS = 16
 """Rows in a block of ``fixed_rows``."""
@@ -97,53 +92,21 @@ def _triton() -> Callable[..., Tensor]:
     return linear
 
 
-def fixed_tiling(x: Tensor, outputs: int, gated: bool = False) -> ManyRowsTiling:
-    """Return the tiling of ``triton_fixed_rows`` for x ``[T, I]``.
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, parts: int | None = None) -> Tensor:
+    """Compute ``reference`` on any device; a row's result does not depend on the number of rows. ``parts``: of
+    ``fixed_order.product``."""
+    if not runs_triton(x):
+        return fixed_rows(x, weight, bias)
+    from . import fixed_order
 
-    Tilings depend on the number of rows, but no sum does: in every tile an output's products are added in the order of
-    k, in steps of 16, by the same tensor-core instruction (Hopper's takes at least 64 rows, hence tiles of 64 even for
-    one row). K is never split.
-    """
-    from .many_rows.tiling import SMALL, ManyRowsTiling
-
-    rows = x.shape[0]
-    if INTERPRETED:
-        return SMALL
-    if x.element_size() == 4:
-        return ManyRowsTiling(bm=64 if rows > 32 else 16, bn=64, bk=32, warps=4)
-    hopper = target_of(x.device).bulk_copies
-    narrow = outputs <= 8192
-    if rows <= 64:
-        tiling = ManyRowsTiling(bm=64, bn=32 if narrow else 64, bk=128, warps=4, stages=5 if narrow else 4)
-    elif rows <= 128:
-        tiling = ManyRowsTiling(bm=128, bn=32 if narrow else 64, bk=128, warps=8, stages=4 if narrow else 3)
-    elif rows <= 512:
-        tiling = ManyRowsTiling(bm=128, bn=64 if narrow or gated else 128, bk=64, warps=8, stages=4)
-    else:
-        tiling = ManyRowsTiling(bm=128, bn=128 if gated else 256, bk=64, warps=8, stages=4, halves=not gated)
-    if not hopper:
-        return replace(tiling, bn=min(tiling.bn, 64 if gated else 128), bk=64, stages=3, halves=False)
-    return replace(tiling, persistent=True)
+    return fixed_order.product(x, weight, bias, parts=parts)
 
 
-def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``reference`` on the GPU; a row's result does not depend on the number of rows."""
-    from .many_rows import matmul
+def _triton_fixed() -> Callable[..., Tensor]:
+    """Load the products in a fixed order of sums, for many and for few rows."""
+    from .few_rows.invariant import InvariantRows
 
-    rows = x.shape[0]
-    return matmul.matmul(whole_tile(x), weight, bias, tiling=fixed_tiling(x, weight.shape[0]))[:rows]
-
-
-def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``reference`` on any device; a row's result does not depend on the number of rows."""
-    return (triton_fixed_rows if runs_triton(x) else fixed_rows)(x, weight, bias)
-
-
-def whole_tile(x: Tensor) -> Tensor:
-    """Pad x with rows of zeros to 64 if there are fewer, because bulk copies past the end of a tensor are slow: an
-    output head of an 8B model with 8 rows takes 522 us without padding and 275 with it (H200)."""
-    short = 64 - x.shape[0]
-    return x if short <= 0 or x.element_size() == 4 or INTERPRETED else F.pad(x, (0, 0, 0, short))
+    return available(InvariantRows().linear)()
 
 
 def _triton_autograd() -> Callable[..., Tensor]:
@@ -161,9 +124,7 @@ register(
             "torch": Implementation("torch", lambda: F.linear, ("any",)),
             "torch_fixed_rows": Implementation("torch", lambda: fixed_rows, ("any",), batch_invariant=True),
             "triton": Implementation("triton", _triton, TRITON_TARGETS, autograd=_triton_autograd),
-            "triton_fixed_rows": Implementation(
-                "triton", available(triton_fixed_rows), TRITON_TARGETS, batch_invariant=True
-            ),
+            "triton_fixed_rows": Implementation("triton", _triton_fixed, TRITON_TARGETS, batch_invariant=True),
         },
         examples=_examples,
         peers={"torch": F.linear},

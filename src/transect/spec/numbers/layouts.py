@@ -32,6 +32,11 @@ class MatrixLayout:
         """Bits of a number in memory, including scales; scales of rows and blocks of 8 bits are excluded."""
         raise NotImplementedError
 
+    @property
+    def batch_invariant(self) -> bool:
+        """True if the rows of a product with a matrix in this packing can be independent of each other."""
+        return False
+
     def stacks(self, rows: int) -> bool:
         """Return True if packed matrices of ``rows`` rows each can be concatenated along their rows: a stack of
         experts."""
@@ -64,6 +69,10 @@ class ScaledLayout(MatrixLayout):
     def bits(self) -> float:
         return 8.0
 
+    @property
+    def batch_invariant(self) -> bool:
+        return self.rounds_inputs
+
     def stacks(self, rows: int) -> bool:
         return not self.blocks or rows % SCALE_BLOCK == 0
 
@@ -85,6 +94,10 @@ class GroupLayout(MatrixLayout):
     @property
     def bits(self) -> float:
         return int4_format(self.group).bits
+
+    @property
+    def batch_invariant(self) -> bool:
+        return True
 
     def stacks(self, rows: int) -> bool:
         return not self.ordered

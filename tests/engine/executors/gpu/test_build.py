@@ -104,7 +104,7 @@ def test_torch_has_no_graphs_nor_padding_and_that_is_said(
     ("capability", "hip", "dtype", "deterministic", "fine"),
     [
         ((9, 0), None, torch.bfloat16, False, True),
-        ((9, 0), None, torch.bfloat16, True, False),
+        ((9, 0), None, torch.bfloat16, True, True),
         ((9, 0), None, torch.float32, False, False),
         ((8, 0), None, torch.bfloat16, False, False),
         ((9, 0), "6.3", torch.bfloat16, False, False),  # an MI250X

@@ -11,7 +11,14 @@ pytest.importorskip("triton")
 
 from transect.ops.attention.paged.batch import PagedBatch
 from transect.ops.attention.paged.kv_cache_write import example_batch, triton_kv_cache_write
-from transect.ops.attention.paged.rotary_kv_write import _operator, reference, rotary_kv_write, triton_rotary_kv_write
+from transect.ops.attention.paged.rotary_kv_write import (
+    _operator,
+    reference,
+    rotary_kv_write,
+    rule,
+    triton_rotary_kv_write,
+    warps_for,
+)
 from transect.ops.numerics import sample
 from transect.ops.position.rotary import triton_rotary
 from transect.ops.registry import get
@@ -202,3 +209,41 @@ def test_a_token_gets_the_same_bits_in_any_batch() -> None:
         results.append((turned[:1], caches[0, :1], caches[1, :1]))
     for result in results[1:]:
         assert all(torch.equal(ours, first) for ours, first in zip(result, results[0], strict=True))
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
+def test_a_thread_has_equally_many_numbers_in_any_batch_whatever_the_cache(size: int) -> None:
+    """Else a head's sum of squares would have another order: 16 bytes are 8 numbers of q and k, and 16 of a cache in 8
+    bits."""
+    for cache_bytes in (1, 2):
+        held = set()
+        for tokens in (1, 256, 257, 5000):
+            knobs = rule((tokens, size, 1))
+            numbers = knobs["heads"] * (size // 2) // (32 * warps_for(knobs, size // 2, cache_bytes))
+            held.add(min(numbers, 16 // cache_bytes))
+        assert len(held) == 1 and max(held) <= 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_token_has_the_same_bits_alone_and_among_many(dtype: torch.dtype) -> None:
+    tokens, size = 400, 128
+    q, k, v = (sample(tokens, 8, size, seed=seed).cuda().bfloat16() for seed in range(3))
+    angles = sample(tokens, size // 2, seed=3).cuda()
+    weights = {"q_weight": sample(size, seed=4).cuda().bfloat16(), "k_weight": sample(size, seed=5).cuda().bfloat16()}
+
+    def written(count: int) -> tuple[torch.Tensor, ...]:
+        caches = [torch.zeros(tokens // 16, 8, 16, size, device="cuda").to(dtype) for _ in range(2)]
+        batch = PagedBatch(
+            torch.arange(tokens // 16, device="cuda", dtype=torch.int32)[None],
+            torch.tensor([0, count], device="cuda", dtype=torch.int32),
+            torch.tensor([count], device="cuda", dtype=torch.int32),
+            16,
+        )
+        own = (x[:count] for x in (q, k, v, angles.cos(), angles.sin()))
+        turned = triton_rotary_kv_write(*own, *caches, batch, **weights)
+        return turned, caches[0].float()[: count // 16], caches[1].float()[: count // 16]
+
+    for few, many in zip(written(64), written(tokens), strict=True):
+        assert torch.equal(few, many[: len(few)])

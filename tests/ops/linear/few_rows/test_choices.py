@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from transect.hardware.targets import TARGETS
-from transect.ops.linear.few_rows import choices, rule
+from transect.ops.linear import fixed_order
+from transect.ops.linear.few_rows import choices, invariant, rule
 from transect.ops.linear.few_rows.choices import FOLDER, ROWS, Choice, read_choice
 from transect.ops.linear.few_rows.cuda import CudaTiling
 from transect.ops.linear.few_rows.hopper import COMPILED, candidates, choose_tiling
@@ -43,6 +44,10 @@ def test_choices_are_of_known_kernels_and_fit() -> None:
         assert stream or choice.by != "gluon", size
         assert not stream or (tiling is not None and choice.by != "hopper" and n % 16 == k % 64 == 0), size
         if tiling is None:
+            continue
+        if "invariant" in size.split():
+            parts = 1 if gated or n > fixed_order.NARROW else fixed_order.PARTS
+            assert tiling in invariant.candidates(m, n, k, parts, gated=gated), size
             continue
         if choice.by == "cuda":
             assert tiling.refusal(m, gated) is None, size

@@ -20,7 +20,6 @@ from ....costs.storage import Layouts, Storage, storage_for, storage_held
 from ....costs.units import GIB
 from ....hardware.device import target_of
 from ....hardware.targets import PROCESSOR, KernelTarget
-from ....models.weights.kinds import invariant_layout
 from ....ops.attention.paged.cache_codes import refusal as cache_refusal
 from ....ops.lang.jit import has_dependent_launch
 from ....ops.linear.stream_products import StreamProducts
@@ -121,7 +120,7 @@ def set_up(
     free, total = torch.cuda.mem_get_info(device)
     _check_quantization(config, model)
     layouts = layouts if config.quantization is None and dtype != torch.float32 else ()
-    by_row = model.moe is None and all(invariant_layout(layout) for _, layout in layouts)
+    by_row = model.moe is None and all(layout.batch_invariant for _, layout in layouts)
     if layouts and (config.cpu_offload_gb or (config.deterministic and not by_row)):
         why = "cpu_offload_gb" if config.cpu_offload_gb else "deterministic"
         log.warning("with %s the matrices that the checkpoint packs are dequantized when they are loaded", why)
@@ -225,7 +224,7 @@ def runner_tricks(
 ) -> dict[str, Any]:
     """Return further options of ``GPURunner`` on this device, by argument name."""
     shares = config.shares_data and config.enable_expert_parallel
-    hopper = dtype == torch.bfloat16 and not config.deterministic and target_of(device).hopper
+    hopper = dtype == torch.bfloat16 and target_of(device).hopper
     return {
         "whole_prompts": None if config.deterministic else WHOLE_PROMPTS,
         # Of a stage the last layer is not the model's, and ranks that share experts gather as many tokens in each.
@@ -233,7 +232,7 @@ def runner_tricks(
         # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
         # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.
         "copy_kernels": not by_torch(ops),
-        # ops/linear/few_rows takes any number of rows on Hopper, but not in deterministic mode.
+        # ops/linear/few_rows takes any number of rows on Hopper.
         "fine_rows": hopper,
         "graph_tokens": 0 if config.cuda_graphs == "off" else launch_bound_tokens(model),
         # torch's operators take no tokens that belong to no row.

@@ -16,6 +16,7 @@ from ...lang.jit import available, has_dependent_launch, require
 from ...registry import Kernel, Knobs
 from . import decode as paged_decode
 from . import decode_hopper as paged_decode_hopper
+from . import decode_spans
 from . import prefill as paged_prefill
 from . import prefill_hopper as hopper
 from .batch import PagedBatch
@@ -23,7 +24,7 @@ from .cache_codes import stored_width
 from .decode import DECODE_CHOICES, decode_rule
 from .decode_hopper import PagedDecode
 from .kv_cache_write import numbers
-from .prefill import BESIDE_TILING, PREFILL_TILING
+from .prefill import BESIDE_TILING, PREFILL_TILING, SPAN_TILING
 
 FEW_TOKENS = 512
 """In a step in which sequences decode, up to this many prompt tokens attend while the decode kernel runs, in small
@@ -44,8 +45,8 @@ class PagedTriton:
     """Run prefill chunks by the kernel of ``paged/prefill_hopper.py``, where it takes the inputs."""
     decode: PagedDecode | None = None
     """Run decode rows by this kernel, where it takes the inputs."""
-    whole: bool = False
-    """Rows of one query take the path of prefill chunks, in the same tiles. A query's sums are then the same to the bit
+    spans: decode_spans.SpansTiling | None = None
+    """Sum spans of positions apart, in prefill chunks and in decode rows. A query's sums are then the same to the bit
     whatever the batch is, and however its prompt is cut into chunks."""
 
     def __call__(
@@ -83,7 +84,7 @@ class PagedTriton:
             return out
         dependent = has_dependent_launch(q.device)
         decode_only = batch.decodes_only(tokens)
-        chunks, singles = (batch, batch) if self.whole else batch.parts
+        chunks, singles = batch.parts
         some, ones = (q, k_cache, v_cache, chunks, scale, window), (q, k_cache, v_cache, singles, scale, window)
         how: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "chunk": chunk}
         plain = all(each is None for each in how.values())
@@ -97,17 +98,20 @@ class PagedTriton:
             self.decode(*ones, out=out, dependent_launch=dependent_launch, beside=True)
             paged_prefill.prefill(*some, out, tiling=BESIDE_TILING, singles=False, dependent_launch=True, beside=True)
             return out
-        bulk = self.bulk and plain and not self.whole and not hopper.refusal(*some)
+        bulk = self.bulk and plain and not hopper.refusal(*some)
         if bulk:
             hopper.prefill(
                 q, k_cache, v_cache, chunks.block_tables, chunks.query_starts, chunks.seq_lens, chunks.max_seq_len,
                 scale, out,
             )  # fmt: skip
-        elif self.whole or not decode_only:
-            paged_prefill.prefill(*some, out, tiling=self.chunks, singles=self.whole, dependent_launch=dependent, **how)
+        elif not decode_only:
+            paged_prefill.prefill(*some, out, tiling=self.chunks, singles=False, dependent_launch=dependent, **how)
         if self.decode is not None and streams:
             self.decode(*ones, sinks=sinks, out=out, dependent_launch=dependent_launch)
-        elif not self.whole:
+        elif self.spans is not None:
+            mixed = not decode_only
+            decode_spans.decode(*ones, out, tiling=self.spans, mixed=mixed, dependent_launch=dependent, **how)
+        else:
             tiling = self.singles or paged_decode.tuned(singles.num_rows * kv_heads, singles.max_seq_len, d, q.device)
             paged_decode.decode(*ones, out, tiling=tiling, mixed=not decode_only, dependent_launch=dependent, **how)
         return out
@@ -115,7 +119,7 @@ class PagedTriton:
 
 def kernels() -> list[Kernel]:
     """List all kernels, for ahead-of-time compilation."""
-    return [*paged_decode.kernels(), *paged_prefill.kernels(), *hopper.kernels()]
+    return [*paged_decode.kernels(), *decode_spans.kernels(), *paged_prefill.kernels(), *hopper.kernels()]
 
 
 def knobs() -> tuple[Knobs, ...]:
@@ -130,7 +134,7 @@ def best_on_hopper() -> Callable[..., Any]:
 
 def uniform() -> Callable[..., Any]:
     """Load the kernels whose sums do not depend on the batch."""
-    return available(PagedTriton(paged_prefill.PrefillTiling(bm=64, warps=4), whole=True))()
+    return available(PagedTriton(SPAN_TILING, spans=decode_spans.TILING))()
 
 
 def _launch(q: Tensor, batch: PagedBatch, config: Mapping[str, Any], **others: Any) -> Tensor:

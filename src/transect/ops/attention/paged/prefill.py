@@ -21,7 +21,7 @@ from ...lang.tiles import let_next_begin, wait_for_previous
 from ...registry import Kernel
 from ..packed.tiling import LOG2E, find_tile, padded
 from .batch import PagedBatch
-from .tile import walk, with_sink
+from .tile import merged, walk, with_sink
 
 
 @kernel
@@ -37,11 +37,12 @@ def _prefill(  # type: ignore[no-untyped-def]
     sinks, squeeze, span,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SINGLES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
-    BESIDE: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr, CHUNKED: tl.constexpr,
+    BESIDE: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr, CHUNKED: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Attend with the rows of several queries. Axis 0: key heads; axis 1: tiles of queries, as ``find_tile`` numbers
     them. SINGLES: rows of one query too. DEPENDENT_LAUNCH: the previous kernel may still run; BESIDE: this kernel does
-    not wait for it, but ends after it. SINKS, CAPPED, CHUNKED: see ``tile.py``."""
+    not wait for it, but ends after it. SINKS, CAPPED, CHUNKED: see ``tile.py``. SPAN: positions that are summed apart
+    (``decode_spans.py``); 0: all in one."""
     let_next_begin(DEPENDENT_LAUNCH)
     wait_for_previous(DEPENDENT_LAUNCH and not BESIDE)
     QUERIES: tl.constexpr = BM // GP
@@ -79,16 +80,40 @@ def _prefill(  # type: ignore[no-untyped-def]
         full = low // BN * BN
         if not WINDOW and not CHUNKED:  # keys that all of the tile's queries see need no mask
             full = tl.maximum(0, (first_position + 1) // BN * BN)
+        if SPAN:
+            for span_start in range(low // SPAN * SPAN, high, SPAN):
+                begin = tl.maximum(span_start, low // BN * BN)
+                end = tl.minimum(span_start + SPAN, high)
+                middle = begin
+                own_acc = tl.zeros((BM, DP), tl.float32)
+                own_l = tl.zeros((BM,), tl.float32)
+                own_m = tl.full((BM,), -float("inf"), tl.float32)
+                if not WINDOW and not CHUNKED:
+                    middle = tl.minimum(tl.maximum(full, begin), span_start + SPAN)
+                    own_acc, own_m, own_l = walk(
+                        queries, k_cache, v_cache, table, tl.load(table + (begin + n) // BLOCK, begin + n < middle, 0),
+                        begin, middle, low, high, position, own_acc, own_m, own_l, kv_head, scale2, window, cache_b,
+                        cache_k, squeeze, span, D, DP, BLOCK, BN, WINDOW, False, CAPPED, CHUNKED,
+                    )  # fmt: skip
+                own_acc, own_m, own_l = walk(
+                    queries, k_cache, v_cache, table, tl.load(table + (middle + n) // BLOCK, middle + n < end, 0),
+                    middle, end, low, high, position, own_acc, own_m, own_l, kv_head, scale2, window, cache_b, cache_k,
+                    squeeze, span, D, DP, BLOCK, BN, WINDOW, True, CAPPED, CHUNKED,
+                )  # fmt: skip
+                acc, m, l = merged(acc, m, l, own_acc, own_m, own_l)
+            full = high
+        elif not WINDOW and not CHUNKED:
             acc, m, l = walk(
                 queries, k_cache, v_cache, table, tl.load(table + n // BLOCK, n < full, 0), 0, full, low, high,
                 position, acc, m, l, kv_head, scale2, window, cache_b, cache_k, squeeze, span, D, DP, BLOCK, BN,
                 WINDOW, False, CAPPED, CHUNKED,
             )  # fmt: skip
-        block = tl.load(table + (full + n) // BLOCK, full + n < high, 0)
-        acc, m, l = walk(
-            queries, k_cache, v_cache, table, block, full, high, low, high, position, acc, m, l, kv_head, scale2,
-            window, cache_b, cache_k, squeeze, span, D, DP, BLOCK, BN, WINDOW, True, CAPPED, CHUNKED,
-        )  # fmt: skip
+        if not SPAN:
+            block = tl.load(table + (full + n) // BLOCK, full + n < high, 0)
+            acc, m, l = walk(
+                queries, k_cache, v_cache, table, block, full, high, low, high, position, acc, m, l, kv_head, scale2,
+                window, cache_b, cache_k, squeeze, span, D, DP, BLOCK, BN, WINDOW, True, CAPPED, CHUNKED,
+            )  # fmt: skip
         if SINKS:
             acc, l = with_sink(acc, m, l, sinks, head, r % GP < G)
         at_out = out + token[:, None] * (H * D) + head[:, None] * D + d[None, :]
@@ -100,15 +125,20 @@ def _prefill(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiling:
-    """Knobs of ``prefill``: rows and positions of a tile, warps, stages."""
+    """Knobs of ``prefill``: rows and positions of a tile, warps, stages; positions that are summed apart, 0: none."""
 
     bm: int = 128
     bn: int = 64
     warps: int = 8
     stages: int = 3
+    span: int = 0
 
 
+SPAN = 256
+"""Positions that ``decode_spans.py`` sums apart."""
 PREFILL_TILING = PrefillTiling()
+SPAN_TILING = PrefillTiling(bn=32, span=SPAN)
+"""The tiling whose sums are those of ``decode_spans.py``."""
 SMALL_TILING = PrefillTiling(bm=64, bn=32, warps=8, stages=2)
 """The tiling of heads of 256 in 99 KiB of shared memory."""
 BESIDE_TILING = PrefillTiling(bm=64, bn=32, warps=4)
@@ -128,12 +158,12 @@ def prefill(
     group = heads // kv_heads
     padded_group = next_power_of_2(group)
     if INTERPRETED:
-        tiling = replace(tiling, bm=16, bn=16, warps=1, stages=1)
+        tiling = replace(tiling, bm=16, bn=16, warps=1, stages=1, span=min(tiling.span, 32))
     bm = max(tiling.bm, padded_group)
     # AMD has 64 KB of shared memory; on NVIDIA three stages of heads of 256 do not fit.
     stages = min(tiling.stages, 2) if torch.version.hip or d > 128 else tiling.stages
     if d > 128 and not INTERPRETED and not target_of(q.device).large_blocks:
-        tiling = SMALL_TILING
+        tiling = replace(SMALL_TILING, span=tiling.span)
         bm = max(tiling.bm, padded_group)
     launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
     _prefill[(kv_heads, tokens // (bm // padded_group) + batch.num_rows)](
@@ -142,7 +172,7 @@ def prefill(
         batch.block_tables.stride(0), q if sinks is None else sinks, scale / (softcap or 1.0), chunk or 1,
         H=heads, G=group, GP=padded_group, D=d, DP=padded(d), BLOCK=block_size, BM=bm, BN=tiling.bn,
         WINDOW=window is not None, SINGLES=singles, DEPENDENT_LAUNCH=dependent_launch, BESIDE=beside,
-        SINKS=sinks is not None, CAPPED=softcap is not None, CHUNKED=chunk is not None,
+        SINKS=sinks is not None, CAPPED=softcap is not None, CHUNKED=chunk is not None, SPAN=tiling.span,
         num_warps=tiling.warps, num_stages=stages, **launch,
     )  # fmt: skip
 
@@ -165,7 +195,8 @@ def kernels() -> Sequence[Kernel]:
             arguments={**tensors, **indices, "scale2": "fp32", **ints, **more},
             constants={
                 "H": 32, "G": 4, "GP": 4, "D": d, "DP": d, "BLOCK": 16, "BM": tiling.bm, "BN": tiling.bn,
-                "WINDOW": False, "SINGLES": False, "DEPENDENT_LAUNCH": beside, "BESIDE": beside, **scores,
+                "WINDOW": False, "SINGLES": False, "DEPENDENT_LAUNCH": beside, "BESIDE": beside, "SPAN": tiling.span,
+                **scores,
             },
             divisible=strides,
             warps=tiling.warps,
@@ -175,6 +206,7 @@ def kernels() -> Sequence[Kernel]:
         )
         for name, tiling, beside, targets, d, scores in (
             ("prefill", PREFILL_TILING, False, NVIDIA_TARGETS, 128, plain),
+            ("prefill in spans", SPAN_TILING, False, ("sm_80", "sm_90"), 128, plain),
             ("prefill beside decodes", BESIDE_TILING, True, ("sm_90",), 128, plain),
             ("prefill_256", replace(PREFILL_TILING, stages=2), False, large, 256, plain),
             ("prefill_256, small blocks", SMALL_TILING, False, small, 256, plain),

@@ -129,12 +129,22 @@ def rule(size: tuple[int, int, int]) -> Config:
     """Choose the knobs for (tokens, head size, 1 with norm else 0): as for rotary, but many tokens with norm take fewer
     threads.
 
-    A thread has 8 neighbours of each half in every case, so a head's sum of squares adds up in one order, and a token
-    gets the same bits in any batch.
+    A thread has 8 neighbours of each half (fewer of small heads) for any number of tokens, so a head's sum of squares
+    adds up in one order, and a token gets the same bits in any batch. Where a cache has 8 bits, ``warps_for`` adds
+    warps for that.
     """
-    if size[0] > 256 and size[2]:
+    if size[0] > 256 and size[1] > 32 and size[2]:
         return {"heads": 8, "warps": max(1, next_power_of_2(size[1]) // 128)}
     return plain_rule(size[:2])
+
+
+def warps_for(knobs: Config, planes: int, cache_bytes: int) -> int:
+    """Return the warps of a program for a cache whose numbers have this many bytes.
+
+    Triton assigns to a thread the neighbours that fill 16 bytes of the cache, if there are enough for all threads: in 8
+    bits 16. The sum of squares would then have another order than with 8, so a program has enough warps for 8.
+    """
+    return knobs["warps"] if cache_bytes > 1 else max(knobs["warps"], knobs["heads"] * planes // (8 * 32))
 
 
 def _size(inputs: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -205,7 +215,8 @@ def triton_rotary_kv_write(
     knobs = config or choose("rotary_kv_write", (tokens, size, int(norm)), q.device, rule, own_tuning)
     held = knobs["heads"]
     q_groups, k_groups = -(-heads // held), -(-kv_heads // held)
-    groups = q_groups + 2 * k_groups
+    groups, planes = q_groups + 2 * k_groups, next_power_of_2(size // 2)
+    launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
     _kernel[(tokens * groups,)](
         q_ptr=q, k_ptr=k, v_ptr=v, cos_ptr=cos, sin_ptr=sin,
         q_weight_ptr=q_weight.contiguous() if q_weight is not None else q,
@@ -216,8 +227,8 @@ def triton_rotary_kv_write(
         v_token=v.stride(0), v_head=v.stride(1), q_out_token=out.stride(0), q_out_head=out.stride(1),
         k_out_token=0 if k_out is None else k_out.stride(0), k_out_head=0 if k_out is None else k_out.stride(1),
         cos_token=cos.stride(0), sin_token=sin.stride(0), q_groups=q_groups, k_groups=k_groups, groups=groups, **where,
-        NORM=norm, OWN=own, HEADS=held, PLANES=next_power_of_2(size // 2), DEPENDENT_LAUNCH=dependent_launch,
-        num_warps=knobs["warps"], **({"launch_pdl": True} if dependent_launch else {}),
+        NORM=norm, OWN=own, HEADS=held, PLANES=planes, DEPENDENT_LAUNCH=dependent_launch,
+        num_warps=warps_for(knobs, planes, k_cache.element_size()), **launch,
     )  # fmt: skip
     return out
 

@@ -88,6 +88,18 @@ def attend(  # type: ignore[no-untyped-def]
 
 
 @kernel
+def merged(acc, m, l, own_acc, own_m, own_l):  # type: ignore[no-untyped-def]
+    """Return (acc, m, l) of the positions so far and of those after them, which have ``own_acc``, ``own_m``,
+    ``own_l``. The multiply-adds are written out, so that every kernel rounds alike."""
+    new_m = tl.maximum(m, own_m)
+    shift = tl.where(new_m == -float("inf"), 0.0, new_m)
+    fade = tl.exp2(m - shift)
+    weight = tl.exp2(own_m - shift)
+    whole = tl.fma(own_acc, tl.broadcast_to(weight[:, None], own_acc.shape), acc * fade[:, None])
+    return whole, new_m, tl.fma(own_l, weight, l * fade)
+
+
+@kernel
 def with_sink(acc, m, l, sinks, head, real):  # type: ignore[no-untyped-def]
     """Return (acc, l) with one more score for each head, ``sinks[head]``, in the softmax, which has no value."""
     sink = tl.load(sinks + head, real, 0.0).to(tl.float32) * LOG2E

@@ -7,5 +7,6 @@
 * ``triton.py``        its Triton kernels
 * ``gluon.py``         small weights on Hopper, read before the input is there
 * ``cuda.py`` (``small_matmul.cu``, ``small_rows.cuh``)  up to 16 rows, or 32 of a small weight
+* ``invariant.py``     products whose rows do not depend on each other, by tilings of ``hopper.py``
 * ``hopper.py`` (``small_matmul_hopper.cu``, ``hopper_rows.cuh``)  from 17 rows on Hopper
 """

@@ -55,10 +55,14 @@ class Choice:
             raise TypeError(f"{self.tiling} is not a tiling of {self.by}")
 
 
-def key(m: int, n: int, k: int, gated: bool = False, stream: bool = False, alone: bool = False) -> str:
+def key(
+    m: int, n: int, k: int, gated: bool = False, stream: bool = False, alone: bool = False, invariant: bool = False
+) -> str:
     """Return the name of a size in a file of choices: rows rounded up to one of ``ROWS``, the weight's size as it is.
-    ``stream``: for ``stream_products.py``. ``alone``: by itself, not in a chain of layers."""
-    return f"{_rounded(m)}x{n}x{k}{' gated' * gated}{' stream' * stream}{' alone' * alone}"
+    ``stream``: for ``stream_products.py``. ``alone``: by itself, not in a chain of layers. ``invariant``: for
+    ``invariant.py``."""
+    of = f"{' gated' * gated}{' stream' * stream}{' alone' * alone}{' invariant' * invariant}"
+    return f"{_rounded(m)}x{n}x{k}{of}"
 
 
 @cache

@@ -30,15 +30,15 @@ class CudaTiling:
     """Groups of 16 rows of W for a block."""
     warps: int = 8
     ranks: int = 1
-    """Blocks of a cluster that share K."""
+    """Blocks of a cluster that share K; 0: one block, whose warps take consecutive parts of K (``invariant.py``)."""
 
     def refusal(self, m: int, gated: bool = False) -> str | None:
         """Return the reason why the kernels do not take this tiling for m rows of X; None if they do."""
         if (self.columns, self.stages) not in KERNELS:
             return f"no kernel of {self.columns} columns and {self.stages} stages is compiled"
-        if self.warps not in (4, 8) or not 1 <= self.ranks <= 8 or self.per < 1:
-            return "warps must be 4 or 8, ranks 1 to 8, and per at least 1"
-        if gated and self.ranks > 1:
+        if self.warps not in (4, 8) or not 0 <= self.ranks <= 8 or self.per < 1:
+            return "warps must be 4 or 8, ranks 0 to 8, and per at least 1"
+        if gated and self.ranks != 1:
             return "with a gate it takes one rank"
         taken = shared_bytes(self, m)
         return None if taken <= SHARED else f"it takes {taken} bytes of shared memory, of {SHARED} that there are"

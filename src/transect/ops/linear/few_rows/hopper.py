@@ -19,7 +19,7 @@ share. X comes from the L2 cache once for each tile of W's rows. This leads to t
 * Copies of X end with its rows, because copies that reach past the end of a tensor are slow.
 * The gate is applied to the sums in registers, because both halves of it are in one tile.
 
-A row's result depends on the number of rows (``linear.triton_fixed_rows`` gives the same bits in any batch). It is the
+A row's result depends on the number of rows (``invariant.py`` gives the same bits in any batch). It is the
 same in every run.
 
 ``choices.py`` says which tiling runs a size, as measured or by ``rule.py``. Times: ``docs/results/products.md``; what
@@ -81,6 +81,17 @@ COMPILED: tuple[Compiled, ...] = (
     (0, 1, 224, 2, 1, 2, 1),
 )
 """(swap, gated, right, groups, repeats, pair, blocks) that are compiled; see ``HopperTiling``."""
+INVARIANT: tuple[Compiled, ...] = (
+    (0, 0, 32, 1, 1, 1, 2),
+    (0, 0, 48, 1, 1, 1, 2),
+    (0, 0, 64, 1, 1, 1, 2),
+    (0, 0, 64, 2, 1, 1, 2),
+    (0, 0, 64, 2, 1, 2, 2),
+    (0, 0, 96, 2, 1, 2, 1),
+    (0, 0, 128, 2, 1, 2, 1),
+    (0, 0, 192, 2, 1, 2, 1),
+)
+"""Those that are compiled for ``invariant.py`` besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +153,11 @@ class HopperTiling:
         """Count the blocks launched for n columns of Y."""
         return self.pair * (self.clusters if self.ranks == 0 else self.tiles(n) * abs(self.ranks))
 
+    @property
+    def ordered(self) -> bool:
+        """True if a block can add parts of K in the order in which ranks would."""
+        return not self.swap and not self.gated and self.right <= 64 and self.groups == 1
+
     def splits(self, n: int) -> bool:
         """Return True if blocks share the k of a tile: sums for n columns of Y are then added in another order."""
         return abs(self.ranks) > 1 or (self.ranks == 0 and self.tiles(n) % self.clusters != 0)
@@ -174,12 +190,13 @@ class HopperTiling:
         return None if not self.parts(n) or self.grid(n) <= FLAGS else "more blocks than counters"
 
 
-def _stages(compiled: Compiled, k: int, shared: int) -> int:
+def stages_of(compiled: Compiled, k: int, shared: int) -> int:
+    """Return the stages of a kernel's ring for K = k in ``shared`` bytes."""
     tiling = HopperTiling(*compiled, 1, 0, 1)
     return min(MOST_STAGES, shared // tiling.ring, max(2, -(-k // CHUNK)))
 
 
-def _fitting(m: int, gated: bool, kernels: Collection[Compiled] = COMPILED) -> list[Compiled]:
+def fitting(m: int, gated: bool, kernels: Collection[Compiled] = COMPILED) -> list[Compiled]:
     """List the kernels whose tiles are as high as m rows need."""
     heights = {kernel: HopperTiling(*kernel, 1, 0, 2).most_rows for kernel in kernels if kernel[1] == gated}
     right = sorted({height for kernel, height in heights.items() if kernel[0] and height >= m})
@@ -195,10 +212,10 @@ def candidates(
     """List the tilings worth measuring for m rows (17 to 256), n columns of Y and K = k on a GPU of ``units``
     multiprocessors."""
     found = []
-    for compiled in _fitting(m, gated, kernels):
+    for compiled in fitting(m, gated, kernels):
         pair, blocks = compiled[5], compiled[6]
         for resident in (1, 2) if blocks == 2 else (1,):
-            stages = _stages(compiled, k, SHARED if resident == 1 else SHARED // 2 - 2048)
+            stages = stages_of(compiled, k, SHARED if resident == 1 else SHARED // 2 - 2048)
             slots = units // pair
             tiles = HopperTiling(*compiled, 1, 0, stages).tiles(n)
             even = {tiles // per for per in (1, 2, 3, 4, 8) if tiles % per == 0}
@@ -216,8 +233,8 @@ def candidates(
 def choose_tiling(m: int, n: int, k: int) -> HopperTiling:
     """Choose a tiling for an unmeasured product from its shape alone: W is the left operand, and enough ranks share
     K to fill about 130 blocks."""
-    compiled = _fitting(m, False)[0]
-    stages = _stages(compiled, k, SHARED)
+    compiled = fitting(m, False)[0]
+    stages = stages_of(compiled, k, SHARED)
     whole = HopperTiling(*compiled, 1, 0, stages)
     ranks = max(1, min(8 // whole.pair, 130 // (whole.tiles(n) * whole.pair), -(-k // CHUNK)))
     split = HopperTiling(*compiled, ranks, 0, stages)
@@ -250,7 +267,7 @@ class HopperRows:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._launch = cuda.bind_on_hopper(
-            "small_matmul_hopper", "transect_small_matmul_hopper", "ppppppiiill" + "i" * 11 + "p", device
+            "small_matmul_hopper", "transect_small_matmul_hopper", "ppppppiiill" + "i" * 12 + "p", device
         )
         self._flags = torch.zeros(FLAGS, dtype=torch.int32, device=device or "cuda")
 
@@ -262,8 +279,11 @@ class HopperRows:
         *,
         dependent_launch: bool = False,
         tiling: HopperTiling | None = None,
+        order: int = 1,
     ) -> Tensor:
         """Multiply x ``[M, K]`` by weight ``[N, K]`` and add bias ``[N]``: ``[M, N]``.
+
+        ``order``: with one rank, parts of K that a block sums apart and adds in order (``tiling.ordered``).
 
         With ``tiling.gated`` the result is ``[M, N / 2]``, see ``gate_up.py``.
 
@@ -286,11 +306,12 @@ class HopperRows:
             x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
             0 if parts is None else parts.data_ptr(), self._flags.data_ptr(), m, columns, k, x.stride(0),
             weight.stride(0), tiling.swap, tiling.gated, tiling.right, tiling.groups, tiling.repeats, tiling.pair,
-            tiling.blocks, tiling.ranks, tiling.clusters, tiling.stages, 2 if dependent_launch else 1,
+            tiling.blocks, tiling.ranks, tiling.clusters, order, tiling.stages, 2 if dependent_launch else 1,
             torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
-            reason = refusal(x, weight, bias) or tiling.refusal(m, columns, k, bias is not None)
+            reason = refusal(x, weight, bias)
+            reason = reason or tiling.refusal(m, columns, k, bias is not None, (*COMPILED, *INVARIANT))
             if reason:
                 raise ValueError(f"small_matmul_hopper.cu: {reason}")
             raise RuntimeError(

@@ -12,6 +12,7 @@
 //   tile's first k comes to it last, and adds what the others left, in the order of k. ranks > 0: the k of a tile are
 //   dealt out to the ranks of a cluster, which add their sums over each other's shared memory. ranks < 0: to as many
 //   clusters, which add over memory. Both add in the order of the ranks, every rank a part of the tile.
+//   With ranks = 1 some kernels can add in the same order as ``order`` ranks would, all parts in one block.
 // * GATE: half of a tile's rows of W are rows n of the gate, half rows N + n; Y is silu(one) times the other. With SWAP
 //   eight rows of one follow eight of the other, so that a thread holds both sums of an element.
 // * The first chunks of W may be asked for before the kernel that makes X has ended (``ahead``).
@@ -82,6 +83,10 @@ __device__ __forceinline__ void multiply(float (&c)[NB / 2], uint64_t left, uint
 template <typename Number, int AR, int NB>
 constexpr int kScales = sizeof(Number) == 1 ? AR + NB : 0;
 
+// Kernels whose blocks can add the parts of K in the order in which ranks would: ``order`` parts, one after another.
+template <bool SWAP, bool GATE, int NB, int WGS>
+constexpr bool kOrdered = !SWAP && !GATE && NB <= 64 && WGS == 1;
+
 template <bool VALUE>
 struct Bool {
   static constexpr bool value = VALUE;
@@ -131,7 +136,13 @@ struct Out {
   }
 };
 
-__device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1 + __expf(-gate)) * up; }
+// silu(gate) up, by the instructions of many_rows/triton.py, so that both give the same bits.
+__device__ __forceinline__ float gated(float gate, float up) {
+  float power, root;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(-(1.4426950408889634f * gate)));
+  asm("rsqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(1 + power));
+  return up * gate * (root * root);
+}
 
 __device__ __forceinline__ float4 add(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
@@ -163,10 +174,11 @@ template <typename Number, bool SWAP, bool GATE, int NB, int WGS, int RM, int PA
 __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
     many_rows(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
               const float* x_scale, const float* scale, const __nv_bfloat16* bias, __nv_bfloat16* out, float4* parts,
-              int* flags, int M, int N, int K, int ranks, int stages, int box, int ahead) {
+              int* flags, int M, int N, int K, int ranks, int order, int stages, int box, int ahead) {
 #ifdef TRANSECT_HOPPER
   constexpr int AR = 64 * RM * WGS, A_BYTES = AR * 128, B_BYTES = NB * 128, STAGE = A_BYTES + B_BYTES, J = NB / 8;
   constexpr int WORKERS = WGS * 128, CHUNK = kChunkOf<Number>, SCALES = kScales<Number, AR, NB>;
+  constexpr bool ORDERED = kOrdered<SWAP, GATE, NB, WGS>;
   constexpr bool EARLY = WGS * NB < 512;  // else there are no registers for scales that come while the chunks do
   constexpr int COLUMNS = (SWAP ? AR * PAIR : NB) / (GATE ? 2 : 1);
   constexpr int WIDTH = SWAP ? COLUMNS / PAIR : COLUMNS, PITCH = WIDTH * 2 + 16;  // of a block's results in shared memory
@@ -272,33 +284,44 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
     for (int i = first; i < last;) {
       const int tile = i / chunks, end = min(last, (tile + 1) * chunks);
       const bool begins = i == tile * chunks;
-#pragma unroll
-      for (int r = 0; r < RM; r++)
-#pragma unroll
-        for (int e = 0; e < NB / 2; e++) c[r][e] = 0;
       float own[(SCALES + WORKERS - 1) / WORKERS + 1];
 #pragma unroll
       for (int p = 0; p < SCALES; p += WORKERS)
         if (EARLY && p + t < SCALES) own[p / WORKERS] = __ldcg(scale_of(tile, p + t));
-      hold(c);
-      for (; i < end; i++) {
-        barrier_poll(full + 8 * slot, parity);
-        const uint32_t a_at = ring + slot * STAGE + group * (RM * 8192), b_at = ring + slot * STAGE + A_BYTES;
-        products_begin();
+      float total[ORDERED ? RM : 1][ORDERED ? NB / 2 : 1] = {};
+      for (int part = 1; part <= (ORDERED ? order : 1); part++) {
 #pragma unroll
-        for (int k = 0; k < 4; k++)
+        for (int r = 0; r < RM; r++)
 #pragma unroll
-          for (int r = 0; r < RM; r++) multiply<Number, NB>(c[r], matrix(a_at + r * 8192 + k * 32), matrix(b_at + k * 32));
-        products_end();
-        products_wait<1>();
-        if (release >= 0) let_go(release);
-        release = slot;
-        if (++slot == stages) slot = 0, parity ^= 1;
+          for (int e = 0; e < NB / 2; e++) c[r][e] = 0;
+        hold(c);
+        const int stop = ORDERED && order > 1 ? tile * chunks + (int)((long long)chunks * part / order) : end;
+        for (; i < stop; i++) {
+          barrier_poll(full + 8 * slot, parity);
+          const uint32_t a_at = ring + slot * STAGE + group * (RM * 8192), b_at = ring + slot * STAGE + A_BYTES;
+          products_begin();
+#pragma unroll
+          for (int k = 0; k < 4; k++)
+#pragma unroll
+            for (int r = 0; r < RM; r++) multiply<Number, NB>(c[r], matrix(a_at + r * 8192 + k * 32), matrix(b_at + k * 32));
+          products_end();
+          products_wait<1>();
+          if (release >= 0) let_go(release);
+          release = slot;
+          if (++slot == stages) slot = 0, parity ^= 1;
+        }
+        products_wait<0>();
+        hold(c);
+        let_go(release);
+        release = -1;
+        if constexpr (ORDERED) {
+          if (order > 1)
+#pragma unroll
+            for (int r = 0; r < RM; r++)
+#pragma unroll
+              for (int e = 0; e < NB / 2; e++) total[r][e] += c[r][e], c[r][e] = total[r][e];
+        }
       }
-      products_wait<0>();
-      hold(c);
-      let_go(release);
-      release = -1;
       if (SCALES) {
         asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");  // nobody reads those of the tile before
 #pragma unroll
@@ -464,7 +487,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
 template <typename Number, bool SWAP, bool GATE, int NB, int WGS, int RM, int PAIR, int BLOCKS>
 int start(const void* x, const void* weight, const void* x_scale, const void* scale, const void* bias, void* out,
           void* parts, void* flags, int M, int N, int K, long long x_stride, long long w_stride, int ranks, int clusters,
-          int stages, int dependent, void* stream) {
+          int order, int stages, int dependent, void* stream) {
   constexpr int AR = 64 * RM * WGS, STAGE = (AR + NB) * 128, COLUMNS = (SWAP ? AR * PAIR : NB) / (GATE ? 2 : 1);
   constexpr int CHUNK = kChunkOf<Number>;
   const int tiles = (N + COLUMNS - 1) / COLUMNS, chunks = (K + CHUNK - 1) / CHUNK;
@@ -472,6 +495,7 @@ int start(const void* x, const void* weight, const void* x_scale, const void* sc
   if (M > (SWAP ? NB : AR * PAIR) || stages < 2 || stages > kMostStages || shared > kMostShared - 1024) return -1;
   if (ranks > 1 && (AR * NB * 4 > stages * STAGE || ranks * PAIR > 8 || ranks > chunks)) return -1;
   if (ranks < 0 && (ranks < -8 || -ranks > chunks)) return -1;
+  if (order > 1 && (!kOrdered<SWAP, GATE, NB, WGS> || ranks != 1 || order > chunks)) return -1;
   if (!ranks && clusters > (long long)tiles * chunks) return -1;
   if (GATE && (bias || ranks < 0 || ranks > 1)) return -1;
   int box = kBox<AR>;  // rows of the left operand in a copy
@@ -489,7 +513,7 @@ int start(const void* x, const void* weight, const void* x_scale, const void* sc
   const int grid = (ranks > 0 ? tiles : ranks < 0 ? tiles * -ranks : clusters) * blocks;
   return (int)launch(many_rows<Number, SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>, grid, WGS * 128 + 32, shared, blocks,
                      dependent > 0, stream, a_map, b_map, (const float*)x_scale, (const float*)scale,
-                     (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, (float4*)parts, (int*)flags, M, N, K, ranks, stages, box, (int)(dependent > 1));
+                     (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, (float4*)parts, (int*)flags, M, N, K, ranks, order, stages, box, (int)(dependent > 1));
 }
 
 }  // namespace

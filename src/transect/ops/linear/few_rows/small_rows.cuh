@@ -9,6 +9,8 @@
 //   for anybody until a group ends: then the parts are added up in shared memory, always in the same order. (Ordinary
 //   loads of X beside the copies would come back behind all copies asked for before them, and take the depth of the
 //   ring away.)
+// * ``in_order``: the warps of a block take consecutive parts of K instead, each in the order of k, as the blocks of
+//   hopper_rows.cuh with as many ranks do: the sums have the same bits.
 // * What a row of Y gets does not depend on the other rows, nor on how many there are: the order of its sum is fixed by
 //   the number of warps and of blocks in a cluster, and by which share of W it is.
 // * GATE: W is a gate's rows and then those of the other factor, N / 2 each; Y [M, N / 2] is silu(one) times the other.
@@ -175,7 +177,7 @@ template <Format F, int RB, int STAGES, int NT>
 __global__ void __launch_bounds__(256, 1)
     small_rows(const __nv_bfloat16* x, const unsigned char* weight, const float* scale, const __nv_bfloat16* bias,
                __nv_bfloat16* out, int M, int N, int K, long long x_stride, long long w_stride, int per, int row_tiles,
-               int ranks, int gate, Norm norm, int ahead) {
+               int ranks, int in_order, int gate, Norm norm, int ahead) {
   constexpr bool BYTES = kBytes<F>;
   constexpr int CHUNK = kChunk<F>, X_BYTES = kXBytes<F>, ELEMENT = BYTES ? 1 : 2;
   constexpr int ROWS = NT * 8, COLUMNS = RB * 16, W_BYTES = COLUMNS * 128;
@@ -205,7 +207,7 @@ __global__ void __launch_bounds__(256, 1)
   // four, and neighbours in X do.
   // Blocks begin at different chunks, or all would ask for the same lines of X at the same time.
   const int copy_row = lane / 8, copy_piece = lane % 8;
-  const int rotation = share % steps;
+  const int rotation = in_order ? 0 : share % steps;
   auto place = [&](int row, int piece) {
     return row * 128 + ((BYTES ? piece ^ (row % 2 * 4) : piece ^ (row % 8)) * 16);
   };
@@ -214,6 +216,7 @@ __global__ void __launch_bounds__(256, 1)
   };
   auto chunk_of = [&](int step) {
     const int rotated = step + rotation;
+    if (in_order) return (self * steps + step) * CHUNK;
     return ((rotated < steps ? rotated : rotated - steps) * takers + self) * CHUNK;
   };
   // From four rows of a sixteen to the next: 0, 4 rows on, then ``half_step`` on and both.
@@ -425,6 +428,8 @@ static int start(const void* x, const void* weight, const void* scale, const voi
                  int dependent, void* stream) {
   constexpr int ROWS = NT * 8, COLUMNS = RB * 16;
   const int shares = ((N + 15) / 16 + per - 1) / per, row_tiles = (M + ROWS - 1) / ROWS;
+  const int in_order = ranks == 0;
+  if (in_order) ranks = 1;
   const int rows = M < ROWS ? M : ROWS, round = warps * 32 * ranks,
             sent = (rows * per * 16 + round - 1) / round * round;
   const int shared =
@@ -433,5 +438,5 @@ static int start(const void* x, const void* weight, const void* scale, const voi
   return (int)launch(small_rows<F, RB, STAGES, NT>, shares * row_tiles * ranks, warps * 32, shared, ranks, dependent > 0,
                      stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const float*)scale,
                      (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, M, N, K, x_stride, w_stride, per, row_tiles,
-                     ranks, gate, norm, (int)(dependent > 1));
+                     ranks, in_order, gate, norm, (int)(dependent > 1));
 }

@@ -135,7 +135,7 @@ def matmul(
     tile_kernel[(triton.cdiv(m, tiling.bm) * triton.cdiv(n, tiling.bn),)](
         x, weight, gate, bias, residual, out, m, n, k, *x.stride(), *weight.stride(), g_n, g_k, res_m, res_n,
         out.stride(0), BM=tiling.bm, BN=tiling.bn, BK=tiling.bk, GROUP=tiling.group, ACT=activation,
-        GATED=gate is not None, num_warps=tiling.warps, num_stages=tiling.stages,
+        GATED=gate is not None, PARTS=tiling.parts, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return out
 
@@ -162,8 +162,9 @@ def _launch_persistent(
         None if gate is None or pair else describe(gate, bn, bk, transposed=w_t),
         describe(out, bm, bn // 2 if tiling.halves else bn),
         bias, residual, m, n, k, res_m, res_n, BM=bm, BN=bn, BK=bk, GROUP=tiling.group, ACT=activation,
-        GATED=gate is not None, X_T=x_t, W_T=w_t, PROGRAMS=most, FLATTEN=not INTERPRETED, HALVES=tiling.halves,
-        PAIRED=pair, num_warps=tiling.warps, num_stages=tiling.stages,
+        GATED=gate is not None, X_T=x_t, W_T=w_t, PROGRAMS=most,
+        FLATTEN=not INTERPRETED and tiling.parts == 1, HALVES=tiling.halves,
+        PAIRED=pair, PARTS=tiling.parts, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
 
 

@@ -29,6 +29,8 @@ class ManyRowsTiling:
     stages: int = 3
     persistent: bool = False
     halves: bool = False
+    parts: int = 1
+    """Parts of K that are summed apart and then added in order. K must be a multiple of ``parts * bk``."""
 
 
 SMALL = ManyRowsTiling(bm=16, bn=16, bk=16, group=2, warps=1)

@@ -89,9 +89,9 @@ def _finish(acc, acc_gate, rows, columns, M, N, bias, residual, res_m, res_n, AC
 def tile_kernel(  # type: ignore[no-untyped-def]
     x, weight, gate, bias, residual, out, M, N, K, x_m, x_k, w_n, w_k, g_n, g_k, res_m, res_n, out_m,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ACT: tl.constexpr,
-    GATED: tl.constexpr,
+    GATED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of the result per program; any strides, any size."""
+    """Compute one tile of the result per program; any strides, any size. PARTS: as of ``persistent_kernel``."""
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
     rows = tile_m * BM + tl.arange(0, BM)
     columns = tile_n * BN + tl.arange(0, BN)
@@ -105,7 +105,12 @@ def tile_kernel(  # type: ignore[no-untyped-def]
     acc_gate = acc
     if GATED:
         g_at = gate + k[:, None] * g_k + safe_columns[None, :] * g_n
+    total = tl.zeros((BM, BN), tl.float32)
     for start in range(0, K, BK):
+        if PARTS > 1:  # noqa: SIM102  (it is constant)
+            if start > 0 and start % (K // PARTS) == 0:
+                total += acc
+                acc = tl.zeros((BM, BN), tl.float32)
         left = K - start
         a = tl.load(x_at, k[None, :] < left, 0.0)
         b = tl.load(w_at, k[:, None] < left, 0.0)
@@ -116,6 +121,8 @@ def tile_kernel(  # type: ignore[no-untyped-def]
             g_at += BK * g_k
         x_at += BK * x_k
         w_at += BK * w_k
+    if PARTS > 1:
+        acc = total + acc
     SHORT: tl.constexpr = out.dtype.element_ty == tl.bfloat16
     acc = _finish(acc, acc_gate, rows, columns, M, N, bias, residual, res_m, res_n, ACT, GATED, SHORT)
     inside = (rows[:, None] < M) & (columns[None, :] < N)
@@ -127,13 +134,14 @@ def persistent_kernel(  # type: ignore[no-untyped-def]
     x, weight, gate, out, bias, residual, M, N, K, res_m, res_n,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ACT: tl.constexpr,
     GATED: tl.constexpr, X_T: tl.constexpr, W_T: tl.constexpr, PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr, HALVES: tl.constexpr, PAIRED: tl.constexpr,
+    FLATTEN: tl.constexpr, HALVES: tl.constexpr, PAIRED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Share all tiles among PROGRAMS programs (fewer have one each); x, weight, gate and out are tensor descriptors.
 
     X_T, W_T: the operand lies in memory as [K, M] or [K, N]. The descriptors pad with zeros past the edges.
     PAIRED: gate and weight lie in one tensor, ``weight`` describes both as [2, N, K], and one product of twice the
     width computes both (the wider the right operand, the less often the left one is read from shared memory).
+    PARTS: K is summed in so many parts, which are then added in order; 1 with a gate or an operand turned around.
     """
     SHORT: tl.constexpr = out.dtype == tl.bfloat16
     rows_of_tiles = tl.cdiv(M, BM)
@@ -145,24 +153,32 @@ def persistent_kernel(  # type: ignore[no-untyped-def]
         n = tile_n * BN
         acc = tl.zeros((BM, 2 * BN if PAIRED else BN), tl.float32)
         acc_gate = acc
-        for step in range(tl.cdiv(K, BK)):
-            if X_T:
-                a = x.load([step * BK, m]).T
-            else:
-                a = x.load([m, step * BK])
-            if PAIRED:
-                b = weight.load([0, n, step * BK]).reshape(2 * BN, BK).T
-            elif W_T:
-                b = weight.load([step * BK, n])
-            else:
-                b = weight.load([n, step * BK]).T
-            acc = dot(a, b, acc)
-            if GATED and not PAIRED:
-                if W_T:
-                    c = gate.load([step * BK, n])
+        if PARTS > 1:
+            for part in range(PARTS):
+                own = tl.zeros((BM, BN), tl.float32)
+                for step in range(K // (PARTS * BK)):
+                    at = part * (K // PARTS) + step * BK
+                    own = dot(x.load([m, at]), weight.load([n, at]).T, own)
+                acc += own
+        else:
+            for step in range(tl.cdiv(K, BK)):
+                if X_T:
+                    a = x.load([step * BK, m]).T
                 else:
-                    c = gate.load([n, step * BK]).T
-                acc_gate = dot(a, c, acc_gate)
+                    a = x.load([m, step * BK])
+                if PAIRED:
+                    b = weight.load([0, n, step * BK]).reshape(2 * BN, BK).T
+                elif W_T:
+                    b = weight.load([step * BK, n])
+                else:
+                    b = weight.load([n, step * BK]).T
+                acc = dot(a, b, acc)
+                if GATED and not PAIRED:
+                    if W_T:
+                        c = gate.load([step * BK, n])
+                    else:
+                        c = gate.load([n, step * BK]).T
+                    acc_gate = dot(a, c, acc_gate)
         if PAIRED:
             acc_gate, acc = acc.reshape((BM, 2, BN)).permute((0, 2, 1)).split()
         rows = m + tl.arange(0, BM)
@@ -210,7 +226,7 @@ def gradient_kernel(g, z, a, dz, da, N, ACT: tl.constexpr, GATED: tl.constexpr, 
 
 def kernels() -> Sequence[Kernel]:
     scalars = ("M", "N", "K", "x_m", "x_k", "w_n", "w_k", "g_n", "g_k", "res_m", "res_n", "out_m")
-    common = {"BM": 128, "BN": 128, "BK": 64, "GROUP": 8, "ACT": "", "GATED": False}
+    common = {"BM": 128, "BN": 128, "BK": 64, "GROUP": 8, "ACT": "", "GATED": False, "PARTS": 1}
     tiles = Kernel(
         name="tiles",
         function=tile_kernel,

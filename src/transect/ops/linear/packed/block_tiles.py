@@ -112,11 +112,13 @@ def choose_tiling(unit: int, m: int, n: int, k: int, units: int) -> BlockTiling:
     return tiling
 
 
-def unsplit(tiling: BlockTiling, m: int, n: int) -> BlockTiling | None:
-    """Return the same tiling with a block for each tile, so that no sum is split over k; None if those are too many."""
+def in_parts(tiling: BlockTiling, m: int, n: int, parts: int) -> BlockTiling | None:
+    """Return the same tiling with a block for each of ``parts`` of each tile's k, so that the order of sums does not
+    depend on m; None if those are too many."""
     team = 2 if tiling.rows == 256 else 1
     tiles = -(-units_of(n, 1)[0] // (4 * tiling.groups * team)) * -(-m // tiling.rows)
-    return None if tiles * team > MOST_BLOCKS else replace(tiling, blocks=tiles * team, together=False)
+    blocks = tiles * team * parts
+    return None if blocks > MOST_BLOCKS else replace(tiling, blocks=blocks, together=False)
 
 
 def refusal(outputs: int, bias: Tensor | None, gated: bool) -> str | None:

@@ -9,7 +9,7 @@
   if (swap == SWAP && gate == GATE && right == NB && groups == WGS && repeats == RM && pair == PAIR && \
       blocks == BLOCKS)                                                                                \
     return TRANSECT_HERE(start<__nv_fp8_e4m3, SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>(                  \
-        x, weight, x_scale, scale, bias, out, parts, flags, M, N, K, K, K, ranks, clusters, stages, dependent, stream));
+        x, weight, x_scale, scale, bias, out, parts, flags, M, N, K, K, K, ranks, clusters, 1, stages, dependent, stream));
 
 // x [M, K] and weight [N, K] (with ``gate`` [2 N, K]) contiguous, x_scale [M] and scale [N] (with ``gate`` [2 N])
 // float32; K a multiple of 16. The rest is as of transect_small_matmul_hopper.

@@ -119,7 +119,7 @@ def _codes(  # type: ignore[no-untyped-def]
 
 @kernel
 def _value(code, scale, zero):  # type: ignore[no-untyped-def]
-    """Compute ``code * scale + zero`` in float32, so that rounding it to 16 bits equals one rounding of the exact sum.
+    """Compute ``code * scale + zero`` in float32, such that rounding it to 16 bits rounds the exact sum once.
 
     The product is exact: it has 12 bits. A zero too small for the sum would be lost, and with it the side of a half
     on which the sum lies. Any other small number of its sign gives the same rounding.

@@ -1,0 +1,383 @@
+"""The cost of ``--deterministic`` on one Hopper GPU: products, attention and whole layers, and their bits.
+
+    python benchmarks/engine/invariant.py [SECTION ...] [--out FILE] [--replays 6]
+
+Sections: bits, products, layers, attention, prefill. ``bits`` counts, for every tiling, the outputs that differ from
+those of ``fixed_order.py`` and the like: all must be 0. Products run in chains of launches on weights past the L2
+cache, with every tiling and with that of the rule; the fastest become choices in FILE, which ``layers`` uses after
+``products``. Times are medians in microseconds; variants of a size alternate. A section that fails does not stop the
+others. Triton's kernels of attention are compiled by as many processes as there are variants first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import _paths  # noqa: F401
+from benchmarks import record
+from benchmarks.engine.decoder_layer import Chain
+from benchmarks.ops.graph_time import graph_times
+from transect.engine.executors.gpu.setup import gpu_ops
+from transect.ops.attention.paged import decode_spans, dispatch, prefill
+from transect.ops.attention.paged.batch import PagedBatch
+from transect.ops.linear import fixed_order
+from transect.ops.linear.few_rows import choices, invariant
+from transect.ops.linear.few_rows.choices import Choice
+from transect.ops.linear.few_rows.cuda import CudaRows, CudaTiling
+from transect.ops.linear.few_rows.hopper import HopperRows
+from transect.ops.linear.packed import block_tiles
+from transect.ops.linear.packed.eight_bit import scaled8_hopper, scaled8_rounding, scaled8_tiles
+from transect.ops.linear.packed.int4 import int4_invariant, int4_matmul, int4_tiles
+from transect.ops.linear.packed.int4.int4_packing import arrange_codes
+from transect.ops.linear.packed.int4.triton import rebuild
+
+BF16 = {"device": "cuda", "dtype": torch.bfloat16}
+SIZES = {
+    "8B qkv": (6144, 4096, False), "8B o": (4096, 4096, False), "8B gate_up": (28672, 4096, True),
+    "8B down": (4096, 14336, False), "8B head": (128256, 4096, False), "7B qkv": (4608, 3584, False),
+    "7B o": (3584, 3584, False), "7B gate_up": (37888, 3584, True), "7B down": (3584, 18944, False),
+}  # fmt: skip
+"""N, K, and if it has a gate."""
+PARTS = (1, 2, 4)
+Calls = dict[str, Callable[[], Any]]
+
+
+def medians(variants: dict[str, Sequence[Callable[[], Any]]], replays: int, rounds: int = 3) -> dict[str, float]:
+    """Measure the median microseconds of a call of each variant, alternating."""
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, calls in variants.items():
+            try:
+                found[name] += graph_times(calls, max(2, replays // rounds))
+            except Exception as error:
+                print(f"    {name}: {error!r:.200}", flush=True)
+                found[name].append(float("inf"))
+    return {name: statistics.median(times) * 1e6 for name, times in found.items()}
+
+
+def weights_of(n: int, k: int) -> list[Tensor]:
+    """Return copies of a weight that together do not fit into the L2 cache."""
+    return [torch.randn(n, k, **BF16) / k**0.5 for _ in range(max(2, min(12, int(4e8 / (2 * n * k)))))]
+
+
+# ---------------------------------------------------------------------------------------------------------------- bits
+
+
+def bits() -> Iterator[tuple[str, int, int]]:
+    """Yield (name, checked, differing) for every group of kernels."""
+    kernels = CudaRows(), HopperRows()
+    for name, (n, k, gated) in SIZES.items():
+        if name == "8B head":
+            n = 4096 * 4
+        weight, bias = torch.randn(n, k, **BF16) / k**0.5, torch.randn(n, **BF16)
+        x = torch.randn(1024, k, **BF16)
+        for parts in (1,) if gated else PARTS:
+            if gated:
+                whole = fixed_order.gated(x, weight)
+            else:
+                whole = fixed_order.product(x, weight, bias, parts=parts)
+            checked, wrong = 0, []
+            for m in (1, 3, 16, 17, 32, 48, 64, 96, 128, 160, 200, 256):
+                for tiling in invariant.candidates(m, n, k, parts, gated=gated):
+                    y = invariant.run(*kernels, x[:m], weight, None if gated else bias, tiling, parts)
+                    checked += 1
+                    if not torch.equal(y, whole[:m]):
+                        wrong.append((m, dataclasses.astuple(tiling), int((y != whole[:m]).sum())))
+            yield f"{name}, {parts} parts: few rows", checked, len(wrong)
+            if wrong:
+                print("    ", wrong[:6], flush=True)
+            sizes, differing = (1, 40, 64, 65, 128, 129, 300, 512, 513), 0
+            for m in sizes:
+                call = fixed_order.gated if gated else partial(fixed_order.product, bias=bias, parts=parts)
+                differing += not torch.equal(call(x[:m], weight), whole[:m])
+            yield f"{name}, {parts} parts: triton", len(sizes), differing
+    yield from bits_of_codes()
+    yield from bits_of_attention()
+
+
+def codes_in_4_bits(n: int, k: int, group: int = 128) -> Tensor:
+    codes = torch.randint(0, 16, (n, k), device="cuda", dtype=torch.uint8)
+    scale = (torch.rand(n, k // group, device="cuda") + 0.5) / 400
+    zero = -8 * scale + torch.randn(n, k // group, device="cuda") / 1000
+    zero[:, 0] = 1e-12 * zero[:, 0].sign()  # lost in a sum in float32, but for its side of a half
+    return arrange_codes(codes, scale.bfloat16(), zero.bfloat16())
+
+
+def bits_of_codes() -> Iterator[tuple[str, int, int]]:
+    call, tiles = int4_invariant.InvariantCodes("cuda"), int4_tiles.Int4Tiles()
+    for name in ("8B o", "8B down", "8B qkv"):
+        n, k, _ = SIZES[name]
+        weight, bias = codes_in_4_bits(n, k), torch.randn(n, **BF16)
+        x = torch.randn(600, k, **BF16)
+        wide = rebuild(weight, n, torch.bfloat16)
+        mantissa, exponent = torch.frexp(int4_matmul.dense(weight, n, torch.float64))
+        exact = torch.ldexp((mantissa * 256).round(), exponent - 8).bfloat16()  # rounded once
+        yield f"{name} int4: rebuilt", 1, int((wide != exact).sum())
+        for parts in PARTS:
+            whole, differing = fixed_order.product(x, wide, bias, parts=parts), 0
+            for m in (1, 16, 17, 64, 65, 128, 129, 256, 512):
+                tiling = block_tiles.choose_tiling(int4_tiles.unit_of(128), m, n, k, 132)
+                tiling = block_tiles.in_parts(tiling, m, n, parts)
+                differing += not torch.equal(tiles(x[:m], weight, n, bias, tiling=tiling), whole[:m])
+            yield f"{name} int4, {parts} parts: tiles", 9, differing
+        whole = call(x, weight, n, bias)
+        yield f"{name} int4: the product", 1, int((call(x[:33], weight, n, bias) != whole[:33]).sum())
+    for fp8 in (True, False):
+        n, k, _ = SIZES["8B qkv"]
+        values, x, bias = torch.randn(n, k, device="cuda"), torch.randn(600, k, **BF16), torch.randn(n, **BF16)
+        codes, scale = scaled8_rounding.rounded(values, fp8)
+        product = scaled8_tiles.Tiles8(hopper=scaled8_hopper.HopperRows8() if fp8 else None, unsplit=True)
+        whole = product(x, codes, scale, bias, fp8)
+        differing = sum(
+            not torch.equal(product(x[:m].contiguous(), codes, scale, bias, fp8), whole[:m])
+            for m in (1, 16, 17, 32, 64, 128, 200, 256, 257, 512)
+        )
+        yield "8B qkv fp8" if fp8 else "8B qkv int8", 10, differing
+
+
+DECODES = {
+    "64 positions": {"stages": 3, "programs": 4},
+    "64 positions, 4 stages": {"stages": 4, "programs": 4},
+    "64 positions, 4 stages, span 512": {"stages": 4, "programs": 4, "span": 512},
+    "32 positions, 2 a unit": {"bn": 32, "stages": 4, "programs": 4},
+    "32 positions, 3 a unit": {"bn": 32, "stages": 3, "programs": 6, "registers": 168},
+    "32 positions, 3 a unit, span 512": {"bn": 32, "stages": 3, "programs": 6, "registers": 168, "span": 512},
+    "32 positions, 4 a unit": {"bn": 32, "stages": 2, "programs": 8, "registers": 128},
+    "32 positions, one warp": {"bn": 32, "bm": 16, "warps": 1, "programs": 14},
+}
+"""Tilings of decode rows."""
+PROMPTS = {
+    "64 rows": {"bm": 64, "warps": 4, "span": 256}, "128 rows": {"bm": 128, "warps": 8, "span": 256},
+    "128 rows, span 512": {"bm": 128, "warps": 8, "span": 512}, "128 rows, no spans": {"bm": 128, "warps": 8},
+    "128 rows, 32 positions": {"bm": 128, "warps": 8, "bn": 32, "span": 256},
+}  # fmt: skip
+"""Tilings of prompts."""
+CONTEXTS = ((1, 1024), (64, 1024), (256, 640), (1, 8192))
+"""Decode rows, and positions of each."""
+CHUNKS = ((16, 0, 512), (4, 0, 2048))
+"""Prompts, first and last position of each."""
+
+
+def decodes(name: str) -> dispatch.PagedTriton:
+    own = dataclasses.replace(decode_spans.TILING, **DECODES[name])
+    chunks = dataclasses.replace(prefill.SPAN_TILING, bn=own.bn, span=own.span)
+    return dispatch.PagedTriton(chunks, spans=own)
+
+
+def prompting(name: str) -> dispatch.PagedTriton:
+    return dispatch.PagedTriton(prefill.PrefillTiling(**PROMPTS[name]), spans=decode_spans.TILING)
+
+
+def cache_of(rows: int, context: int, kv_heads: int = 8, d: int = 128) -> tuple[Tensor, Tensor, Tensor]:
+    blocks = rows * -(-context // 16)
+    caches = [torch.randn(blocks, kv_heads, 16, d, **BF16) for _ in range(2)]
+    tables = torch.randperm(blocks, device="cuda", dtype=torch.int32).view(rows, -1)
+    return (*caches, tables)
+
+
+def prompt_batch(tables: Tensor, first: int, last: int) -> PagedBatch:
+    rows = len(tables)
+    starts = torch.arange(rows + 1, device="cuda", dtype=torch.int32) * (last - first)
+    return PagedBatch(tables, starts, torch.full((rows,), last, device="cuda", dtype=torch.int32), 16)
+
+
+def bits_of_attention() -> Iterator[tuple[str, int, int]]:
+    """Compare decode rows and prompts of every tiling with prompts of the same spans."""
+    context, d = 1500, 128
+    keys, values, tables = cache_of(1, context)
+    q = torch.randn(context, 32, d, **BF16)
+    at = [0, 15, 63, 64, 255, 256, 257, 700, 1023, 1024, 1499]
+    lengths = torch.tensor(at, device="cuda", dtype=torch.int32) + 1
+    starts = torch.arange(len(at) + 1, device="cuda", dtype=torch.int32)
+    batch = PagedBatch(tables.expand(len(at), -1).contiguous(), starts, lengths, 16)
+    for name in DECODES:
+        whole = decodes(name)(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
+        found = decodes(name)(q[at], keys, values, batch, d**-0.5, None)
+        yield f"attention, {name}", len(at), int((found != whole[at]).flatten(1).any(1).sum())
+    whole = prompting("64 rows")(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
+    found = prompting("128 rows")(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
+    yield "attention, prompts of 128 rows", 1, int((found != whole).sum())
+
+
+# --------------------------------------------------------------------------------------------------------------- times
+
+
+def in_order(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+    return fixed_order.gated(x, weight) if gated else fixed_order.product(x, weight)
+
+
+def products(replays: int) -> Iterator[dict[str, Any]]:
+    """Yield for every size and number of rows: the default, the rule's tiling and the fastest, which is kept."""
+    default, kernels = gpu_ops(torch.device("cuda")), (CudaRows(), HopperRows())
+    for name, (n, k, gated) in SIZES.items():
+        weights, all_rows = weights_of(n, k), torch.randn(choices.MOST_ROWS, k, **BF16)
+        whole = in_order(all_rows, weights[0], gated)
+        for m in choices.ROWS:
+            x = all_rows[:m]
+            op = default.gate_up if gated else default.linear
+            parts = 1 if gated else fixed_order.parts_of(x, n)
+            calls = {"default": [partial(op, x, weight) for weight in weights]}
+            rule = invariant.by_rule(m, n, k, parts, gated)
+            tilings = {str(i): tiling for i, tiling in enumerate(invariant.candidates(m, n, k, parts, gated=gated))}
+            for label, tiling in tilings.items():
+                own = [partial(invariant.run, *kernels, x, weight, None, tiling, parts, True) for weight in weights]
+                calls[label] = own
+            for label in list(tilings):
+                if not torch.equal(calls[label][0](), whole[:m]):
+                    print(f"DIFF {name}, {m} rows: {tilings[label]}", flush=True)
+                    del calls[label]
+            times = medians(calls, replays, 2)
+            usual = times.pop("default")
+            fastest = min(times, key=lambda label: times[label])
+            ruled = next((us for label, us in times.items() if tilings[label] == rule), float("nan"))
+            tiling = tilings[fastest]
+            by = "cuda" if isinstance(tiling, CudaTiling) else "hopper"
+            MEASURED[choices.key(m, n, k, gated, invariant=True)] = Choice(by, tiling)
+            yield {
+                "size": name, "rows": m, "default": usual, "rule": ruled, "fastest": times[fastest], "by": by,
+                "tiling": dataclasses.asdict(tiling), "key": choices.key(m, n, k, gated, invariant=True),
+            }  # fmt: skip
+        torch.cuda.empty_cache()
+
+
+MEASURED: dict[str, Choice] = {}
+"""The fastest tilings, by their keys."""
+
+
+def many(replays: int) -> Iterator[dict[str, Any]]:
+    """Yield times of products of prefill: the default, and invariant ones by parts of K."""
+    default = gpu_ops(torch.device("cuda"))
+    for name in ("8B qkv", "8B o", "8B gate_up", "8B down"):
+        n, k, gated = SIZES[name]
+        weights = weights_of(n, k)[:3]
+        for m in (2048, 8192):
+            x = torch.randn(m, k, **BF16)
+            op = default.gate_up if gated else default.linear
+            calls = {"default": [partial(op, x, weight) for weight in weights]}
+            if gated:
+                calls["fixed"] = [partial(fixed_order.gated, x, weight) for weight in weights]
+            else:
+                for parts in (1, 4):
+                    fixed = partial(fixed_order.product, x, parts=parts)
+                    calls[f"{parts} parts"] = [partial(fixed, weight) for weight in weights]
+            yield {"size": name, "rows": m} | medians(calls, replays)
+
+
+def attention(replays: int, only: str | None = None) -> Iterator[dict[str, Any]]:
+    """Yield times of attention: the default, and in spans. ``only``: run this variant once, to compile it."""
+    default, d, heads = gpu_ops(torch.device("cuda")), 128, 32
+    for rows, context in CONTEXTS:
+        keys, values, tables = cache_of(rows, context)
+        batch = prompt_batch(tables, context - 1, context)
+        inputs = (torch.randn(rows, heads, d, **BF16), keys, values, batch, d**-0.5, None)
+        if only is None:
+            calls = {"default": [partial(default.paged_attention, *inputs)] * 8}
+            calls |= {name: [partial(decodes(name), *inputs)] * 8 for name in DECODES}
+            yield {"rows": rows, "context": context} | medians(calls, replays)
+        elif only in DECODES:
+            decodes(only)(*inputs)
+    for rows, first, last in CHUNKS:
+        keys, values, tables = cache_of(rows, last)
+        q = torch.randn(rows * (last - first), heads, d, **BF16)
+        inputs = (q, keys, values, prompt_batch(tables, first, last), d**-0.5, None)
+        if only is None:
+            calls = {"default": [partial(default.paged_attention, *inputs)] * 2}
+            calls |= {name: [partial(prompting(name), *inputs)] * 2 for name in PROMPTS}
+            yield {"prompts": rows, "from": first, "to": last} | medians(calls, replays)
+        else:
+            (decodes if only in DECODES else prompting)(only)(*inputs)
+
+
+def compile_all() -> None:
+    """Build the kernels in CUDA C++, and the variants of ``attention`` in Triton, each in a process of its own."""
+    command = [sys.executable, __file__, "--compile"]
+    started = [subprocess.Popen([*command, name]) for name in ("products", *DECODES, *PROMPTS)]
+    CudaRows(), HopperRows()
+    for process in started:
+        process.wait()
+
+
+def layers(replays: int) -> Iterator[dict[str, Any]]:
+    """Yield times of whole layers: as usual and deterministic."""
+    measured, known = dict(MEASURED), choices.choices
+    choices.choices = lambda name: {**known(name), **measured}  # type: ignore[assignment]
+    invariant.tiling_of.cache_clear()
+    model = "llama-3.1-8b"
+    for rows in (1, 16, 64, 256):
+        chain = Chain(model, rows)
+        ops = gpu_ops(torch.device("cuda"), deterministic=True)
+        found: dict[str, list[float]] = {"usual": [], "norms apart": [], "deterministic": [], "fast attention": []}
+        for _ in range(2):
+            for name, own in (
+                ("usual", chain.ops),
+                ("norms apart", dataclasses.replace(chain.ops, stream_products=None)),
+                ("deterministic", ops),
+                ("fast attention", dataclasses.replace(ops, paged_attention=chain.ops.paged_attention)),
+            ):
+                chain.context.ops = own
+                call = chain.stack(ops=own)
+                found[name] += [seconds * 1e6 / chain.config.n_layers for seconds in graph_times([call], replays)]
+        times = {name: statistics.median(each) for name, each in found.items()}
+        yield {"model": model, "rows": rows, **times, "cost": times["deterministic"] / times["usual"] - 1}
+        del chain
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    timed = {"products": products, "layers": layers, "attention": attention, "prefill": many}
+    parser.add_argument("sections", nargs="*", default=["bits", *timed])
+    parser.add_argument("--out", type=Path, default=Path("invariant.json"))
+    parser.add_argument("--replays", type=int, default=6)
+    parser.add_argument("--compile", help="only compile this variant of attention")
+    options = parser.parse_args()
+    if options.compile:
+        with torch.inference_mode():
+            if options.compile == "products":
+                for n, k, gated in SIZES.values():
+                    in_order(torch.randn(choices.MOST_ROWS, k, **BF16), torch.randn(n, k, **BF16), gated)
+            else:
+                list(attention(1, options.compile))
+        return
+    compile_all()
+    environment = record.environment(("torch", "triton"))
+    result: dict[str, Any] = {"environment": {**environment, "gpu": torch.cuda.get_device_name()}}
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        for section in options.sections:
+            began = time.monotonic()
+            kept: list[Any] = []
+            result[section] = kept
+            try:
+                if section == "bits":
+                    for name, checked, differing in bits():
+                        kept.append({"name": name, "checked": checked, "differing": differing})
+                        print(f"{'ok  ' if not differing else 'DIFF'} {name}: {differing} of {checked}", flush=True)
+                else:
+                    for row in timed[section](options.replays):
+                        kept.append(row)
+                        shown = {key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()}
+                        print(" ".join(f"{key}={value}" for key, value in shown.items()), flush=True)
+            except Exception:
+                traceback.print_exc()
+            print(f"-- {section}: {time.monotonic() - began:.0f} s", flush=True)
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The Triton kernel of paged attention for rows of one query whose sums do not depend on the batch.
+
+The positions of a row are cut at the multiples of SPAN. Each span is summed by itself, in tiles of BN positions; spans
+are then added in order (``tile.merged``). ``prefill.py`` does the same with the spans of its queries, so a token has
+the same bits in a prompt, in any chunk of it, and as a decode row in any batch. Here spans of a row run side by side.
+
+A program holds the G heads that share one key head of a row, and takes span after span. The pieces of all rows are
+numbered, one row after the other, and every program finds its own from the lengths. So the host knows only bounds, and
+a captured step can be replayed with other lengths. The piece of a row that finishes last adds all. Rows for whose parts
+there is no room are summed by one program each, with the same bits; its sum so far is in memory, not in registers.
+
+Bound by bytes: 4 H d FLOPs for each 2 K d cached elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....hardware.device import target_of
+from ...lang.jit import INTERPRETED, TRITON_TARGETS, kernel, multiprocessors, next_power_of_2, tl
+from ...lang.tiles import let_next_begin, wait_for_previous
+from ...registry import Kernel
+from ..packed.tiling import LOG2E, padded
+from .batch import PagedBatch
+from .prefill import SPAN
+from .tile import merged, walk, with_sink
+
+ROOM = 2048
+"""Most parts of rows that a launch keeps for adding."""
+
+
+@kernel
+def _decode(  # type: ignore[no-untyped-def]
+    q, k_cache, v_cache, tables, starts, lengths, out, part_o, part_l, arrivals, B, scale2, window, q_t, q_h, cache_b,
+    cache_k, table_b, room, sinks, squeeze, span,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, MIXED: tl.constexpr,
+    ROWS: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, AT_ONCE: tl.constexpr,
+    SINKS: tl.constexpr, CAPPED: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
+    """Attend with the rows of one query. Axis 0: programs, and for each the key heads. MIXED: the batch may hold rows
+    of several queries, which are skipped. ROWS: a power of two that holds the batch's rows. AT_ONCE: parts that are
+    loaded together. SINKS, CAPPED, CHUNKED: see ``tile.py``.
+
+    Lengths are read while the kernel before may still run: it does not write them. They bypass the L1 cache, which may
+    hold old values.
+    """
+    let_next_begin(DEPENDENT_LAUNCH)
+    K: tl.constexpr = H // G
+    kv_head = tl.program_id(0) % K
+    b = tl.arange(0, ROWS)
+    length_b = tl.load(lengths + b, b < B, 0, cache_modifier=".cg")
+    token_b = b
+    mine_b = b < B
+    if MIXED:
+        token_b = tl.load(starts + b, b < B, 0, cache_modifier=".cg")
+        mine_b = mine_b & (tl.load(starts + b + 1, b < B, 0, cache_modifier=".cg") - token_b == 1)
+    oldest_b = tl.zeros_like(length_b)
+    if WINDOW:
+        oldest_b = tl.maximum(length_b - window, 0)
+    if CHUNKED:
+        oldest_b = tl.maximum(oldest_b, tl.maximum(length_b - 1, 0) // span * span)
+    spans_b = tl.maximum(tl.cdiv(length_b, SPAN) - oldest_b // SPAN, 1)
+    wanted_b = tl.where(mine_b, spans_b, 0)
+    pieces_b = tl.where(tl.cumsum(wanted_b, 0) <= room, wanted_b, mine_b.to(tl.int32))
+    end_b = tl.cumsum(pieces_b, 0)
+    wait_for_previous(DEPENDENT_LAUNCH)
+    for piece in range(tl.program_id(0) // K, tl.sum(pieces_b, 0), tl.num_programs(0) // K):
+        row = tl.sum((end_b <= piece).to(tl.int32), 0)
+        here = b == row
+        pieces = tl.sum(tl.where(here, pieces_b, 0), 0)
+        first = tl.sum(tl.where(here, end_b - pieces_b, 0), 0)
+        length = tl.sum(tl.where(here, length_b, 0), 0)
+        oldest = 0
+        token = row
+        if WINDOW or CHUNKED:
+            oldest = tl.sum(tl.where(here, oldest_b, 0), 0)
+        if MIXED:
+            token = tl.sum(tl.where(here, token_b, 0), 0)
+        low = oldest // SPAN * SPAN
+        high = length
+        if pieces > 1:
+            low += (piece - first) * SPAN
+            high = tl.minimum(length, low + SPAN)
+        head = kv_head * G + tl.arange(0, BM)
+        d = tl.arange(0, DP)
+        n = tl.arange(0, BN)
+        real = tl.arange(0, BM) < G
+        inside = real[:, None] & (d < D)[None, :]
+        queries = tl.load(q + token.to(tl.int64) * q_t + head[:, None] * q_h + d[None, :], inside, 0.0)
+        position = tl.zeros((BM,), tl.int32) + (length - 1)
+        table = tables + row.to(tl.int64) * table_b
+        acc = tl.zeros((BM, DP), tl.float32)
+        l = tl.zeros((BM,), tl.float32)
+        m = tl.full((BM,), -float("inf"), tl.float32)
+        running = (room + tl.program_id(0) // K) * H + head  # the sum so far, of a row that is not shared
+        for start in range(low, high, SPAN):
+            begin = tl.maximum(start, oldest // BN * BN)
+            end = tl.minimum(start + SPAN, high)
+            block = tl.load(table + (begin + n) // BLOCK, begin + n < end, 0)
+            acc, m, l = walk(
+                queries, k_cache, v_cache, table, block, begin, end, oldest, length, position,
+                tl.zeros((BM, DP), tl.float32), tl.full((BM,), -float("inf"), tl.float32), tl.zeros((BM,), tl.float32),
+                kv_head, scale2, window, cache_b, cache_k, squeeze, span, D, DP, BLOCK, BN, WINDOW, True, CAPPED, False,
+            )  # fmt: skip
+            if start > low:
+                at = part_o + running[:, None] * D + d[None, :]
+                sum_m = tl.load(part_l + running * 2, real, -float("inf"))
+                sum_l = tl.load(part_l + running * 2 + 1, real, 0.0)
+                acc, m, l = merged(tl.load(at, inside, 0.0), sum_m, sum_l, acc, m, l)
+            if start + SPAN < high:
+                tl.store(part_o + running[:, None] * D + d[None, :], acc, inside)
+                tl.store(part_l + running * 2, m, real)
+                tl.store(part_l + running * 2 + 1, l, real)
+        if pieces == 1:
+            if SINKS:
+                acc, l = with_sink(acc, m, l, sinks, head, real)
+            at_out = out + token.to(tl.int64) * (H * D) + head[:, None] * D + d[None, :]
+            # A row without a position (an unused row of a graph's buffers) gives zeros.
+            tl.store(at_out, (acc / tl.where(l == 0, 1.0, l)[:, None]).to(out.dtype.element_ty), inside)
+        else:
+            part = piece * H + head
+            tl.store(part_o + part[:, None] * D + d[None, :], acc, inside)
+            tl.store(part_l + part * 2, m, real)
+            tl.store(part_l + part * 2 + 1, l, real)
+            tl.debug_barrier()
+            counter = arrivals + first * K + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
+                tl.store(counter, 0)
+                _add(out, part_o, part_l, token, kv_head, first, pieces, sinks, H, G, GP, D, DP, AT_ONCE, SINKS)
+
+
+@kernel
+def _add(  # type: ignore[no-untyped-def]
+    out, part_o, part_l, token, kv_head, first, pieces, sinks,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of a row in order, and write the result."""
+    g = tl.arange(0, GP)
+    d = tl.arange(0, DP)
+    head = kv_head * G + g
+    real = g < G
+    inside = real[:, None] & (d < D)[None, :]
+    acc = tl.zeros((GP, DP), tl.float32)
+    l = tl.zeros((GP,), tl.float32)
+    m = tl.full((GP,), -float("inf"), tl.float32)
+    for start in range(0, pieces, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):  # the loads of all come before the first is needed
+            part = (first + start + i) * H + head
+            there = real & (start + i < pieces)
+            own_m = tl.load(part_l + part * 2, there, -float("inf"), cache_modifier=".cg")
+            own_l = tl.load(part_l + part * 2 + 1, there, 0.0, cache_modifier=".cg")
+            at = part_o + part[:, None] * D + d[None, :]
+            own_acc = tl.load(at, inside & (start + i < pieces), 0.0, cache_modifier=".cg")
+            acc, m, l = merged(acc, m, l, own_acc, own_m, own_l)
+    if SINKS:
+        acc, l = with_sink(acc, m, l, sinks, head, real)
+    at_out = out + token.to(tl.int64) * (H * D) + head[:, None] * D + d[None, :]
+    tl.store(at_out, (acc / tl.where(l == 0, 1.0, l)[:, None]).to(out.dtype.element_ty), inside)
+
+
+@dataclass(frozen=True, slots=True)
+class SpansTiling:
+    """Knobs of ``decode``. Bits depend on ``bn`` and ``span``, which are those of ``prefill.SPAN_TILING``."""
+
+    bm: int = 64
+    """Rows of a tile: the heads of a key head, and padding up to what a warpgroup multiplies."""
+    bn: int = 32
+    """Positions of a tile."""
+    warps: int = 4
+    stages: int = 3
+    programs: int = 6
+    """Programs for each multiprocessor."""
+    at_once: int = 8
+    """Parts that are loaded at a time when they are added."""
+    span: int = SPAN
+    registers: int = 168
+    """Most registers of a thread on Hopper, with heads of up to 128 and a cache of 16 bits: three programs fit on a
+    multiprocessor. 0: as many as there are."""
+
+
+TILING = SpansTiling()
+
+
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None, out: Tensor, *,
+    mixed: bool, dependent_launch: bool, tiling: SpansTiling = TILING, softcap: float | None = None,
+    sinks: Tensor | None = None, chunk: int | None = None,
+) -> None:  # fmt: skip
+    """Compute attention of the rows with one query, and write it to their places in ``out`` ``[T, H, d]``.
+
+    ``mixed``: there may be rows with several queries, which are left alone. ``dependent_launch``: see
+    ``prefill.prefill``.
+    """
+    _, heads, d = q.shape
+    _, kv_heads, block_size, _ = k_cache.shape
+    rows, group = batch.num_rows, heads // kv_heads
+    if not rows:
+        return
+    if INTERPRETED:
+        tiling = replace(tiling, bm=16, bn=16, warps=1, stages=1, at_once=2, span=32)
+    spans = rows * -(-batch.max_seq_len // tiling.span)
+    room = min(spans, 6 if INTERPRETED else ROOM)
+    programs = min(spans, -(-tiling.programs * multiprocessors(q.device) // kv_heads))
+    part_o = q.new_empty((room + programs, heads, d), dtype=torch.float32)
+    part_l = q.new_empty((room + programs, heads, 2), dtype=torch.float32)
+    bm = max(tiling.bm, next_power_of_2(group))
+    launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
+    roomy = d <= 128 and k_cache.element_size() == 2  # else sums would not fit into these registers
+    if roomy and tiling.registers and not INTERPRETED and target_of(q.device).hopper:
+        launch["maxnreg"] = tiling.registers
+    _decode[(programs * kv_heads,)](
+        q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, out, part_o, part_l,
+        batch.arrivals(room * kv_heads), rows, (scale if softcap is None else softcap) * LOG2E, window or 0,
+        *q.stride()[:2], *k_cache.stride()[:2], batch.block_tables.stride(0), room,
+        q if sinks is None else sinks, scale / (softcap or 1.0), chunk or 1,
+        H=heads, G=group, GP=bm if INTERPRETED else next_power_of_2(group), D=d, DP=padded(d), BLOCK=block_size,
+        BM=bm, BN=tiling.bn, SPAN=tiling.span, WINDOW=window is not None,
+        MIXED=mixed, ROWS=next_power_of_2(rows), DEPENDENT_LAUNCH=dependent_launch, AT_ONCE=tiling.at_once,
+        SINKS=sinks is not None, CAPPED=softcap is not None, CHUNKED=chunk is not None,
+        num_warps=tiling.warps, num_stages=min(tiling.stages, 2) if d > 128 else tiling.stages, **launch,
+    )  # fmt: skip
+
+
+def kernels() -> Sequence[Kernel]:
+    """Return the kernels to compile ahead of time."""
+    tensors = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")
+    indices = dict.fromkeys(("tables", "starts", "lengths", "arrivals"), "*i32")
+    parts = {"part_o": "*fp32", "part_l": "*fp32"}
+    strides = ("q_t", "q_h", "cache_b", "cache_k")
+    ints = dict.fromkeys(("B", "window", *strides, "table_b", "room", "span"), "i32")
+    more = {"sinks": "*bf16", "squeeze": "fp32"}
+    plain = dict.fromkeys(("SINKS", "CAPPED", "CHUNKED"), False)
+    return [
+        Kernel(
+            name=name,
+            function=_decode,
+            arguments={**tensors, **cache, **indices, **parts, "scale2": "fp32", **ints, **more},
+            constants={
+                "H": 32, "G": 4, "GP": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": TILING.bm, "BN": TILING.bn,
+                "SPAN": SPAN, "WINDOW": False, "MIXED": False, "ROWS": 64, "DEPENDENT_LAUNCH": False,
+                "AT_ONCE": TILING.at_once, **scores,
+            },
+            divisible=strides,
+            warps=TILING.warps,
+            stages=TILING.stages,
+            targets=targets,
+        )
+        for name, cache, targets, scores in (
+            ("decode in spans", {}, TRITON_TARGETS, plain),
+            ("decode in spans, cache in int8", dict.fromkeys(("k_cache", "v_cache"), "*i8"), ("sm_90",), plain),
+            ("decode in spans with sinks, a cap and chunks", {}, ("sm_90",), dict.fromkeys(plain, True)),
+        )
+    ]  # fmt: skip
