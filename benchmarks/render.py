@@ -502,6 +502,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "operators-results": ops_tables.page,
     "cards": card_tables.predictions,
     "targets": card_tables.targets,
+    "portable": card_tables.portable,
     "hardware": card_tables.hardware,
     "clone": front.clone,
     "lead": front.lead,
