@@ -132,7 +132,7 @@ def portable() -> str:
 
 def _times(row: dict[str, Any]) -> str:
     own, other, floor = row["own_s"]["median"], row["portable_s"]["median"], row["floor_s"]
-    return f"{own * 1e3:.2f} ms | {other * 1e3:.2f} ms | {row['portable_over_own']:.2f} | {floor * 1e3:.2f} ms"
+    return f"{own * 1e3:.2f} ms | {other * 1e3:.2f} ms | {row['portable_over_own']:.3f} | {floor * 1e3:.2f} ms"
 
 
 def hardware() -> str:
