@@ -44,6 +44,7 @@ from benchmarks.explain import programs as explain_programs
 from benchmarks.explain import sums as explain_sums
 from benchmarks.formats import quality as formats_quality
 from benchmarks.ops import issue_rates, products_by_shape, products_fp8
+from benchmarks.plan import cells as plan_cells
 from benchmarks.plan import clocked as plan_clocked
 from benchmarks.plan import fleet as plan_fleet
 from benchmarks.plan import scaling as plan_scaling
@@ -503,7 +504,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "cards": card_tables.predictions,
     "targets": card_tables.targets,
     "portable": card_tables.portable,
-    "hardware": card_tables.hardware,
     "clone": front.clone,
     "lead": front.lead,
     "first-answer": front.first_answer,
@@ -588,6 +588,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "explain-apply-cpu": lambda: "".join(map(explain_apply.table, _recorded("cpu/explain_apply.json"))),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),
     "plan-validation-cpu": lambda: plan_validation.cpu_table(_load("cpu/plan_validation.json")),
+    "plan-cells-h200": lambda: plan_cells.table(_load("h200/plan_cells.json")),
     "plan-clocked": lambda: plan_clocked.table(_load("cpu/plan_clocked.json")),
     "plan-validation-h200": lambda: plan_validation.h200_table(_load("h200/plan_validation.json")),
     "plan-fleet": lambda: plan_fleet.table(_load("cpu/plan_fleet.json")),

@@ -345,7 +345,7 @@ def table(result: dict[str, Any]) -> str:
             for name in names:
                 off = statistics.median(abs(each["predicted"][name] / each["measured"][name] - 1) for each in rows)
                 twice = [each["measured"][name] for each in rows if each["seed"] == rows[0]["seed"]]
-                cells.append(f"{off:.1%} ({max(twice) / min(twice) - 1:.1%})")
+                cells.append(f"{off:.1%}" + (f" ({max(twice) / min(twice) - 1:.1%})" if len(twice) > 1 else ""))
             each_ttft = statistics.median(each["ttft_error_each"] for each in rows)
             lines.append(f"| {share:.0%} | {burst:g} | {' | '.join(cells)} | {each_ttft:.1%} |")
     machine, inside, knee = (
@@ -358,7 +358,8 @@ def table(result: dict[str, Any]) -> str:
         off = both["predicted"] / both["measured"] - 1
         knee += f"; for one stream of requests {both['predicted']:.1f}, measured {both['measured']:.1f} ({off:+.1%})"
     lines.append(
-        f"\nMedian error over the runs (in parentheses: the spread of the first seed measured twice). Knee {knee}; "
+        f"\nMedian error over the runs (in parentheses, if measured: the spread of the first seed run twice). Knee "
+        f"{knee}; "
         f"{inside['met']} of {inside['of']} figures of single runs are within 5% (ITL p99: 3%) or the spread. "
         f"`{result['command']}`, {machine['processor']}, {record.made_at([machine])}.\n"
     )

@@ -135,20 +135,13 @@ def _times(row: dict[str, Any]) -> str:
     return f"{own * 1e3:.2f} ms | {other * 1e3:.2f} ms | {row['portable_over_own']:.3f} | {floor * 1e3:.2f} ms"
 
 
-def hardware() -> str:
-    """Render the README's table of supported hardware."""
+def supported() -> str:
+    """Format the row of GPUs in the README's table of hardware."""
     found = _result()["targets"]
     names: dict[str, list[str]] = {"compiled": [], "untested": []}
     for name, target in TARGETS.items():
         if name not in MEASURED:
             names["compiled" if name in found else "untested"].append(f"{target.cards} (`{name}`)")
-    rows = [
-        ("", "measured", "compiled in the tests, never run", "untested", "not supported"),
-        ("---",) * 5,
-        ("CPU", "Linux, x86-64 with AVX-512 (AMD EPYC); tests also run the AVX2 and plain C++ code", "", "Arm",
-         "Windows, macOS"),
-        ("GPU", "NVIDIA H200 and H100 (`sm_90`; most figures are of an H200)", "; ".join(names["compiled"]),
-         "; ".join([*names["untested"], "NVIDIA GPUs before Ampere"]), "Metal, Vulkan, Intel GPUs"),
-        ("several GPUs", "2 x H200, 2 x H100 in one host", "", "more than two; several hosts with GPUs", ""),
-    ]  # fmt: skip
-    return "".join(f"| {' | '.join(row)} |\n".replace("  ", " ") for row in rows)
+    untested = "; ".join([*names["untested"], "NVIDIA GPUs before Ampere"])
+    measured = "NVIDIA H200 and H100 (`sm_90`; most figures are of an H200)"
+    return f"| GPU | {measured} | {'; '.join(names['compiled'])} | {untested} | Metal, Vulkan, Intel GPUs |"

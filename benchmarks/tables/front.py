@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.checks import instruction_sets
+from benchmarks.tables import cards
 from benchmarks.tables import engine as engine_tables
 
 MODEL = "llama-3.1-8b"
@@ -119,16 +120,15 @@ def figures() -> str:
 SUPPORT = """| | measured | emulated or compiled in the tests | untested | not supported |
 |---|---|---|---|---|
 {cpu}
-| GPU | NVIDIA H200 and H100 (`sm_90`; most figures are of an H200) | A100 (`sm_80`), AMD MI300 (`gfx942`) | other \
-NVIDIA GPUs | Metal, Vulkan, Intel GPUs |
+{gpu}
 | several GPUs | 2 x H200, 2 x H100 in one host | | more than two; several hosts with GPUs | |
 """
 
 
 def support() -> str:
-    """Format the table of hardware; the row of processors comes from recorded results."""
+    """Format the table of hardware; the rows of processors and GPUs come from recorded results."""
     sets = json.loads((record.RESULTS / "cpu" / "instruction_sets.json").read_text())
-    return SUPPORT.format(cpu=instruction_sets.row(sets, _cpu()["kernels"]))
+    return SUPPORT.format(cpu=instruction_sets.row(sets, _cpu()["kernels"]), gpu=cards.supported())
 
 
 def _row(name: str, ours: float, peer: str, ratio: float, share: str) -> str:

@@ -476,8 +476,14 @@ class Run:
         left = [each for each in waiting if each[0].status is Status.WAITING]
         left.sort(key=lambda each: each[0].rank)
         for seq, length, rank in admitted:
-            # Before the step and after it: an exchange of places moves a sequence to the head in between.
-            passed = [(s, tokens) for s, tokens, before in left if s.rank < seq.rank and before < rank]
+            # Before the step and after it: an exchange of places moves a sequence to the head in between. Of two that
+            # were moved, the second may stand before the first without having been there when that was admitted.
+            moved = seq.rank != rank
+            passed = [
+                (s, tokens)
+                for s, tokens, before in left
+                if s.rank < seq.rank and before < rank and not (moved and s.rank != before)
+            ]
             if not passed:
                 continue
             check(self.workload.config.itl_target is not None, "a waiting sequence was overtaken")
