@@ -504,6 +504,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "operators-results": ops_tables.page,
     "cards": card_tables.predictions,
     "targets": card_tables.targets,
+    "portable": card_tables.portable,
     "clone": front.clone,
     "lead": front.lead,
     "first-answer": front.first_answer,

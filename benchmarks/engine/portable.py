@@ -7,6 +7,8 @@ that acts as ``--target`` (99 KiB of shared memory, no Hopper instructions). Bot
 measured in turns. Decode: prompts of 512 tokens, the median over the rounds of the mean step; prefill: 16 prompts of
 512. Of the kernels that the second one ran the script reads shared memory, spills and instructions of newer GPUs. Both
 engines then answer the same prompts: the share of equal tokens is recorded. Under 4 minutes on an H100.
+
+Each format has the command and the commit of its own run; formats that FILE has and this run does not measure stay.
 """
 
 from __future__ import annotations
@@ -229,17 +231,21 @@ def main() -> None:
         serve(*json.loads(options.serve))
         return
     rows = [int(each) for each in options.rows.split(",")]
-    command = record.command("benchmarks/engine/portable.py")
-    result: dict[str, Any] = {"command": command, "environment": record.environment(("torch", "triton"))}
-    result |= {"target": options.target, "model": options.model, "formats": {}}
+    run = {"command": record.command("benchmarks/engine/portable.py")}
+    run |= {"environment": record.environment(("torch", "triton"))}
+    result: dict[str, Any] = {"target": options.target, "model": options.model, "formats": {}}
+    if options.out.exists():
+        kept = json.loads(options.out.read_text())
+        if (kept["target"], kept["model"]) == (options.target, options.model):
+            result = kept
     forms = options.formats.split(",")
     started = {form: pair(options.target, options.model, form, rows) for form in forms if options.together}
     for form in forms:
         workers = started.get(form) or pair(options.target, options.model, form, rows)
         try:
-            result["formats"][form] = race(workers, options.target, options.model, form, rows, options.rounds)
+            result["formats"][form] = run | race(workers, options.target, options.model, form, rows, options.rounds)
         except RuntimeError as error:
-            result["formats"][form] = {"error": str(error)}
+            result["formats"][form] = run | {"error": str(error)}
             print(error, flush=True)
         record.write(options.out, result)
 

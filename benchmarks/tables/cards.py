@@ -13,6 +13,7 @@ from transect.cli import main
 from transect.costs.presets import PRESETS
 from transect.hardware.targets import TARGETS
 
+PORTABLE = record.RESULTS / "h200" / "portable.json"
 MODEL = "qwen3-8b"
 CARDS = (
     "rtx-3060-12gb", "rtx-4060-ti-16gb", "rtx-3090", "rtx-4090", "a10", "l4", "rtx-5090", "l40s", "a100-80gb", "b200",
@@ -97,6 +98,41 @@ def targets() -> str:
     versions = f"Triton {machine['packages']['triton']}, nvcc {result['nvcc']}"
     lines += ["", *notes, ""] if notes else [""]
     return "\n".join([*lines, f"`{result['command']}`, {versions}, {record.made_at([machine])}."]) + "\n"
+
+
+BAR = 1.15
+"""Most times as long that a decode step of the portable kernels should take on the same card."""
+
+
+def portable() -> str:
+    """Render the steps of the portable kernels beside Hopper's, on one Hopper card."""
+    result = json.loads(PORTABLE.read_text())
+    lines = ["| weights | step | Hopper's kernels | portable kernels | times as long | floor | equal first tokens |"]
+    lines.append("|---" * 7 + "|")
+    missed = []
+    for form, found in result["formats"].items():
+        equal = f"{found['equal_first_tokens']:.0%}"
+        for row in found["decode"]:
+            count = row["rows"]
+            step = f"{count} chat{'s' * (count > 1)}"
+            lines.append(f"| {form} | {step} | {_times(row)} | {equal} |")
+            if row["portable_over_own"] > BAR:
+                missed.append(f"{form} at {count}")
+        lines.append(f"| {form} | {found['prefill']['tokens']:,} tokens of prompts | {_times(found['prefill'])} | |")
+    runs = [found["environment"] for found in result["formats"].values()]
+    gpus = ", ".join(sorted({found["gpu"] for found in result["formats"].values()}))
+    lines += ["", f"The bar is {BAR} times for a decode step. Missed: {', '.join(missed)}." if missed else ""]
+    lines.append(
+        f"One {gpus}, which acts as `{result['target']}` for the portable kernels; shape of {result['model']}, random "
+        f"weights, prompts of 512 tokens; the floor of prompts is that of products in bfloat16."
+    )
+    lines.append(f"`benchmarks/engine/portable.py`, {record.made_at(runs)}.")
+    return "\n".join(lines) + "\n"
+
+
+def _times(row: dict[str, Any]) -> str:
+    own, other, floor = row["own_s"]["median"], row["portable_s"]["median"], row["floor_s"]
+    return f"{own * 1e3:.2f} ms | {other * 1e3:.2f} ms | {row['portable_over_own']:.3f} | {floor * 1e3:.2f} ms"
 
 
 def supported() -> str:

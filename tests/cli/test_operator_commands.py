@@ -68,7 +68,7 @@ def test_presets(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("hardware", "--preset", "tpu"), "no preset 'tpu'; there are: a100-40gb"),
+        (("hardware", "--preset", "tpu"), "no preset 'tpu'; there are: a10, a100-40gb"),
         (("hardware", "--device", "tpu"), "'tpu'"),
         (("bench", "ops", "nothing"), "no operator 'nothing'; there are: "),
         (

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from ..costs.ceilings import Ceilings
-from . import cpu, gpu
 from .cache import cache_folder
 from .device import Device
 from .load import QUIET, cpu_load, gpu_load, wait_until_quiet
@@ -100,6 +99,8 @@ def kept(device: Device) -> Measurement | None:
 
 
 def _measure(device: Device, multiply_adds: Callable[[], float] | None) -> Measurement:
+    from . import cpu, gpu  # an engine only reads what was measured
+
     load = wait_until_quiet(lambda: _load(device))
     if load > QUIET:
         log.warning(

@@ -79,6 +79,18 @@ def test_both_sides_in_eight_bits(name, m, n, k):
     assert error.abs().amax() <= x.abs().amax() / (16 if fp8 else 127)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the product of all shapes is tested below")
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("m", "n", "k"), [(20, 72, 272), (70, 136, 272)])
+def test_the_sums_of_gpus_without_bulk_copies(monkeypatch, name, m, n, k):
+    monkeypatch.setattr(scaled8_tiles, "copies_in_bulk", lambda device: False)
+    codes, scale = weight(name, n, k)
+    fp8, bias, x = name != "int8", rows_of(1, n)[0], rows_of(m, k)
+    a, s = scaled8_rounding.rounded(x, fp8, name == "blocks")
+    found = scaled8_tiles.Tiles8().product(a, s, codes, scale, bias, fp8, dtype=torch.float32)
+    torch.testing.assert_close(found, scaled8_tiles.reference(x, codes, scale, bias, fp8), rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU it is tested below, with what it is for")
 def test_rows_are_rounded_as_by_torch():
     """But where the interpreter cuts fp8 off."""

@@ -167,6 +167,11 @@ def choose_portable(m: int, n: int, k: int, blocks: bool) -> Tiling8:
     return Tiling8(128, 64 if blocks else 128, 128, stages=3)
 
 
+def copies_in_bulk(device: torch.device) -> bool:
+    """Return True if the kernels read tiles by descriptors on ``device``."""
+    return INTERPRETED or target_of(device).bulk_copies
+
+
 class Tiles8:
     """``reference`` by the kernels here, with counters of its own: launches of one instance must be on one stream.
     ``hopper`` runs what it is quicker for. ``unsplit``: K is never split, so that a row's sums do not depend on the
@@ -222,7 +227,7 @@ class Tiles8:
             return out
         blocks = scale.ndim == 2
         units = 2 if INTERPRETED else multiprocessors(a.device)
-        bulk = INTERPRETED or target_of(a.device).bulk_copies
+        bulk = copies_in_bulk(a.device)
         tiling = tiling or (choose_tiling if bulk else choose_portable)(m, n, k, blocks)
         tiling = replace(tiling, split=1) if self._unsplit else tiling
         chunks = -(-k // tiling.bk)

@@ -292,7 +292,7 @@ def _in_cuda(
 
 def _portable_refusal(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> str | None:
     if len(x) > int4_portable.MOST_ROWS:
-        return f"with more than {int4_portable.MOST_ROWS} rows it is faster to dequantize the weight"
+        return f"more than {int4_portable.MOST_ROWS} rows read the weight several times"
     return int4_rows.cuda_refusal(x, weight, n, bias)
 
 
