@@ -26,7 +26,7 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path))
     for name, value in {
         "is_available": True, "current_device": 0, "get_device_name": "A GPU", "get_device_capability": (9, 0),
-        "get_device_properties": SimpleNamespace(multi_processor_count=132),
+        "get_device_properties": SimpleNamespace(multi_processor_count=132, major=9, minor=0),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
 
