@@ -13,7 +13,6 @@ from transect.models.weights.scaled8 import Products8
 from transect.ops import opset
 from transect.ops.attention.packed import backward, flash_attention
 from transect.ops.attention.packed import hopper as packed_hopper
-from transect.ops.linear import linear
 from transect.ops.linear.few_rows import choices, small_matmul
 from transect.ops.linear.few_rows import cuda as few_cuda
 from transect.ops.linear.few_rows import triton as few_triton
@@ -35,7 +34,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     for module in (choices, tiling):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 128)
-    for module in (few_triton, linear, flash_attention, backward, tiling, scaled8_tiles):
+    for module in (few_triton, flash_attention, backward, tiling, scaled8_tiles):
         monkeypatch.setattr(module, "INTERPRETED", False)
     caches = (choices.choices, choices.chosen, packed_hopper.device_refusal)
     for cached in caches:

@@ -19,6 +19,7 @@ BATCH = {"tables_ptr", "starts_ptr", "lengths_ptr"}
 READ_EARLY = {
     "paged/rotary_kv_write.py:_kernel": BATCH | {"cos_ptr", "sin_ptr"},
     "paged/decode.py:_decode": {"tables", "starts", "lengths"},
+    "paged/decode_spans.py:_decode": {"starts", "lengths"},
     # Beside decodes it reads all it needs: see ``paged_attention.py``.
     "paged/prefill.py:_prefill": set(),
     "sampling/triton.py:_groups": {"temperature"},

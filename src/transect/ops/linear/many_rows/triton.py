@@ -136,10 +136,10 @@ def persistent_kernel(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr, X_T: tl.constexpr, W_T: tl.constexpr, PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr, HALVES: tl.constexpr, PAIRED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Share all tiles among PROGRAMS programs (fewer have one each); x, weight, gate and out are tensor descriptors.
+    """Compute all tiles by at most PROGRAMS programs. x, weight, gate and out are tensor descriptors.
 
-    X_T, W_T: the operand lies in memory as [K, M] or [K, N]. The descriptors pad with zeros past the edges.
-    PAIRED: gate and weight lie in one tensor, ``weight`` describes both as [2, N, K], and one product of twice the
+    X_T, W_T: the operand is stored as [K, M] or [K, N]. The descriptors pad with zeros past the edges.
+    PAIRED: gate and weight are one tensor, ``weight`` describes both as [2, N, K], and one product of twice the
     width computes both (the wider the right operand, the less often the left one is read from shared memory).
     PARTS: K is summed in so many parts, which are then added in order; 1 with a gate or an operand turned around.
     """
