@@ -141,7 +141,7 @@ def persistent_kernel(  # type: ignore[no-untyped-def]
     X_T, W_T: the operand is stored as [K, M] or [K, N]. The descriptors pad with zeros past the edges.
     PAIRED: gate and weight are one tensor, ``weight`` describes both as [2, N, K], and one product of twice the
     width computes both (the wider the right operand, the less often the left one is read from shared memory).
-    PARTS: K is summed in so many parts, which are then added in order; 1 with a gate or a transposed operand.
+    PARTS: parts of K, whose sums are added in order; 1 with a gate or a transposed operand.
     """
     SHORT: tl.constexpr = out.dtype == tl.bfloat16
     rows_of_tiles = tl.cdiv(M, BM)
