@@ -2,8 +2,8 @@
 
     python benchmarks/cluster/predicted.py [--only kill,stopped] [--out FILE]
 
-Requests arrive at three replicas on Ray, the same ones at the same random times in all runs, so many that two replicas
-cannot serve them: a queue grows while one is missing. An engine takes some seconds to start, like one with a model.
+Requests arrive at three replicas on Ray, in all runs the same ones at the same random times. Two replicas cannot serve
+them all, so a queue grows while one is missing. An engine takes some seconds to start, like one with a model.
 ``transect/plan/drills.py`` simulates each drill with the shipping scheduler and router, as ``transect plan drills``
 does. It is given the time of a step and the times of starts, all measured in a calm fleet, and the limits of the
 settings. Then the drill happens: router, hosts, engine processes and Ray are real; tokens are made up

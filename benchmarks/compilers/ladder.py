@@ -148,7 +148,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def floor_s(row: dict[str, Any], measured: dict[str, float]) -> float:
-    """Return the seconds that a rung needs at the least."""
+    """Return the floor of a rung in seconds: the longer of its arithmetic and its memory traffic."""
     return max(row["flops"] / measured["flops_per_second"], row["bytes"] / measured["bytes_per_second"])
 
 

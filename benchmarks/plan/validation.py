@@ -41,7 +41,7 @@ from transect.spec.shapes import PRESETS
 
 HOUR = Mix(prompt=Lengths.parse("lognormal:850,0.9,4050"), output=Lengths.parse("lognormal:180,0.6,1000"), burstiness=2)
 HOUR_REQUESTS, HOUR_S = 19366, 3480
-"""As many requests in as many seconds as Azure's conversations of 2023, with the same mean lengths."""
+"""Requests and seconds of Azure's conversations of 2023; ``HOUR`` has their mean lengths."""
 ENGINES = 8
 """Engines of the fleet whose simulation is timed."""
 

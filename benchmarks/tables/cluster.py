@@ -65,7 +65,7 @@ def predicted(result: Mapping[str, Any]) -> str:
     return "\n".join([
         *lines, "",
         f"`{result['command']}`: three replicas on Ray with engines that make tokens up, {result['rate']:g} requests a "
-        f"second, so many that two replicas cannot serve them. {_made(result, ', which had other work too')}",
+        f"second, which is more than two replicas can serve. {_made(result, ', which had other work too')}",
     ])  # fmt: skip
 
 

@@ -141,7 +141,7 @@ class Relay:
                 message = wire.decode_from_engine(data)
                 if isinstance(message, wire.Ready):
                     self._ready.set_result(message)
-                    if self._next is not None:  # here, not where ``_ready`` is awaited: the next message may come first
+                    if self._next is not None:  # at once: a message may arrive before ``_ready`` is awaited
                         self._link, self._next = self._next, None
                         self._link.put(links.ENGINE, data)
                 elif isinstance(message, wire.Failed):
