@@ -127,6 +127,7 @@ class GPURunner:
             "graph_tokens": min(graph_tokens, max_num_batched_tokens),
             "multiple": pad_tokens,
             "fine_rows": int(fine_rows),
+            "rows": max_num_seqs,
         }
         """Padded step sizes, used by the step-time model; see ``step_sizes.py``."""
         self.launched = ""
