@@ -18,7 +18,8 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import gpu_queue, record
-from benchmarks.checks import numerics, speed_of_trees, structure
+from benchmarks.checks import ladder as rungs
+from benchmarks.checks import ladder_limits, numerics, speed_of_trees, structure
 from benchmarks.compilers import follow
 from benchmarks.compilers import ladder as compilers
 from benchmarks.engine import (
@@ -492,6 +493,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "benchmarks/compilers/ladder.py",
         lambda ladder: follow.planes_table(_load("cpu/compilers_followed.json"), ladder),
     ),
+    "learn-alarms": once_recorded("cpu/ladder.json", "benchmarks/checks/ladder.py", rungs.alarms_table),
+    "learn-kernels": once_recorded("h200/ladder.json", "benchmarks/checks/ladder.py --device cuda", rungs.kernels_table),
+    "learn-limits": once_recorded("cpu/ladder_limits.json", "benchmarks/checks/ladder_limits.py", ladder_limits.table),
     "cpu-peers": once_recorded("cpu/cpu_peers.json", "benchmarks/engine/cpu_peers.py", cpu_peers.table),
     "cpu-peers-shapes": once_recorded(
         "cpu/cpu_peers_shapes.json",
