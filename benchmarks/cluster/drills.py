@@ -5,8 +5,8 @@
 The fleet has three replicas of ``tests/helpers/stub_engine.py`` (the shipping engine process, scheduler and messages,
 with made-up tokens), or with ``--real`` of a model. All drills run in one Ray cluster of this machine, which is started
 and ended here. Each answer is compared with an undisturbed one. ``predicted.py`` compares the drills with predictions.
-Writes benchmarks/results/cpu/fleet_drills.json; drills that are not run keep their results there. All of them take about seven
-minutes.
+Writes benchmarks/results/cpu/fleet_drills.json; drills that are not run keep their results there. All of them take
+about seven minutes.
 
   kills       kill -9 of engines and of replicas' actors at random moments, one at a time
   stopped     SIGSTOP of an engine: half alive, it holds its connection and answers nothing
