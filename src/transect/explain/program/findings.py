@@ -65,6 +65,8 @@ FOR_VALUES = {
     )
 }
 """Operators that programs call to read a single value."""
+ON_DEVICE = ("float32 products", "float64", "padding", "attention")
+"""Kinds of findings whose change shortens kernels: on a GPU the time for which the host issues work remains."""
 VALUE_BYTES = 64
 """Largest copy to the host, in bytes, that counts as single values, as ``.item()`` makes it."""
 
@@ -80,6 +82,9 @@ def find(material: Material) -> list[Finding]:
     }
     found = [replace(each, gain=each.gain * scale[each.kind]) for each in found]
     wall = material.split.own or 1.0
+    if material.split.on_gpu:
+        most = max(0.0, wall - material.split.issuing)
+        found = [replace(each, gain=min(each.gain, most)) if each.kind in ON_DEVICE else each for each in found]
     found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
     found = sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain)
     return [replace(each, gain=min(each.gain, wall)) for each in placed(found, material)]
@@ -116,7 +121,7 @@ def synchronisation(material: Material) -> Iterator[Finding]:
             "sync",
             "the program waits for the GPU",
             f"{len(waits)} times, after each of which the GPU is idle until the host issues new work",
-            max(0.0, min(waited, split.own - max(split.busy - read, split.issuing))),
+            max(0.0, split.own - max(split.busy - read, split.issuing)) if waited else 0.0,
             "keep values in tensors and read them once, after the loop (.item(), .cpu() and print() wait)",
         )
         return
@@ -166,18 +171,18 @@ def launching(material: Material) -> Iterator[Finding]:
         waits = sum(op.calls for op in split.named("aten::item"))
         seconds = split.parts["launch"] - _sync_launch(split, waits)
     seconds *= 1 - 1 / most.calls
-    fused = seconds * _fusible(split)
     chained = bool(material.facts.get("chained"))
+    fused = seconds * _fusible(split)
     yield Finding(
         "launch",
         "many small operators",
         f"{calls} operators; {most.title} {most.calls} times with {most.key.shapes}",
-        fused if chained else seconds,
+        fused if chained and not split.on_gpu else seconds,
         "each call needs the result of the one before: use a module for whole sequences (nn.LSTM, not LSTMCell), or "
-        "torch.compile"
+        + ("a CUDA graph: torch.compile(mode='reduce-overhead')" if split.on_gpu else "torch.compile")
         if chained
         else "do the loop's work in one batch; else torch.compile or a CUDA graph",
-        apply="compile" if chained else _fewer_calls(material),
+        apply=_fewer_calls(material, chained),
         gains={"compile": fused},
     )
 
@@ -202,11 +207,12 @@ def _is_product(name: str) -> bool:
     return name in PRODUCTS or name in CONVOLUTIONS or any(each in name for each in ATTENTION)
 
 
-def _fewer_calls(material: Material) -> str:
-    """Return the change that reduces calls of operators, if no backward pass runs."""
+def _fewer_calls(material: Material, chained: bool) -> str:
+    """Return the changes that reduce calls of operators and can be made from outside."""
     if material.facts.get("backward", True):
         return "compile"
-    return "batching, CUDA graph, compile" if material.split.on_gpu else "batching, compile"
+    graph = "CUDA graph, " if material.split.on_gpu else ""
+    return f"{'' if chained else 'batching, '}{graph}compile"
 
 
 def small_batch(material: Material) -> Iterator[Finding]:
@@ -418,7 +424,7 @@ def allocation(material: Material) -> Iterator[Finding]:
     split = material.split
     calls = _runtime(split, r"Malloc$|Free$|HostAlloc")
     if len(calls) >= MANY:
-        seconds = float(sum(split.trace.dur[i] for i in calls))
+        seconds = min(float(sum(split.trace.dur[i] for i in calls)), max(0.0, split.own - split.busy))
         advice = "remove torch.cuda.empty_cache(); keep shapes alike; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         title, evidence = "the allocator asks the driver", f"{len(calls)} calls"
         yield Finding("allocation", title, evidence, seconds, advice, apply="no empty_cache")
@@ -439,7 +445,7 @@ def fallback(material: Material) -> Iterator[Finding]:
         return
     slow = on_the_host(split.trace)
     if slow:
-        seconds = float(sum(split.trace.dur[i] for i in slow))
+        seconds = min(float(sum(split.trace.dur[i] for i in slow)), max(0.0, split.own - split.busy))
         names = sorted({split.trace.key_of(i).name for i in slow})
         advice = "move their inputs to the GPU, or use an operator that has a kernel there"
         yield Finding("fallback", "operators compute on the host", ", ".join(names[:5]), seconds, advice)
