@@ -118,6 +118,8 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
     inner = [frame for frame in inner if OURS not in frame.file]
     if any(part in frame.file for frame in stack for part in COMPILER_FILES):
         return Doing("recompilation", "compile", user)
+    if _computes_again(stack):
+        return Doing("launch", "recomputation", user)
     if any(IMPORTS in frame.file for frame in inner):
         return Doing("host", "import", user)
     for frame in stack:
@@ -131,6 +133,16 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
     if kind == "python" and any(CALLERS.search(frame.file) for frame in inner):
         return Doing("launch", "calls", user)
     return Doing("loading" if kind == "file" else "host", kind, user)
+
+
+def _computes_again(stack: tuple[Frame, ...]) -> bool:
+    """Return True if activation checkpointing computes a layer again."""
+    for frame in stack:
+        if frame.file.endswith("/torch/utils/checkpoint.py"):
+            return frame.function in ("recompute_fn", "unpack_hook", "backward")
+        if frame.function == "_engine_run_backward":
+            return False
+    return False
 
 
 def _by_library(inner: Sequence[Frame]) -> str:

@@ -27,7 +27,7 @@ from .changes import NotPossible
 from .finding import Material
 from .findings import find
 from .gaps import Named, name_gaps
-from .recording import autograd_seconds, marks, profiler_seconds
+from .recording import autograd_seconds, marks, memory_share, profiler_seconds
 from .report import Explanation
 from .sampler import StackSamples
 from .script import Input, Script, ScriptFailed
@@ -105,6 +105,9 @@ class Explain:
             "cores": self._cores,
             "padding": steady.watch.padding,
             "chained": steady.watch.chained,
+            "prefix": steady.watch.prefix,
+            "unused": steady.watch.unused,
+            "memory": memory_share(trace.on_gpu),
         }
         if self._all_cores and steady.recording.idle_cores is not None:
             facts["idle_cores"] = steady.recording.idle_cores

@@ -54,7 +54,9 @@ class Material:
     samples: StackSamples | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the run: ``threads`` of torch, ``cores``, ``backward`` (True if one ran), ``padding`` (share of tokens),
-    ``autograd_s`` (seconds that recording adds to an operator)."""
+    ``autograd_s`` (seconds that recording adds to an operator), ``prefix`` (mean length of sequences that grow by one
+    element a call), ``unused`` (share of the parameters with gradients that no optimizer updates, and True if all of
+    them come before those that one updates), ``memory`` (largest used share of the device's memory)."""
     plain_samples: StackSamples | None = None
     """Samples of steps without profiling."""
 

@@ -28,6 +28,16 @@ from .findings_host import (
     threads,
     whole_shares,
 )
+from .findings_work import (
+    REACHED,
+    dense_gradients,
+    gradients,
+    padding,
+    pairs,
+    prefix,
+    recomputation,
+    unused_gradients,
+)
 from .libraries import attention, placed
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, SIZES, cost, floor
 from .split import COPIES, SLOW_CALL_S, SYNC, WAITS, OpStat, Split, of_number, on_the_host
@@ -38,10 +48,6 @@ CALLING = ("launch", "sync")
 """Kinds of findings about calls of operators."""
 LEAST = 0.02
 """Least gain, as a share of the wall time, of a reported finding."""
-RECORDING_S = 1e-6
-"""Seconds that autograd adds to an operator, assumed if not measured."""
-REACHED = 0.5
-"""Share of a device's rate that a product of some hundred rows roughly reaches."""
 FOR_VALUES = {
     f"aten::{name}"
     for name in (
@@ -65,7 +71,7 @@ FOR_VALUES = {
     )
 }
 """Operators that programs call to read a single value."""
-ON_DEVICE = ("float32 products", "float64", "padding", "attention")
+ON_DEVICE = ("float32 products", "float64", "padding", "attention", "prefix", "recomputation", "broadcast")
 """Kinds of findings whose change shortens kernels: on a GPU the time for which the host issues work remains."""
 VALUE_BYTES = 64
 """Largest copy to the host, in bytes, that counts as single values, as ``.item()`` makes it."""
@@ -332,41 +338,6 @@ def _has_doubles(key: Key) -> bool:
     return any(kind == "double" and shape != [] for kind, shape in zip(key.types, shapes, strict=False))
 
 
-def padding(material: Material) -> Iterator[Finding]:
-    """Find tokens that are padding."""
-    seconds = material.split.parts["padding"]
-    if seconds:
-        share = float(material.facts.get("padding", 0.0))
-        yield Finding(
-            "padding",
-            "most of the work is on padding" if share > 0.5 else "work on padding",
-            f"{share:.0%} of the token ids are padding",
-            seconds,
-            "sort by length, pack sequences, or use variable-length attention",
-        )
-
-
-def gradients(material: Material) -> Iterator[Finding]:
-    """Find recording by autograd whose gradients are never used."""
-    if material.facts.get("backward", True):
-        return
-    split = material.split
-    calls = min(split.trace.recorded, sum(op.calls for op in split.ops if op.key.nodes))
-    seconds = calls * float(material.facts.get("autograd_s", RECORDING_S))
-    seconds = min(seconds, (split.parts["launch"] + split.parts["inefficiency"]) / 2)
-    if split.on_gpu:  # beside what the GPU computes recording costs nothing
-        seconds = min(seconds, max(0.0, split.issuing - split.busy))
-    if calls >= MANY:
-        yield Finding(
-            "autograd",
-            "autograd records operators, and no backward pass runs",
-            f"{calls} operators were recorded",
-            seconds,
-            "run inference under torch.inference_mode()",
-            apply="inference mode",
-        )
-
-
 def loading(material: Material) -> Iterator[Finding]:
     """Find a DataLoader that works in the main process."""
     split = material.split
@@ -471,4 +442,9 @@ DETECTORS: tuple[Callable[[Material], Iterator[Finding]], ...] = (
     allocation,
     fallback,
     attention,
+    unused_gradients,
+    dense_gradients,
+    recomputation,
+    prefix,
+    pairs,
 )

@@ -74,7 +74,7 @@ def host(material: Material) -> Iterator[Finding]:
         if not every:
             evidence = f"{plain[kind]:.0%} of the samples without profiling"
         if kind == "compile" or kind in WHOLE:
-            continue  # ``compiling`` and ``library`` have them
+            continue  # other detectors have them
         if kind in HOST_ADVICE:
             title, advice = HOST_ADVICE[kind]
             # Beside a thread that holds the lock it is unknown how long the same Python would take.

@@ -201,6 +201,19 @@ def autograd_seconds(on_gpu: bool) -> float:
     return max(0.0, (min(recorded) - min(plain)) / PROBES / RECORDED)
 
 
+def memory_share(on_gpu: bool) -> float:
+    """Return the largest share of the device's memory that this process has used so far; 1 if unknown."""
+    if on_gpu:
+        return torch.cuda.max_memory_reserved() / torch.cuda.mem_get_info()[1]
+    try:
+        import resource  # not on Windows
+
+        used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return used / (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (ImportError, OSError, ValueError):
+        return 1.0
+
+
 def _activities() -> list[torch.profiler.ProfilerActivity]:
     """Return all activities of this machine."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler logs each start and end among what the program prints

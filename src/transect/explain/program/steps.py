@@ -35,6 +35,8 @@ LOOKS = 200
 SEEN_ROWS = 64
 """Rows of each batch of ids that are kept for inspection."""
 LEAST_PADDING = 0.05
+SEQUENCES = ("decoder_input_ids", "input_ids", "inputs_embeds")
+"""Arguments of transformers' models that hold a sequence; others get theirs as the first argument."""
 
 Mark = tuple[str, int]
 """(kind, number of the module or optimizer); 0 for loaders, which programs create repeatedly."""
@@ -54,6 +56,14 @@ class StepWatch:
         self._made: dict[int, list[weakref.ref[Tensor]]] = {}
         """Tensors that the last call of each root returned."""
         self._calls = self._chained = 0
+        self._shapes: dict[int, tuple[int, ...]] = {}
+        """Shape of the sequence that each root got last."""
+        self._lengths: list[int] = []
+        """Lengths of sequences with one element more than the call before."""
+        self._updated: set[int] = set()
+        """Parameters of all optimizers."""
+        self._graded: dict[int, tuple[int, int]] = {}
+        """(Place in its root, size) of each parameter that had a gradient at a step."""
         self._optimizers: list[weakref.ref[Any]] = []
         self._training: dict[Mark, bool] = {}
         self._inside: set[int] = set()
@@ -142,6 +152,10 @@ class StepWatch:
         if number < 0:
             number = next((i for i, each in enumerate(known) if each() is None), len(known))
             known[number : number + 1] = [weakref.ref(optimizer)]
+            self._updated |= {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if self.counts[KINDS[0], number] < REPEATS:
+            places = (pair for root in self._roots.values() for pair in enumerate(root.parameters()))
+            self._graded |= {id(each): (place, each.numel()) for place, each in places if each.grad is not None}
         self._count((KINDS[0], number))
 
     def _count(self, mark: Mark) -> None:
@@ -182,6 +196,29 @@ class StepWatch:
         self._calls += 1
         self._chained += any(each is one for each in given for one in before)
         self._made[id(module)] = [weakref.ref(each) for each in tree_leaves(output) if isinstance(each, Tensor)]
+        sequence = next((kwargs[name] for name in SEQUENCES if kwargs.get(name) is not None), args[0] if args else None)
+        if isinstance(sequence, Tensor) and sequence.ndim > 1 and not torch.is_grad_enabled():
+            shape, before = tuple(sequence.shape), self._shapes.get(id(module), ())
+            self._shapes[id(module)] = shape
+            grown = [now for now, last in zip(shape, before, strict=False) if now != last]
+            if len(shape) == len(before) and len(grown) == 1 and sum(shape) == sum(before) + 1 and grown[0] > 2:
+                self._lengths.append(grown[0])
+
+    @property
+    def prefix(self) -> float:
+        """Mean length of the sequences with one element more than in the call before; 0 if few calls get such ones."""
+        enough = len(self._lengths) >= LATER and 2 * len(self._lengths) > self._calls
+        return sum(self._lengths) / len(self._lengths) if enough else 0.0
+
+    @property
+    def unused(self) -> tuple[float, bool]:
+        """Share of the parameters with gradients that no optimizer updates; True if they come before all others."""
+        unused = [each for number, each in self._graded.items() if number not in self._updated]
+        used = [each for number, each in self._graded.items() if number in self._updated]
+        sizes = [sum(size for _, size in each) for each in (unused, used)]
+        if not used or not unused:
+            return 0.0, False
+        return sizes[0] / sum(sizes), max(place for place, _ in unused) < min(place for place, _ in used)
 
     @property
     def chained(self) -> bool:
