@@ -70,18 +70,19 @@ def gradients(material: Material) -> Iterator[Finding]:
 
 
 def unused_gradients(material: Material) -> Iterator[Finding]:
-    """Find gradients of parameters that no optimizer updates."""
+    """Find gradients of parameters that no optimizer updates, or that are dropped before its step."""
     share, before = material.facts.get("unused", (0.0, False))
     seconds = backward_seconds(material.split) * share
     if seconds:
         kind = "" if before else "weight "
         yield Finding(
             "unused gradients",
-            "gradients are computed for parameters that no optimizer updates",
-            f"{share:.0%} of the parameters with gradients; {1e3 * seconds:.1f} ms of the backward pass",
+            "gradients are computed that no optimizer uses",
+            f"{share:.0%} of the gradients are of parameters without an optimizer, or dropped before its step: "
+            f"{1e3 * seconds:.1f} ms of the backward pass",
             seconds if before else seconds / 2,  # those of activations are needed to reach the parameters before them
             f"requires_grad_(False) for frozen parameters: their {kind}gradients are left out"
-            + ("; or run the frozen part under torch.no_grad()" if before else ""),
+            + ("; or detach() what they return, or run them under torch.no_grad()" if before else ""),
         )
 
 

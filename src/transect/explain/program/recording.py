@@ -202,16 +202,26 @@ def autograd_seconds(on_gpu: bool) -> float:
 
 
 def memory_share(on_gpu: bool) -> float:
-    """Return the largest share of the device's memory that this process has used so far; 1 if unknown."""
+    """Return the used share of the device's memory, on a GPU the largest so far; 1 if unknown."""
     if on_gpu:
         return torch.cuda.max_memory_reserved() / torch.cuda.mem_get_info()[1]
-    try:
-        import resource  # not on Windows
+    return resident_bytes() / total_memory() if resident_bytes() else 1.0
 
-        used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return used / (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (ImportError, OSError, ValueError):
-        return 1.0
+
+def resident_bytes() -> int:
+    """Return the bytes of memory that this process holds; 0 if the system does not report them."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def total_memory() -> int:
+    """Return the bytes of the machine's memory; 16 GiB if the system does not report them."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        return 16 << 30
 
 
 def _activities() -> list[torch.profiler.ProfilerActivity]:
