@@ -494,7 +494,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
         lambda ladder: follow.planes_table(_load("cpu/compilers_followed.json"), ladder),
     ),
     "learn-alarms": once_recorded("cpu/ladder.json", "benchmarks/checks/ladder.py", rungs.alarms_table),
-    "learn-kernels": once_recorded("h200/ladder.json", "benchmarks/checks/ladder.py --device cuda", rungs.kernels_table),
+    "learn-kernels": once_recorded(
+        "h200/ladder.json", "benchmarks/checks/ladder.py --device cuda", rungs.kernels_table
+    ),
     "learn-limits": once_recorded("cpu/ladder_limits.json", "benchmarks/checks/ladder_limits.py", ladder_limits.table),
     "cpu-peers": once_recorded("cpu/cpu_peers.json", "benchmarks/engine/cpu_peers.py", cpu_peers.table),
     "cpu-peers-shapes": once_recorded(
