@@ -20,7 +20,7 @@ from ...costs.ceilings import Ceilings
 from ...costs.presets import preset
 from ..record import Case, Rung
 from ..texts import HOLE
-from .compare import difference
+from .compare import call_text, difference
 from .verdict import Verdict, time_text
 from .workshop import ProgramFailed, ProgramRun, Submission, Workshop, workshop
 
@@ -95,6 +95,7 @@ def _cases(rung: Rung, program: Submission, rng: Any, verdict: Verdict) -> None:
             if "is not written yet" in str(error) or program.alarms:
                 raise
             verdict.reason, verdict.detail = case.teaches, f"{case.name}: {error}"
+            verdict.call = call_text(entry, arguments)
             return
         if run.alarms:
             return
@@ -102,7 +103,7 @@ def _cases(rung: Rung, program: Submission, rng: Any, verdict: Verdict) -> None:
         problem = problem or _changed(rung, entry, arguments, run.inputs[0])
         if problem:
             verdict.reason = _slip(rung, entry, arguments, run.outputs[0], case) or case.teaches
-            verdict.detail = f"{case.name}: {problem}"
+            verdict.detail, verdict.call = f"{case.name}: {problem}", call_text(entry, arguments)
             return
         verdict.passed.append(case.name)
     verdict.right = True

@@ -32,6 +32,10 @@ COMPILERS = ("g++", "c++", "clang++")
 PLAIN = (int, float, bool, str, bytes, type(None))
 
 
+class NotCompiled(Exception):
+    """A C++ program is refused by its compiler."""
+
+
 class Session:
     """One program in this process."""
 
@@ -169,7 +173,7 @@ class Session:
 
     def describe(self, error: BaseException) -> str:
         """Describe an error with its line in the student's own file."""
-        if isinstance(error, NotImplementedError):
+        if isinstance(error, NotImplementedError | NotCompiled):
             return str(error)
         line = next((f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == self.path),
                     None)  # fmt: skip
@@ -183,7 +187,7 @@ def compile_cpp(path: str, *, counted: bool = False) -> Any:
     """Compile a C++ program and load it; ``counted``: with the functions of ``traffic.cpp`` at its loads and stores.
 
     Raises:
-        RuntimeError: it does not compile; the message is the compiler's.
+        NotCompiled: the message is the compiler's.
     """
     folder = Path(tempfile.mkdtemp())
     target = str(folder / "program.so")
@@ -200,7 +204,7 @@ def compile_cpp(path: str, *, counted: bool = False) -> Any:
     for command in commands:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"it does not compile: {done.stderr.strip()[:1200]}")
+            raise NotCompiled(f"it does not compile: {done.stderr.strip().replace(f'{Path(path).parent}/', '')[:1200]}")
     return ctypes.CDLL(target)
 
 
