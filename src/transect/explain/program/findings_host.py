@@ -66,16 +66,18 @@ def host(material: Material) -> Iterator[Finding]:
     for each in material.named:
         totals.setdefault(each.doing.kind, []).append(each)
     plain = {} if material.split.on_gpu else material.shares(_kind)
-    for kind in dict.fromkeys([*totals, *(each for each in plain if each in EVERYWHERE)]):
+    for kind in dict.fromkeys([*totals, *(each for each in plain if each in EVERYWHERE or each == "python")]):
         every = totals.get(kind, [])
         seconds = sum(each.seconds for each in every)
         if plain and kind in EVERYWHERE:
             seconds = plain.get(kind, 0.0) * material.split.own
+        elif kind == "python":
+            seconds = max(seconds, _of_libraries(material) / max(0.01, rest_share(material)))
         where = max(every, key=lambda each: each.seconds).doing.frame if every else None
         place = f"in {where}" if where else "outside of its own lines"
         evidence = f"{1e3 * seconds:.1f} ms between operators, most of it {place}"
         if not every:
-            evidence = f"{plain[kind]:.0%} of the samples without profiling"
+            evidence = f"{plain.get(kind, 0.0):.0%} of the samples without profiling"
         if kind == "compile" or kind in WHOLE:
             continue  # other detectors have them
         if kind in HOST_ADVICE:
@@ -120,11 +122,27 @@ def rest_share(material: Material) -> float:
     traced = sum(each.seconds for each in material.named if each.doing.kind in EVERYWHERE)
     loading = sum(each.seconds for each in material.named if each.doing.part == "loading")
     traced += material.split.parts["loading"] - loading
+    python = sum(each.seconds for each in material.named if each.doing.kind == "python")
+    traced += min(python, _of_libraries(material))
     return min(MOST_LEFT, (1.0 - plain.get("sampled", 0.0)) / max(0.01, 1.0 - traced / own))
 
 
 def _sampled(sample: Sample) -> str:
-    return "sampled" if in_loader(sample.stack) or doing_of(sample.stack).kind in EVERYWHERE else ""
+    known = in_loader(sample.stack) or doing_of(sample.stack).kind in EVERYWHERE or _python_of_library(sample)
+    return "sampled" if known else ""
+
+
+def _python_of_library(sample: Sample) -> str:
+    """Return "library" in Python code of a library that does not call operators; else an empty string."""
+    doing = doing_of(sample.stack)
+    mine = in_loader(sample.stack) or doing.kind != "python" or sample.stack[0] == doing.frame
+    return "" if mine else "library"
+
+
+def _of_libraries(material: Material) -> float:
+    """Return the seconds of Python code of libraries that do not call operators, by samples without profiling."""
+    plain = {} if material.split.on_gpu else material.shares(_python_of_library)
+    return plain.get("library", 0.0) * material.split.own
 
 
 def _kind(sample: Sample) -> str:

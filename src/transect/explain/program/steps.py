@@ -244,6 +244,11 @@ class StepWatch:
                 self._lengths.append(grown[0])
 
     @property
+    def chained(self) -> bool:
+        """True if most calls of a module need the result of the call before."""
+        return self._chained >= REPEATS and 2 * self._chained > self._calls
+
+    @property
     def prefix(self) -> float:
         """Mean length of the sequences with one element more than in the call before; 0 if few calls get such ones."""
         enough = len(self._lengths) >= LATER and 2 * len(self._lengths) > self._calls
