@@ -154,8 +154,8 @@ def part_of_room(weight: float, total: float, ratio: float) -> float:
 class Rooms:
     """Accounts of the time that clients' prompts have taken, in rooms: the time of a step beyond its decodes.
 
-    A client owes what its prompts took beyond its part of each step. Its prompts wait as long as prompts of a client
-    that owes less, by more than a room, are there. One that owes ``FREE_STEPS`` gets its part alone. If its prompts took
+    A client owes what its prompts took beyond its part of each step. Its prompts wait as long as there are prompts of a
+    client that owes less by more than a room. One that owes ``FREE_STEPS`` gets its part alone. If its prompts took
     more than that, because a chunk reads a long context, they wait until it is repaid.
     """
 
