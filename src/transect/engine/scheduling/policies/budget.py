@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Listed
 from itertools import islice
 from typing import NamedTuple
@@ -167,15 +167,15 @@ class StepBudget:
         self._next = (0.0, math.inf)
         self._room = StepLoad(0), 0.0
         self.rooms.discard()
+        decodes = any(map(_decodes, running))
+        if decodes and not (len(waiting) or cut):
+            return Budget(self._mixed, self._chunk)
         timed = self._config.itl_target is not None
-        streams = {seq.request.spec.client for seq in running if seq.scheduled + 1 == seq.length < seq.max_length}
-        expected = self._expected(streams, running, waiting) if timed and self.times.steps >= LEARN_STEPS else 0
-        if not (streams or expected):
+        expected = self._expected(running, waiting) if timed and self.times.steps >= LEARN_STEPS else 0
+        if not (decodes or expected):
             most = self._config.max_num_batched_tokens
             prompts = [seq.length - seq.scheduled for seq in running if seq.length - seq.scheduled > 1]
             return Budget(most, self._chunk, self._shares(most, most, prompts, waiting, barred) if timed else ())
-        if not (len(waiting) or cut):
-            return Budget(self._mixed, self._chunk)
         if self._config.itl_target is not None:
             if self.times.steps >= LEARN_STEPS:
                 return self._by_time(self._config.itl_target, running, waiting, barred, expected)
@@ -228,11 +228,12 @@ class StepBudget:
         here += waiting.num_tokens if chunk >= tokens else sum(min(seq.to_compute, chunk) for seq in waiting.in_order())
         return Coming(min(here, tokens), here >= tokens)
 
-    def _expected(self, streams: Collection[str], running: Listed[Sequence], waiting: WaitingQueue) -> int:
+    def _expected(self, running: Listed[Sequence], waiting: WaitingQueue) -> int:
         """Count the clients without a stream whose answers have just ended; 0 if there is one client alone."""
         recent = set(self.recent)
         clients = recent.union(waiting.new.by_client, (seq.request.spec.client for seq in running))
-        return len(recent.difference(streams)) if len(clients) > 1 else 0
+        streams = (seq.request.spec.client for seq in running if _decodes(seq))
+        return len(recent.difference(streams)) if recent and len(clients) > 1 else 0
 
     def _by_time(
         self, target: float, running: Listed[Sequence], waiting: WaitingQueue, barred: bool, expected: int
@@ -285,11 +286,10 @@ class StepBudget:
         room = tokens - rows
         long = LONG * (usual if usual > 0 else room)
         shares = self._shares(room, long, [count for count, _ in here], waiting, barred)
-        rooms: dict[str, int] = {}
-        for client, part in parts.items():
-            deep = max((done for each, _, done in prompts if each == client), default=0)
-            fits = self._least(beside, deep, scored) - alone <= part * self._room[1]
-            rooms[client] = max(1, int(room * part)) if part > 0.0 and fits else room if part > 0.0 else 0
+        rooms = {client: max(1, int(room * part)) if part > 0.0 else 0 for client, part in parts.items()}
+        for client, _, done in prompts:  # a chunk that reads a long context takes the whole room, and then waits
+            if rooms.get(client) and self._least(beside, done, scored) - alone > parts[client] * self._room[1]:
+                rooms[client] = room
         return Budget(tokens, self._chunk, shares, rooms=rooms, held=len(running) - rows)
 
     def _least(self, beside: StepLoad, context: int, scored: bool) -> float:
@@ -355,6 +355,10 @@ class StepBudget:
             and len(waiting) + len(running) <= self._config.max_num_seqs
             and nothing_ends_later(self.fill_tokens, running, waiting.in_order())
         )
+
+
+def _decodes(seq: Sequence) -> bool:
+    return seq.scheduled + 1 == seq.length < seq.max_length
 
 
 def _felt(prompts: Listed[int], waiting: WaitingQueue) -> tuple[int, int]:

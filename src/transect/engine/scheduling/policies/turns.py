@@ -31,6 +31,8 @@ LEAST = 0.25
 """Least part of the room for one client."""
 FREE_STEPS = 8
 """Room of whole steps that a client may take before it is limited."""
+BESIDE_PROMPTS = 0.25
+"""Share of their room that additional rows get if there are prompts, which need the rest."""
 RECENT_STEPS = 64
 """Steps after an answer in which the next request of its client is expected."""
 LOOKED_AT = 64
@@ -125,7 +127,7 @@ def take_turns(
     many = sum(weight for client, weight in weights.items() if len(rows[client]) > level * weight)
     total_weight = sum(weights.values()) + len(present) - len(rows)
     part = 1.0 if target else part_of_room(many, total_weight, ratio)
-    limit = reference + max(0.0, longest - reference) * part * (0.5 if prompts else 1.0)
+    limit = reference + max(0.0, longest - reference) * part * (BESIDE_PROMPTS if prompts else 1.0)
     low, high = least, total + 1
     while high - low > 1:
         middle = (low + high) // 2
