@@ -298,38 +298,48 @@ class Scheduler(Bookkeeping):
                 return False
 
     def _share_out(self) -> bool:
-        """Give places, or KV blocks, of clients above their share to a client below, if the queue's head lacks them
-        (``policies/places``). The sequence that gets them moves to the head of the queue, and the ones that lose theirs
-        wait right behind it. Returns True if the new head can be admitted now."""
-        head, blocks = self.waiting.head(), self.blocks
-        assert head is not None
-        lacks: Callable[[Sequence], bool]
-        if self._barrier(head) == "places":
-            most, amount_of, lacks = self.config.max_num_seqs, self._places_of, self._lacks_places
-        elif self.held_back == "kv" and not blocks.returns_pending:
-            most, amount_of, lacks = self.config.num_blocks, blocks.held_or_needed, self._lacks_blocks
-        else:
-            return False
-        front = self.waiting.in_order()[:LOOKED_AT]
-        found = exchange(self.running, front, amount_of, most)
-        if found is None:
-            return False
-        newcomer, loser = found
-        if newcomer is not front[0]:
-            self.waiting.move(newcomer, (*front[0].rank[:4], newcomer.seq_id - BEHIND))
-        while lacks(newcomer):
+        """Give places, or KV blocks, of clients above their share to clients below, if there are too few for the queue
+        (``policies/places``). Sequences that get them move to the head of the queue, and those that lose theirs wait
+        right behind. Returns True if one of them can be admitted now."""
+        front, blocks = self.waiting.in_order()[:LOOKED_AT], self.blocks
+        granted: list[Sequence] = []
+        if self._places + sum(map(self._places_of, front)) > self.config.max_num_seqs:
+            while self._grant(granted, front, self._places_of, self.config.max_num_seqs, self._lacks_places):
+                pass
+        if self.held_back == "kv" and not (granted or blocks.returns_pending):
+            self._grant(granted, front, blocks.held_or_needed, self.config.num_blocks, self._lacks_blocks)
+        return bool(granted) and not blocks.returns_pending
+
+    def _grant(
+        self,
+        granted: list[Sequence],
+        front: list[Sequence],
+        amount_of: Callable[[Sequence], int],
+        most: int,
+        lacks: Callable[[Sequence, list[Sequence]], bool],
+    ) -> bool:
+        """Give one more waiting sequence what it lacks, beside those of ``granted``, which it joins. Returns False if
+        there is none."""
+        moved = False
+        while True:
+            left = [seq for seq in front if seq not in granted]
+            found = exchange([*self.running, *granted], left, amount_of, most)
+            if found is None or (moved and found[0] is not newcomer):
+                return False
+            newcomer, loser = found
+            if not moved and newcomer is not front[0]:
+                self.waiting.move(newcomer, (*front[0].rank[:4], newcomer.seq_id - BEHIND))
+            moved = True
+            if not lacks(newcomer, granted):
+                granted.append(newcomer)
+                return True
             loser.rank = self._rank_of_loser(loser, newcomer)
             self._preempt(loser)
-            found = exchange(self.running, front, amount_of, most)
-            if found is None or found[0] is not newcomer:
-                return not lacks(newcomer)
-            loser = found[1]
-        return not blocks.returns_pending
 
-    def _lacks_places(self, seq: Sequence) -> bool:
-        return self._places + self._places_of(seq) > self.config.max_num_seqs
+    def _lacks_places(self, seq: Sequence, granted: list[Sequence]) -> bool:
+        return self._places + sum(map(self._places_of, (*granted, seq))) > self.config.max_num_seqs
 
-    def _lacks_blocks(self, seq: Sequence) -> bool:
+    def _lacks_blocks(self, seq: Sequence, granted: list[Sequence]) -> bool:
         """Return True if ``seq`` lacks KV blocks, and will lack them when the steps in flight have returned theirs."""
         return self.blocks.blocks_for(seq.length) + self._watermark > self.cache.num_free + self.blocks.num_pending
 

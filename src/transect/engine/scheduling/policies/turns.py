@@ -122,7 +122,8 @@ def take_turns(
     def seconds_of(count: int) -> float:
         return times.predict(StepLoad(count, keys * count // total))
 
-    reference = seconds_of(least + len(clients) - len(rows))
+    absent = len(clients) - len(rows)
+    reference = seconds_of(least + absent)
     longest = target or ratio * reference
     many = sum(weight for client, weight in weights.items() if len(rows[client]) > level * weight)
     total_weight = sum(weights.values()) + len(present) - len(rows)
@@ -131,7 +132,7 @@ def take_turns(
     low, high = least, total + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if seconds_of(middle) <= limit else (low, middle)
+        low, high = (middle, high) if seconds_of(middle + absent * prompts) <= limit else (low, middle)
     if low == total:
         return Turns(frozenset(), longest)
     paused: list[int] = []
