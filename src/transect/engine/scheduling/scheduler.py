@@ -320,16 +320,15 @@ class Scheduler(Bookkeeping):
     ) -> bool:
         """Give one more waiting sequence what it lacks, beside those of ``granted``, which it joins. Returns False if
         there is none."""
-        moved = False
+        newcomer: Sequence | None = None
         while True:
             left = [seq for seq in front if seq not in granted]
             found = exchange([*self.running, *granted], left, amount_of, most)
-            if found is None or (moved and found[0] is not newcomer):
+            if found is None or newcomer not in (None, found[0]):
                 return False
+            if newcomer is None and found[0] is not front[0]:
+                self.waiting.move(found[0], (*front[0].rank[:4], found[0].seq_id - BEHIND))
             newcomer, loser = found
-            if not moved and newcomer is not front[0]:
-                self.waiting.move(newcomer, (*front[0].rank[:4], newcomer.seq_id - BEHIND))
-            moved = True
             if not lacks(newcomer, granted):
                 granted.append(newcomer)
                 return True
