@@ -4,26 +4,23 @@
 
 The workloads are those of ``tests/helpers/engine_workloads.py``: the shipping scheduler on a device that checks every
 KV slot, with prompt lookup, suffixes and a draft model, preemption, grammars, failing steps and pipelines. What each
-choice must yield is computed from its request alone. A workload that fails ends the check; the number of its piece,
-which is its seed, and the workload are printed, and ``--piece N`` runs that piece alone and makes the workload smaller.
-Writes benchmarks/results/cpu/drafted_workloads.json after each piece, and continues one of the same commit.
+choice must yield is computed from its request alone. A workload that fails ends the check, and is printed. Writes
+benchmarks/results/cpu/drafted_workloads.json after each piece, and continues one of the same commit.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import _paths  # noqa: F401
 from benchmarks import record
-from benchmarks.checks._pieces import run_pieces
+from benchmarks.checks._pieces import parser_of, run_pieces
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
+sys.path.insert(0, str(record.ROOT / "tests" / "helpers"))
 from engine_workloads import Workload, run, workloads
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -39,15 +36,17 @@ WORKLOADS = 100
 """Most workloads of a piece."""
 
 
-def piece(number: int, shrink: bool = False) -> Counter[str]:
-    """Run up to ``WORKLOADS`` workloads of one kind, with ``number`` as their seed. Returns how many. ``shrink``: make
-    one that fails smaller, which can take minutes."""
+def piece(number: int) -> Counter[str]:
+    """Run up to ``WORKLOADS`` workloads of one kind, with ``number`` as their seed. Returns how many."""
     counts: Counter[str] = Counter()
-    phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
 
     @seed(number)
     @settings(
-        max_examples=WORKLOADS, deadline=None, database=None, phases=phases, suppress_health_check=list(HealthCheck)
+        max_examples=WORKLOADS,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
     )
     @given(workloads(drafting=True, **list(KINDS.values())[number % len(KINDS)]))
     def check(workload: Workload) -> None:
@@ -59,17 +58,10 @@ def piece(number: int, shrink: bool = False) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, record.RESULTS / "cpu" / "drafted_workloads.json", 4.0)
     parser.add_argument("--workloads", type=int, default=100_000)
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--piece", type=int, help="run this piece alone, and record nothing")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "drafted_workloads.json")
     options = parser.parse_args()
-    if options.piece is not None:
-        print(piece(options.piece, shrink=True))
-        return
-    run_pieces(piece, {"workloads": options.workloads}, options.minutes, options.processes, options.out)
+    run_pieces(piece, {"workloads": options.workloads}, options)
 
 
 if __name__ == "__main__":
