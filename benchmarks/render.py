@@ -585,7 +585,19 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speculation-gpu": lambda: speculation.grid_table(_load("h200/speculation_grid.json")),
     "speculation-cpu": lambda: speculation.grid_table(_load("cpu/speculation_grid.json")),
     "speculation-tasks": lambda: speculation.tasks_table(_load("cpu/speculation_tasks.json")),
+    "speculation-tasks-gpu": once_recorded(
+        "h200/speculation_tasks.json", "benchmarks/engine/speculation.py tasks --deterministic", speculation.tasks_table
+    ),
+    "speculation-pair": once_recorded(
+        "cpu/speculation_pair.json", "benchmarks/engine/speculation.py pair --draft DIRECTORY", speculation.pair_table
+    ),
+    "speculation-pair-gpu": once_recorded(
+        "h200/speculation_pair.json", "benchmarks/engine/speculation.py pair --draft DIRECTORY", speculation.pair_table
+    ),
     "eagle": lambda: eagle.eagle_table(_load("cpu/eagle.json")),
+    "eagle-gpu": once_recorded(
+        "h200/eagle.json", "benchmarks/engine/eagle.py measure --folder DIRECTORY --device cuda", eagle.eagle_table
+    ),
     "rollout": lambda: rollout.rollout_table(_load("cpu/rollout.json")),
     "search": lambda: search_tables.tables(_recorded("cpu/search.json", "h100/search.json")),
     "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
