@@ -25,6 +25,7 @@ from benchmarks.compilers import ladder as compilers
 from benchmarks.engine import (
     batching,
     cpu_peers,
+    cpu_sets,
     cpu_vs_llamacpp,
     eagle,
     grammars,
@@ -71,7 +72,7 @@ from benchmarks.tables import search as search_tables
 from benchmarks.tables import streaming as streaming_tables
 from benchmarks.tables import train as train_tables
 from benchmarks.tables import tuning as tuning_table
-from benchmarks.train import cpu_lora, data_formats, precisions, rollout
+from benchmarks.train import cpu_lora, data_formats, offload_peers, precisions, rollout
 
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
 SITE = record.ROOT / "mkdocs.yml"
@@ -510,6 +511,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "benchmarks/engine/cpu_peers.py --shapes 1.7b,4b,mixture --rounds 1 --repeats 1 --settings 1",
         cpu_peers.table,
     ),
+    "cpu-sets": once_recorded("cpu/cpu_sets.json", "benchmarks/engine/cpu_sets.py", cpu_sets.table),
+    "offload-peers": once_recorded("h100/offload_peers.json", "benchmarks/train/offload_peers.py", offload_peers.table),
     "compilers-roles": lambda: follow.roles_table(_load("cpu/compilers_followed.json")),
     **{f"compilers-{name}": followed(*place) for name, place in follow.EXCERPTS.items()},
     "operators-reference": operators_reference,
