@@ -74,6 +74,7 @@ from benchmarks.train import cpu_lora, data_formats, precisions, rollout
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
 SITE = record.ROOT / "mkdocs.yml"
 TRAINED_ON_TWO = [f"h200/train_parallel_{run}.json" for run in ("1b", "3b", "8b", "again")]
+SEARCHES = ("cpu/search.json", "h200/search.json", "h200/search_long.json", "h100/search.json", "h100/search_long.json")
 GPU_PROGRAMS = ("h100/explain_programs.json", "h200/explain_programs.json")
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -575,7 +576,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speculation-tasks": lambda: speculation.tasks_table(_load("cpu/speculation_tasks.json")),
     "eagle": lambda: eagle.eagle_table(_load("cpu/eagle.json")),
     "rollout": lambda: rollout.rollout_table(_load("cpu/rollout.json")),
-    "search": lambda: search_tables.tables(_recorded("cpu/search.json", "h100/search.json")),
+    "search-stopping": lambda: search_tables.stopping(_load("cpu/search_stopping.json")),
+    "search": lambda: search_tables.tables(_recorded(*SEARCHES)),
     "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
