@@ -78,6 +78,7 @@ PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md")
 SITE = record.ROOT / "mkdocs.yml"
 TRAINED_ON_TWO = [f"h200/train_parallel_{run}.json" for run in ("1b", "3b", "8b", "again")]
 GPUS = ("h100", "h200")
+SEARCHES = ("cpu/search.json", "h200/search.json", "h200/search_long.json", "h100/search.json", "h100/search_long.json")
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -602,7 +603,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "h200/eagle.json", "benchmarks/engine/eagle.py measure --folder DIRECTORY --device cuda", eagle.eagle_table
     ),
     "rollout": lambda: rollout.rollout_table(_load("cpu/rollout.json")),
-    "search": lambda: search_tables.tables(_recorded("cpu/search.json", "h100/search.json")),
+    "search-stopping": lambda: search_tables.stopping(_load("cpu/search_stopping.json")),
+    "search": lambda: search_tables.tables(_recorded(*SEARCHES)),
     "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
