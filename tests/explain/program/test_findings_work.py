@@ -173,7 +173,7 @@ def test_a_batch_replaces_only_loops_inside_of_a_step(tmp_path):
     assert loop_at(Frame(file, "train", 4)) == (file, 3)
     assert loop_at(Frame(file, "train", 6)) == (file, 2), "a loop over layers is none"
     split = types.SimpleNamespace(
-        ops=[types.SimpleNamespace(calls=500, name="mm", key=types.SimpleNamespace(name="mm"))]
+        ops=[types.SimpleNamespace(calls=500, name="mm", key=types.SimpleNamespace(name="mm", nodes=True))]
     )
 
     def share(*lines):

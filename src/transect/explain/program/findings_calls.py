@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,10 +11,10 @@ import numpy as np
 
 from .doing import doing_of, loop_around, loop_text
 from .finding import MANY, Finding, Material, weighed
-from .findings_work import REACHED
+from .findings_work import REACHED, shapes_of
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, floor
 from .sampler import Frame, Sample
-from .split import SLOW_CALL_S, SYNC, WAITS, Split
+from .split import COPIES, PLUMBING, SLOW_CALL_S, SMALL_S, SYNC, WAITS, Split
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
 
 FOR_VALUES = {
@@ -39,6 +40,14 @@ FOR_VALUES = {
     )
 }
 """Operators that programs call to read a single value."""
+ELEMENTS_S = {
+    "topk kthvalue median argsort sort multinomial unique _unique2 unique_dim": 10e-9,
+    "scatter_add_ scatter_ scatter_reduce index_add_ index_put_ _index_put_impl_ histc bincount": 4e-9,
+    "gather index index_select cumsum cumprod nonzero masked_select exp log tanh sigmoid gelu erf pow": 1.5e-9,
+}
+"""Seconds for each element, of operators that compute more than they move."""
+REACHED_ALONE = 0.3
+"""Share of its floor's rate that an operator on a batch reaches at least."""
 READS = re.compile(r"\.(?:item|tolist|cpu|numpy)\(|\b(?:float|int|bool)\(")
 """Text of a loop that reads values of tensors."""
 VALUE_BYTES = 64
@@ -91,9 +100,8 @@ def _value_loops(material: Material) -> tuple[float, frozenset[tuple[str, int]]]
     others = [op for op in split.ops if 2 * op.calls >= count and op.name not in FOR_VALUES | SYNC]
     if count < MANY * max(1, int(material.facts.get("steps") or 1)) or others or not samples:
         return 0.0, frozenset()
-    loops = {loop_around(sample.stack) for sample in samples}
-    training = {loop_around(sample.stack) for sample in samples if _place(sample.stack)}
-    reading = frozenset(loop for loop in loops - training if loop[0] and READS.search(loop_text(loop)))
+    loops = {loop_around(sample.stack) for sample in samples} - training_loops(material)
+    reading = frozenset(loop for loop in loops if loop[0] and READS.search(loop_text(loop)))
     times = weighed(samples, lambda sample: "read" if loop_around(sample.stack) in reading else "")
     return times.get("read", 0.0), reading
 
@@ -140,7 +148,7 @@ def launching(material: Material) -> Iterator[Finding]:
     fused = seconds * fusible
     if not split.on_gpu and not chained:  # on a GPU a graph replaces all calls
         looped = looped_share(material)
-        seconds *= looped + (1 - looped) * fusible
+        seconds = looped * _batched(split, seconds) + (1 - looped) * fused
     yield Finding(
         "launch",
         "many small operators",
@@ -153,6 +161,23 @@ def launching(material: Material) -> Iterator[Finding]:
         apply=_fewer_calls(material, chained),
         gains={"compile": fused},
     )
+
+
+def _batched(split: Split, seconds: float) -> float:
+    """Return what a batch saves of all operators that are called in a loop: of calls that last ``seconds`` all but the
+    work for each element, of other time what is far above the floor."""
+    for op in split.ops:
+        if op.calls < MANY or op.name in SYNC or op.floor is None:
+            continue
+        each = next(
+            (cost for names, cost in ELEMENTS_S.items() if op.name.removeprefix("aten::") in names.split()), 0.0
+        )
+        if each:
+            numbers = max((math.prod(shape) for shape in shapes_of(op.key)), default=0)
+            seconds -= min(op.launch, op.calls * numbers * each)
+        elif op.name not in COPIES and op.floor < SMALL_S and op.seconds < op.calls * SLOW_CALL_S:
+            seconds += max(0.0, op.seconds - op.launch - op.calls * op.floor / REACHED_ALONE)
+    return max(0.0, seconds)
 
 
 def _calling(sample: Sample, reading: frozenset[tuple[str, int]]) -> str:
@@ -173,13 +198,22 @@ def looped_share(material: Material) -> float:
     if all(op.calls < MANY * steps for op in material.split.ops):
         return 0.0
     calling = [sample for sample in samples if doing_of(sample.stack).kind in ("python", "calls")]
-    places = {id(sample): _place(sample.stack) for sample in calling}
-    training = {loop_around(each.stack) for each in calling if places[id(each)]} | _value_loops(material)[1]
-    times = weighed(
-        calling, lambda sample: places[id(sample)] or ("loop" if loop_around(sample.stack) not in training else "once")
-    )
+    training = training_loops(material) | _value_loops(material)[1]
+
+    def name(sample: Sample) -> str:
+        return _place(sample.stack) or ("once" if loop_around(sample.stack) in training else "loop")
+
+    times = weighed(calling, name)
     loop, once = times.get("loop", 0.0), times.get("once", 0.0)
-    return (loop + times.get("backward", 0.0) * loop / (loop + once)) if loop else 0.0
+    counted = [op for op in material.split.ops if op.name not in FREE | SYNC and not op.name.startswith(PLUMBING)]
+    most = max((op.calls for op in counted), default=0)
+    recorded = any(op.key.nodes for op in counted if 2 * op.calls > most)
+    return (loop + times.get("backward", 0.0) * loop / (loop + once) * recorded) if loop else 0.0
+
+
+def training_loops(material: Material) -> set[tuple[str, int]]:
+    """Return the innermost loops with a backward pass or an optimizer, by file and first line."""
+    return {loop_around(sample.stack) for sample in material.stacks if _place(sample.stack)}
 
 
 def _place(stack: tuple[Frame, ...]) -> str:
