@@ -169,6 +169,7 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="some of the programs; all if none is named")
+    parser.add_argument("--part", default="1/1", help="every Nth program, beginning with the Kth: K/N")
     parser.add_argument("--seconds", type=float, default=3.0, help="length of an explained run")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -187,7 +188,8 @@ def main() -> None:
         "programs": [],
         "failed": {},
     }
-    for name in options.names or known:
+    first, step = map(int, options.part.split("/"))
+    for name in options.names or list(known)[first - 1 :: step]:
         try:
             row = judged(known[name], ceilings, options.seconds, options.keep)
         except Exception as error:  # one that cannot run must not hide the others
