@@ -161,7 +161,7 @@ def measure(options: argparse.Namespace) -> None:
     for name in options.heads:
         spec = {"method": "eagle3", "model": str(options.folder / {"trained": "run/last"}.get(name, name))}
         limits = {"device": options.device, "enable_prefix_caching": False, "max_model_len": 512, "seed": 1}
-        limits |= {"max_num_seqs": max(options.batches), "deterministic": options.deterministic}
+        limits |= {"max_num_seqs": 4 * max(options.batches), "deterministic": options.deterministic}  # a draft is a row
         llm = LLM(options.model, speculative_config=spec, **limits)
         speculation = llm._core.scheduler.speculation
         pages, cells = beginnings(llm, True), {}
@@ -179,7 +179,7 @@ def measure(options: argparse.Namespace) -> None:
                     contenders[label].speculation.model = speculation.model
                 cell = race(contenders, prompts, params, options.rounds)
                 fixed = contenders["fixed 3"].speculation
-                cell["accepted"] = [3 * count / fixed.drafted for count in fixed.accepted_at[:3]]
+                cell["accepted"] = [3 * count / max(1, fixed.drafted) for count in fixed.accepted_at[:3]]
                 cells[f"{rows} x {temperature:g}"] = cell
                 speeds = {label: round(cell[label]["over_off"]["median"], 3) for label in contenders}
                 equal = [cell[label]["equal"] for label in contenders]

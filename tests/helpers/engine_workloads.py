@@ -23,6 +23,7 @@ from transect.engine.scheduling.drafters.model import ModelDrafter
 from transect.engine.scheduling.drafters.registry import METHODS, SpeculativeConfig
 from transect.engine.scheduling.outputs import EngineOutput
 from transect.engine.scheduling.policies.admission import QueueFull
+from transect.engine.scheduling.policies.budget import PAUSES
 from transect.engine.scheduling.policies.model_speculation import ModelSpeculation
 from transect.engine.scheduling.request import Rank, Request, RequestState, Sequence, Status
 from transect.engine.scheduling.sampling_params import SamplingParams
@@ -267,7 +268,7 @@ class Run:
         self._sequence_ids: dict[int, tuple[Arrival, int]] = {}
         self._choices: dict[int, Sequence] = {}
         self._leader: tuple | None = None
-        self._stalled = 0
+        self._stalled = self._paused = 0
 
     def _drafter(self, config: SchedulerConfig) -> DrawnDrafts:
         """A small model on a checking device, with a pool that may be too small for all sequences; or a head, in the
@@ -500,12 +501,15 @@ class Run:
             check(blocks <= self.scheduler.cache.num_free, "a waiting sequence was overtaken and has no room now")
 
     def _check_progress(self) -> None:
-        """The running sequence of the best rank moves on."""
+        """The running sequence of the best rank moves on; a prompt may wait for steps that only decode."""
         running = self.scheduler.running
         first = running[0] if running else None
         leader = first and (first.seq_id, first.scheduled, first.length, len(first.output_token_ids))
-        self._stalled = self._stalled + 1 if leader is not None and leader == self._leader else 0
+        same = leader is not None and leader == self._leader
+        self._paused = self._paused + 1 if same and self.scheduler._held_prompt else 0
+        self._stalled = self._stalled + (not self._paused) if same else 0
         self._leader = leader
+        check(self._paused <= 2 * PAUSES, f"{first} has been paused for {self._paused} steps")
         check(self._stalled <= _stall_limit(self.workload.lag), f"{first} has stood still for {self._stalled} steps")
 
     def _check_end(self) -> None:

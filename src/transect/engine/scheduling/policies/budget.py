@@ -60,6 +60,9 @@ SMOOTHING = 1 / 128
 """Weight of the newest step in the share of steps with prompts."""
 KEPT = 0.75
 """Share of a step's room for prompts that must remain when its tokens are rounded down (``even``)."""
+PAUSES = 32
+"""Most steps without prompts for each step with prompts that is longer than the target: where the decodes alone take
+almost as long as the target, prompts would wait until they end."""
 LEARN_STEPS = 8
 """Steps to measure before steps are sized by time."""
 
@@ -269,7 +272,7 @@ class StepBudget:
         most = self._graph if waits < LARGE * self._graph else self._mixed
         if here and alone < seconds:
             usual, seconds = seconds, max(seconds, alone + 2 * (self._least(beside, context, scored) - alone))
-            self._next = seconds - usual, usual - alone
+            self._next = seconds - usual, max(usual - alone, (seconds - usual) / PAUSES)
             if self._debt > 0.0 and seconds > usual and decodes.tokens and self._config.pipeline_depth == 1:
                 return Budget(decodes.tokens, self._chunk, pause=True)
         tokens = even(self.times.most_tokens(seconds, beside, context, most, scored=scored), rows)
