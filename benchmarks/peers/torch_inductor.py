@@ -1,5 +1,5 @@
-"""``torch.compile`` with Inductor in its best setting: ``max-autotune``, static shapes; on a CPU with frozen weights, on
-a GPU with CUDA graphs."""
+"""``torch.compile`` with Inductor in its best setting: ``max-autotune``, static shapes; on a CPU with frozen weights,
+on a GPU with CUDA graphs."""
 
 from __future__ import annotations
 
