@@ -481,9 +481,11 @@ def pretrain_published() -> str:
 
 
 def once_recorded(name: str, command: str, table: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
-    """Return a function that renders a result, or the command that records it while there is none."""
+    """Return a function that renders a result, or the command that records it while there is none. A GPU's result may
+    be of either card."""
     missing = f"Not recorded yet: `python {command}` writes this table.\n"
-    return lambda: table(_load(name)) if (record.RESULTS / name).exists() else missing
+    names = (name, name.replace("h100/", "h200/"))
+    return lambda: next(map(table, _recorded(*names)), missing)
 
 
 def followed(part: str, key: str) -> Callable[[], str]:
