@@ -259,7 +259,7 @@ def main() -> None:
     old = kept.get(options.name, {})
     merged = {part: {**old.get(part, {}), **figures[part]} for part in figures}
     kept["command"] = "python benchmarks/server/fair_sharing.py"
-    kept[options.name] = {"environment": record.environment("llguidance"), **merged}
+    kept[options.name] = {"environment": record.environment(("llguidance",)), **merged}
     record.write(options.out, kept)
 
 

@@ -232,7 +232,7 @@ def main() -> None:
     result = soak(options.minutes, options.users, options.window, options.attacks)
     result = {
         "command": record.command("benchmarks/server/soak.py"),
-        "environment": record.environment("llguidance"),
+        "environment": record.environment(("llguidance",)),
         **result,
     }
     record.write(options.out, result)
