@@ -269,7 +269,7 @@ class Run:
         self._choices: dict[int, Sequence] = {}
         self._leader: tuple | None = None
         self._waits: dict[str, int] = {}
-        self._stalled = 0
+        self._stalled = self._held = 0
 
     def _drafter(self, config: SchedulerConfig) -> DrawnDrafts:
         """A small model on a checking device, with a pool that may be too small for all sequences; or a head, in the
@@ -510,13 +510,16 @@ class Run:
             check(all(steps < MOST_OWED / LEAST for steps in self._waits.values()), "a client waits for too long")
 
     def _check_progress(self) -> None:
-        """The running sequence of the best rank moves on."""
+        """The running sequence of the best rank moves on, unless prompts wait because others were long."""
         running = self.scheduler.running
         first = running[0] if running else None
         leader = first and (first.seq_id, first.scheduled, first.length, len(first.output_token_ids))
-        self._stalled = self._stalled + 1 if leader is not None and leader == self._leader else 0
+        waits = first is not None and self.scheduler._held_prompt and first.length - first.scheduled > 1
+        stands = leader is not None and leader == self._leader
+        self._stalled, self._held = (self._stalled + (not waits), self._held + waits) if stands else (0, 0)
         self._leader = leader
         check(self._stalled <= _stall_limit(self.workload.lag), f"{first} has stood still for {self._stalled} steps")
+        check(self._held < MOST_OWED / LEAST, f"{first} has waited for {self._held} steps")
 
     def _check_end(self) -> None:
         for (name, index), record in self.records.items():
