@@ -57,7 +57,11 @@ def run_pieces(piece: Piece, wanted: dict[str, int], options: argparse.Namespace
         while any(counts[name] < least for name, least in wanted.items()):
             if time.perf_counter() - began > 60 * options.minutes:
                 break
-            counts.update(next(results))
+            try:
+                counts.update(next(results))
+            except Exception:
+                print(f"piece {found['pieces']} failed (the number is its seed)", flush=True)
+                raise
             found |= {**counts, "pieces": found["pieces"] + 1, "processes": processes}
             found["seconds"] = round(before + time.perf_counter() - began, 1)
             record.write(out, found)
