@@ -59,7 +59,7 @@ class StepLoad(NamedTuple):
 
 def joined(one: StepLoad, other: StepLoad) -> StepLoad:
     """Return the work of two parts of a step together."""
-    return StepLoad(*(a + b for a, b in zip(one, other, strict=True)))
+    return StepLoad._make(a + b for a, b in zip(one, other, strict=True))
 
 
 def launch_bound_tokens(config: ModelConfig) -> int:

@@ -31,6 +31,8 @@ LEAST = 0.25
 """Least part of the room for one client."""
 FREE_STEPS = 8
 """Room of whole steps that a client may take before it is limited."""
+MOST_OWED = 2 * FREE_STEPS
+"""Most rooms that a client owes. Each step repays ``LEAST`` or more, so its prompts wait for fewer than 64 steps."""
 BESIDE_PROMPTS = 0.25
 """Share of their room that additional rows get if there are prompts, which need the rest."""
 RECENT_STEPS = 64
@@ -214,6 +216,6 @@ class Rooms:
                 del self._debts[client]
         if self._charged:
             for client, rooms in taken.items():
-                self._debts[client] = min(self._debts.get(client, 0.0) + rooms, 2 * FREE_STEPS)
+                self._debts[client] = min(self._debts.get(client, 0.0) + rooms, MOST_OWED)
         self.limited = self._next
         self.discard()
