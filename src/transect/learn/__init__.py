@@ -10,5 +10,6 @@
 * ``live``       puts a student's piece into a command of the product, and counts its calls; ``hook`` does it in each
   process, ``live_scheduler`` translates for the engine, ``live_training`` writes a short training run
 * ``classroom``  grades submissions of a class in a sandbox
-* ``template``   makes a new rung from an operator, or from a policy or an objective (``template_sources``)
+* ``template``   makes a new rung from an operator, or from a policy or an objective (``template_sources``);
+  ``closure`` finds all that a function needs
 """

@@ -37,7 +37,7 @@ def advice(rung: Rung, folder: Path, right: bool) -> list[str]:
     """Say what a student can do after a check: open a hint, or compare, use the piece, and go on."""
     if not right:
         return [f"stuck? {folder / 'README.md'} has the rule; hints, one at a time: {folder / 'hints' / '1.txt'}"]
-    found = [f"compare: transect learn show {rung.name} --dir {folder}"]
+    found = [f"compare: transect learn show {rung.called} --dir {folder}"]
     if rung.live is not None and (rung.live.runs != "ops" or os.path.exists("/dev/nvidiactl")):
         found.append(f"run it inside the product: transect learn use {rung.name} --dir {folder}")
     state = {row["name"]: row["state"] for row in rows()}
