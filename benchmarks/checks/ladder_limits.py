@@ -4,7 +4,7 @@
 
 A check is a process ``transect learn check`` on the shipped solution, with kernels compiled ahead of time, on two
 cores. Bytes are those of the requirements of this package with the extra ``learn``: of the wheels that pip downloads,
-and of the installed files as their records list them, without compiled Python files. Limits: 60 s for each check, 1 GB
+and of the installed files as their records list them. Limits: 60 s for each check, 1 GB
 to download.
 
 Checks that FILE has from the same commit are not repeated. All take about 4 minutes on two cores; ``--seconds`` begins
@@ -71,7 +71,7 @@ def sizes() -> dict[str, dict[str, int]]:
 
 def _on_disk(made: metadata.Distribution) -> int:
     paths = [Path(str(made.locate_file(file))) for file in made.files or []]
-    return sum(path.stat().st_size for path in paths if path.suffix != ".pyc" and path.is_file())
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def seconds_of(name: str, folder: Path) -> float:

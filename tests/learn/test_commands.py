@@ -14,7 +14,6 @@ from transect.learn.classroom import Graded, grade_class, students, table
 from transect.learn.grade import sandbox
 from transect.learn.grade.grader import grade
 from transect.learn.grade.verdict import Verdict
-from transect.learn.ladder import map_page
 from transect.learn.portfolio import page
 from transect.learn.progress import climbed
 from transect.learn.record import Rung
@@ -23,8 +22,6 @@ from transect.learn.template import rung_of
 from transect.learn.template_sources import SOURCES
 from transect.learn.texts import with_hole
 from transect.ops.registry import all_ops
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -145,7 +142,3 @@ def test_a_new_rung_from_nothing_is_refused(tmp_path: Path) -> None:
     assert "there are policy:order" in run_here("learn", "new", "--from", "policy:none", "-o", out).stderr
     assert "cannot become a rung" in run_here("learn", "new", "--from", "cake:order", "-o", out).stderr
     assert "--from policy:order" in run_here("learn", "new", "-o", out).stderr
-
-
-def test_the_map_in_the_docs_is_the_one_of_the_records() -> None:
-    assert map_page() in (ROOT / "docs" / "learn" / "ladder.md").read_text()
