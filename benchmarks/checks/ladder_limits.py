@@ -1,4 +1,4 @@
-"""Measure the limits of the ladder: seconds of each check on two cores, and bytes of what `transect learn` needs.
+"""Measure the limits of the ladder: seconds of each check on two cores, and bytes of the packages of `transect learn`.
 
     python benchmarks/checks/ladder_limits.py [--rungs NAME ...] [--no-sizes] [--seconds N] [--out FILE]
 

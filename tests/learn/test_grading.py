@@ -104,7 +104,6 @@ def test_a_verdict_says_what_happened() -> None:
     assert "try next: fewer passes" in text
     spilled = {"kernel": "k", "target": "sm_90", "registers": 255, "spilled_bytes": 8, "loads": {"4": 2}}
     assert "spills" in Verdict("line", True, kernels=[spilled]).try_next()
-    assert "loads of 4 B" in Verdict("line", True, kernels=[{**spilled, "spilled_bytes": 0}]).try_next()
     assert "takes 25% of your time" in Verdict("line", True, seconds=4.0, reference_seconds=1.0).try_next()
     assert not Verdict("line", True, seconds=1.0, floor_seconds=0.9, bound="bytes").try_next()
     assert "not graded" in Verdict("line", False, cheats=["opens a socket"]).lines()[0]

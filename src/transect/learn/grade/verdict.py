@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-WIDEST_LOAD = 16
-"""Bytes that one thread of a GPU loads at once, at most."""
 NEAR = 1.5
 """Multiple of the shipped solution's time up to which the two count as equal: a busy machine makes such differences."""
 FAR = 60.0
@@ -92,12 +90,9 @@ class Verdict:
         for each in self.kernels:
             if each.get("spilled_bytes"):
                 return f"{each['kernel']} spills registers: a smaller tile keeps all values in them"
-            if narrow := [width for width in each.get("loads", {}) if int(width) < WIDEST_LOAD]:
-                return f"{each['kernel']} has loads of {narrow[0]} B: a thread can load {WIDEST_LOAD} B at once"
         if self.seconds and self.reference_seconds and self.seconds > NEAR * self.reference_seconds:
-            return (
-                f"the shipped solution takes {self.reference_seconds / self.seconds:.0%} of your time: compare the two"
-            )
+            share = self.reference_seconds / self.seconds
+            return f"the shipped solution takes {share:.0%} of your time: compare the two"
         if self.percent is not None and self.percent < FAR:
             return {
                 "bytes": "fewer passes over memory, wider loads, and more of them under way at a time",
