@@ -105,7 +105,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "commit": record.commit(), "environment": record.environment(("torch", "triton", "numpy", "scikit-learn")),
         "command": "python benchmarks/checks/ladder_limits.py", "seconds": seconds,
-        "sizes": known["sizes"] if options.no_sizes else sizes(),
+        "sizes": known.get("sizes", {}) if options.no_sizes else sizes(),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         for name in options.rungs:
@@ -114,7 +114,7 @@ def main() -> None:
                 print(f"{name:20} {seconds[name]:5.1f} s", flush=True)
                 record.write(options.out, result)
     record.write(options.out, result)
-    print(table(result))
+    print(table(result) if seconds else result["sizes"])
 
 
 def table(result: dict[str, Any]) -> str:
