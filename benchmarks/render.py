@@ -14,6 +14,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import _paths  # noqa: F401
@@ -73,6 +74,8 @@ from benchmarks.tables import streaming as streaming_tables
 from benchmarks.tables import train as train_tables
 from benchmarks.tables import tuning as tuning_table
 from benchmarks.train import cpu_lora, data_formats, offload_peers, precisions, rollout
+from transect.learn.ladder import chapters, map_page
+from transect.learn.record import ROADS
 
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
 SITE = record.ROOT / "mkdocs.yml"
@@ -503,6 +506,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "benchmarks/compilers/ladder.py",
         lambda ladder: follow.planes_table(_load("cpu/compilers_followed.json"), ladder),
     ),
+    "learn-map": map_page,
+    **{f"learn-{road}": partial(chapters, road) for road in ROADS},
     "learn-alarms": once_recorded("cpu/ladder.json", "benchmarks/checks/ladder.py", rungs.alarms_table),
     "learn-kernels": once_recorded(
         "h200/ladder.json", "benchmarks/checks/ladder.py --device cuda", rungs.kernels_table

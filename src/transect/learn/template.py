@@ -1,4 +1,7 @@
-"""Makes the file of a new rung from an operator, a policy or an objective, for teachers to edit."""
+"""Makes the file of a new rung from an operator, a policy or an objective, for teachers to edit.
+
+The objective ``next_token`` is an operator: the fused head and cross entropy.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,8 @@ def rung_of(name: str) -> str:
         raise ValueError(f"{kind!r} cannot become a rung: give operator:NAME, policy:NAME or objective:NAME")
     if kind == "operator" or (not colon and bare in {op.name for op in all_ops()}):
         return rung_of_operator(bare)
+    if bare == "next_token" and kind != "policy":
+        return rung_of_operator("linear_cross_entropy")
     kinds = (kind,) if colon else ("policy", "objective")
     found = next((f"{each}:{bare}" for each in kinds if f"{each}:{bare}" in SOURCES), "")
     if found:
@@ -45,18 +50,24 @@ def rung_of_source(name: str) -> str:
     page = (ast.get_docstring(ast.parse((PACKAGE / source.file).read_text())) or "").strip()
     quoted = page.replace("\\", "\\\\").replace('"""', "'''")
     module = "transect." + source.file.removesuffix(".py").replace("/", ".")
+    names = ", ".join(map(repr, source.names))
+    if source.preamble is None:
+        program, solution, allows = f"PROGRAM = program_of({source.file!r}, {names})", "PROGRAM.text", "PROGRAM.allows"
+        used = "from transect.learn.closure import program_of"
+    else:
+        program = f'SOLUTION = f"""{source.preamble}\n\n{{excerpt({source.file!r}, {names})}}"""'
+        used, solution, allows = "from transect.learn.texts import excerpt", "SOLUTION", repr(source.allows)
+    torch = "import torch\n\n" if "torch." in source.arguments else ""
     return f'''"""{quoted}
 """
 
 from importlib import import_module
 
+{torch}{used}
 from transect.learn.record import Case, Rung, Speed
 from transect.learn.rungs.inputs import normal
-from transect.learn.texts import excerpt
 
-SOLUTION = f"""{source.preamble}
-
-{{excerpt({source.file!r}, {", ".join(map(repr, source.names))})}}"""
+{program}
 
 
 {driver(source)}
@@ -75,7 +86,7 @@ RUNG = Rung(
     road={source.road!r},
     place=100,
     kind={source.kind!r},
-    solution=SOLUTION,
+    solution={solution},
     holes={source.holes!r},
     answers={{"play": _answer}},
     drives={{"play": _drive}},
@@ -87,6 +98,7 @@ RUNG = Rung(
     speed=Speed(_arguments, "A teacher's sentence for who does twice the work."),
     hints=("Read the page once more: it has the rule.",),
     shipped={source.file!r},
+    allows={allows},
 )
 '''
 
