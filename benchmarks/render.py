@@ -25,6 +25,7 @@ from benchmarks.compilers import ladder as compilers
 from benchmarks.engine import (
     batching,
     cpu_peers,
+    cpu_sets,
     cpu_vs_llamacpp,
     eagle,
     grammars,
@@ -71,12 +72,13 @@ from benchmarks.tables import search as search_tables
 from benchmarks.tables import streaming as streaming_tables
 from benchmarks.tables import train as train_tables
 from benchmarks.tables import tuning as tuning_table
-from benchmarks.train import cpu_lora, data_formats, precisions, rollout
+from benchmarks.train import cpu_lora, data_formats, offload_peers, precisions, rollout
 
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
 SITE = record.ROOT / "mkdocs.yml"
 TRAINED_ON_TWO = [f"h200/train_parallel_{run}.json" for run in ("1b", "3b", "8b", "again")]
 GPUS = ("h100", "h200")
+SEARCHES = ("cpu/search.json", "h200/search.json", "h200/search_long.json", "h100/search.json", "h100/search_long.json")
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -510,6 +512,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "benchmarks/engine/cpu_peers.py --shapes 1.7b,4b,mixture --rounds 1 --repeats 1 --settings 1",
         cpu_peers.table,
     ),
+    "cpu-sets": once_recorded("cpu/cpu_sets.json", "benchmarks/engine/cpu_sets.py", cpu_sets.table),
+    "offload-peers": once_recorded("h100/offload_peers.json", "benchmarks/train/offload_peers.py", offload_peers.table),
     "compilers-roles": lambda: follow.roles_table(_load("cpu/compilers_followed.json")),
     **{f"compilers-{name}": followed(*place) for name, place in follow.EXCERPTS.items()},
     "operators-reference": operators_reference,
@@ -585,9 +589,22 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speculation-gpu": lambda: speculation.grid_table(_load("h200/speculation_grid.json")),
     "speculation-cpu": lambda: speculation.grid_table(_load("cpu/speculation_grid.json")),
     "speculation-tasks": lambda: speculation.tasks_table(_load("cpu/speculation_tasks.json")),
+    "speculation-tasks-gpu": once_recorded(
+        "h200/speculation_tasks.json", "benchmarks/engine/speculation.py tasks --deterministic", speculation.tasks_table
+    ),
+    "speculation-pair": once_recorded(
+        "cpu/speculation_pair.json", "benchmarks/engine/speculation.py pair --draft DIRECTORY", speculation.pair_table
+    ),
+    "speculation-pair-gpu": once_recorded(
+        "h200/speculation_pair.json", "benchmarks/engine/speculation.py pair --draft DIRECTORY", speculation.pair_table
+    ),
     "eagle": lambda: eagle.eagle_table(_load("cpu/eagle.json")),
+    "eagle-gpu": once_recorded(
+        "h200/eagle.json", "benchmarks/engine/eagle.py measure --folder DIRECTORY --device cuda", eagle.eagle_table
+    ),
     "rollout": lambda: rollout.rollout_table(_load("cpu/rollout.json")),
-    "search": lambda: search_tables.tables(_recorded("cpu/search.json", "h100/search.json")),
+    "search-stopping": lambda: search_tables.stopping(_load("cpu/search_stopping.json")),
+    "search": lambda: search_tables.tables(_recorded(*SEARCHES)),
     "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),

@@ -153,7 +153,8 @@ def measure(options: argparse.Namespace) -> None:
     training = json.loads((options.folder / "training.json").read_text())
     command = record.command("benchmarks/engine/eagle.py").replace(str(options.folder), "DIRECTORY")
     found: dict[str, Any] = {"model": Path(options.model).stem, "training": training, "heads": {}}
-    found |= {"environment": record.environment(), "command": command.replace(options.model, Path(options.model).name)}
+    command = command.replace(options.model, Path(options.model).name).replace(str(options.out), "FILE")
+    found |= {"environment": record.environment(), "command": command}
     if options.device == "cuda":
         found["device"] = torch.cuda.get_device_name()
     out = options.out or record.RESULTS / ("h200" if options.device == "cuda" else "cpu") / "eagle.json"

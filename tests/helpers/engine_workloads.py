@@ -487,13 +487,16 @@ class Run:
             if not passed:
                 continue
             check(self.workload.config.itl_target is not None, "a waiting sequence was overtaken")
-            # Where many wait at once, short ones may use up their share before a longer one does.
+            # Others go before clients that are limited.
             limited = self.scheduler.budget.rooms.limited
-            held = [tokens for s, tokens in passed if s.request.spec.client not in limited]
+            held = [(s, tokens) for s, tokens in passed if s.request.spec.client not in limited]
+            if not held:
+                continue
+            # Where many wait at once, short ones may use up their share before a longer one does.
             many = bool(self.workload.breaks) or any(_begun(each.request) for each in (seq, *(s for s, _ in passed)))
-            shorter = not held or length < min(held) or many
+            shorter = length < min(tokens for _, tokens in held) or many
             check(shorter, "a waiting sequence was overtaken by one that is no shorter")
-            blocks = self.scheduler.blocks.blocks_for(passed[0][1])
+            blocks = self.scheduler.blocks.blocks_for(held[0][1])
             check(blocks <= self.scheduler.cache.num_free, "a waiting sequence was overtaken and has no room now")
 
     def _check_progress(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def advice(rung: Rung, folder: Path, right: bool) -> list[str]:
     if not right:
         return [f"stuck? {folder / 'README.md'} has the rule; hints, one at a time: {folder / 'hints' / '1.txt'}"]
     found = [f"compare: transect learn show {rung.name} --dir {folder}"]
-    if rung.live is not None:
+    if rung.live is not None and (rung.live.runs != "ops" or os.path.exists("/dev/nvidiactl")):
         found.append(f"run it inside the product: transect learn use {rung.name} --dir {folder}")
     state = {row["name"]: row["state"] for row in rows()}
     following = unlocks(rung.name)

@@ -113,6 +113,7 @@ inline void mbarrier_arrive_shared__cluster_b64(uint32_t at) {
 
 // All threads of a cluster meet where they wait: none does anything between its arrival and that.
 inline void barrier_cluster_arrive_relaxed_aligned() {}
+inline void barrier_cluster_arrive_aligned() {}
 inline void barrier_cluster_wait_aligned() { machine::all_threads_of_cluster(); }
 
 inline void mbarrier_try_wait_parity_shared__cta_b64(bool& done, uint32_t barrier, int parity) {
@@ -355,5 +356,52 @@ TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n32k16_f32_bf16_bf16, 32)
 TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n64k16_f32_bf16_bf16, 64)
 TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n128k16_f32_bf16_bf16, 128)
 TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n256k16_f32_bf16_bf16, 256)
+
+// The same with both operands in shared memory: 64 rows by 32 bytes of k, of numbers that ``number`` reads.
+template <int N, int EACH, typename C, typename Number>
+void multiply_shared(C* const (&c)[N / 2], uint64_t left, uint64_t right, bool keep, Number number) {
+  const int row = machine::now->index.x % 128 / 32 * 16 + machine::lane() / 4, q = machine::lane() % 4;
+  auto all = [&](uint64_t matrix, int r, C (&k)[32 / EACH]) {
+    if ((matrix >> 32 & 0x3FFF) != 64 || matrix >> 62 != 1) machine::fail("rows of another order than eights of 128 bytes");
+    for (int piece = 0; piece < 2; piece++) {
+      const unsigned char* bytes = shared(swizzled(((matrix & 0x3FFF) << 4) + r * 128 + piece * 16), 16, 16);
+      for (int e = 0; e < 16 / EACH; e++) k[piece * 16 / EACH + e] = number(bytes + e * EACH);
+    }
+  };
+  C a[2][32 / EACH], b[32 / EACH];
+  all(left, row, a[0]), all(left, row + 8, a[1]);
+  for (int n = 0; n < N; n++) {
+    if (n / 2 % 4 != q) continue;
+    all(right, n, b);
+    for (int h = 0; h < 2; h++) {
+      C sum = 0, &to = *c[n / 8 * 4 + h * 2 + n % 2];
+      for (int i = 0; i < 32 / EACH; i++) sum += a[h][i] * b[i];
+      to = keep ? to + sum : sum;
+    }
+  }
+  machine::exchanged_in_group(0);  // all four warps have read the operands
+}
+template <int N, int EACH, typename C, typename Number, typename... Rest, size_t... I>
+void multiply_shared(std::index_sequence<I...>, Number number, std::tuple<Rest...> all) {
+  C* const c[] = {&std::get<I>(all)...};
+  multiply_shared<N, EACH>(c, std::get<N / 2>(all), std::get<N / 2 + 1>(all), std::get<N / 2 + 2>(all), number);
+}
+
+inline float e4m3_at(const unsigned char* from) { return numbers::of_e4m3(*from); }
+inline int whole_at(const unsigned char* from) { return (signed char)*from; }
+
+#define TRANSECT_WGMMA_SHARED(NAME, N, EACH, C, NUMBER)                                                   \
+  template <typename... All>                                                                               \
+  void NAME(All&&... all) {                                                                                \
+    multiply_shared<N, EACH, C>(std::make_index_sequence<N / 2>(), NUMBER,                                \
+                                std::tuple<All&&...>(std::forward<All>(all)...));                          \
+  }
+TRANSECT_WGMMA_SHARED(wgmma_mma_async_sync_aligned_m64n32k32_f32_e4m3_e4m3, 32, 1, float, e4m3_at)
+TRANSECT_WGMMA_SHARED(wgmma_mma_async_sync_aligned_m64n64k32_f32_e4m3_e4m3, 64, 1, float, e4m3_at)
+TRANSECT_WGMMA_SHARED(wgmma_mma_async_sync_aligned_m64n96k32_f32_e4m3_e4m3, 96, 1, float, e4m3_at)
+TRANSECT_WGMMA_SHARED(wgmma_mma_async_sync_aligned_m64n112k32_f32_e4m3_e4m3, 112, 1, float, e4m3_at)
+TRANSECT_WGMMA_SHARED(wgmma_mma_async_sync_aligned_m64n128k32_f32_e4m3_e4m3, 128, 1, float, e4m3_at)
+TRANSECT_WGMMA_SHARED(wgmma_mma_async_sync_aligned_m64n32k32_s32_s8_s8, 32, 1, int, whole_at)
+TRANSECT_WGMMA_SHARED(wgmma_mma_async_sync_aligned_m64n96k32_s32_s8_s8, 96, 1, int, whole_at)
 
 }  // namespace ptx

@@ -74,8 +74,8 @@ def test_parts_sum_up_to_a_share_of_time():
 
 def test_debts_are_paid_by_steps_and_forgotten():
     rooms = Rooms()
-    rooms._room = 10
-    rooms.planned({"a": 10, "b": 2})
+    assert not rooms.of_step({"a": 1.0, "b": 1.0}, "ab", AUTO_RATIO)
+    rooms.planned({"a": 1.0, "b": 0.2})
     assert rooms._debts == {"a": 1.0, "b": 0.2}
     for _ in range(4):
         rooms.planned({})
