@@ -331,9 +331,9 @@ def table(result: dict[str, Any]) -> str:
         ("weights", "a model's weights as they are loaded"),
         ("chat_request", "a chat request"),
     ):
-        for what in now[key]:
+        for what in now.get(key, {}):
             rows.append((f"{what} of {label}", before[key][what], now[key][what]))
-    for name, counts in now["guides"].items():
+    for name, counts in now.get("guides", {}).items():
         old = before["guides"].get(name, {})
         rows += [(f"{what} of the guide `{name}`", old.get(what), count) for what, count in counts.items()]
     rows.append(("lines of `src/`", sum(before["lines"].values()), sum(now["lines"].values())))

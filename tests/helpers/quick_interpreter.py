@@ -139,10 +139,8 @@ def remember_shapes(tl: Any) -> None:
     broadcast = semantic.broadcast_impl_value
 
     def broadcast_unlike(self: Any, left: Any, right: Any) -> Any:
-        if isinstance(left.type, block_type) and isinstance(right.type, block_type):
-            if left.type.shape is right.type.shape:
-                return left, right
-        return broadcast(self, left, right)
+        alike = isinstance(left.type, block_type) and isinstance(right.type, block_type)
+        return (left, right) if alike and left.type.shape is right.type.shape else broadcast(self, left, right)
 
     tl.core._unwrap_if_constexpr, semantic.broadcast_impl_value = unwrap_first, broadcast_unlike
     name = functools.cached_property(lambda self: f"<{self.shape}, {self.element_ty}>")
