@@ -81,7 +81,7 @@ PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md")
 SITE = record.ROOT / "mkdocs.yml"
 TRAINED_ON_TWO = [f"h200/train_parallel_{run}.json" for run in ("1b", "3b", "8b", "again")]
 GPUS = ("h100", "h200")
-SEARCHES = ("cpu/search.json", "h200/search.json", "h200/search_long.json", "h100/search.json", "h100/search_long.json")
+SEARCHES = ("cpu/search.json", "h200/search.json", "h200/search_long.json")
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
