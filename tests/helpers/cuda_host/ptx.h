@@ -36,6 +36,7 @@ inline void max_u16x2(uint32_t& to, uint32_t a, uint32_t b) {
 }
 inline void st_shared_f32(uint32_t to, float v) { *(float*)shared(to, 4, 4) = v; }
 inline void st_shared_u32(uint32_t to, uint32_t v) { *(uint32_t*)shared(to, 4, 4) = v; }
+inline void st_shared_b32(uint32_t to, uint32_t v) { st_shared_u32(to, v); }
 inline void st_shared_v2_f32(uint32_t to, float a, float b) {
   float* at = (float*)shared(to, 8, 8);
   at[0] = a, at[1] = b;
@@ -43,6 +44,10 @@ inline void st_shared_v2_f32(uint32_t to, float a, float b) {
 inline void st_shared_v2_u32(uint32_t to, uint32_t a, uint32_t b) {
   uint32_t* at = (uint32_t*)shared(to, 8, 8);
   at[0] = a, at[1] = b;
+}
+inline void st_shared_v4_f32(uint32_t to, float a, float b, float c, float d) {
+  float* at = (float*)shared(to, 16, 16);
+  at[0] = a, at[1] = b, at[2] = c, at[3] = d;
 }
 inline void st_shared_v4_u32(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   uint32_t* at = (uint32_t*)shared(to, 16, 16);
@@ -65,6 +70,7 @@ inline void red_release_gpu_global_add_u32(unsigned* at, unsigned v) {
   machine::release(at);
   *at += v;
 }
+inline void red_release_gpu_global_add_s32(int* at, int v) { red_release_gpu_global_add_u32((unsigned*)at, v); }
 inline void st_release_gpu_global_s32(int* to, int v) {
   machine::release(to);
   *to = v;
@@ -109,6 +115,13 @@ inline void mbarrier_arrive_shared__cluster_b64(uint32_t at) {
   if (!b->missing) machine::fail("more arrivals than a barrier counts");
   b->missing--;
   machine::turn_if_complete(block, barrier);
+}
+
+template <typename T>
+void ld_shared__cluster_v4_f32(T& a, T& b, T& c, T& d, uint32_t at) {
+  const float* from = (const float*)(machine::of_cluster(at >> 24).memory + (at & 0xFFFFFF));
+  if (at % 16) machine::fail("a read of 16 bytes of another block that is no multiple of 16");
+  a = from[0], b = from[1], c = from[2], d = from[3];
 }
 
 // All threads of a cluster meet where they wait: none does anything between its arrival and that.
@@ -226,6 +239,10 @@ void cvt_rn_f16x2_e4m3x2(T& to, uint16_t from) {
   to = numbers::half_bits(numbers::of_e4m3(from & 255)) | (uint32_t)numbers::half_bits(numbers::of_e4m3(from >> 8)) << 16;
 }
 
+template <typename T>
+void ex2_approx_f32(T& to, float v) { to = exp2f(v); }
+template <typename T>
+void rsqrt_approx_f32(T& to, float v) { to = 1 / sqrtf(v); }
 template <typename T>
 void lop3_b32(T& to, uint32_t a, uint32_t b, uint32_t c, int table) {
   if (table != 0xEA) machine::fail("lop3 with another table than (a & b) | c");

@@ -54,7 +54,7 @@ def test_every_size_has_a_tiling_that_takes_it(m: int, n: int, k: int, gated: bo
 def test_scales_of_blocks_have_a_tiling(m: int, gated: bool) -> None:
     for n, k in ((6144, 4096), (4096, 14336), (28672, 4096), (1024, 3072)):
         tried = candidates(m, n // 2 if gated else n, k // 2, gated=gated, kernels=BLOCKS.kernels)
-        assert {tiling.pair for tiling in tried} == {2 if m > 128 else 1}
+        assert {tiling.pair for tiling in tried} == ({1} if m <= 64 else {1, 2} if m <= 128 else {2})
         assert not any(tiling.swap for tiling in tried)
 
 
@@ -145,7 +145,7 @@ def rows(request: pytest.FixtureRequest) -> HopperRows8:
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (1008, 528), (48, 64), (16, 16), (6144, 4096)])
-@pytest.mark.parametrize("m", [17, 32, 50, 64, 100, 137, 200, 224, 256])
+@pytest.mark.parametrize("m", [17, 50, 100, 200, 256])
 def test_every_tiling_gives_the_product_and_every_run_the_same(
     rows: HopperRows8, m: int, n: int, k: int, gated: bool
 ) -> None:

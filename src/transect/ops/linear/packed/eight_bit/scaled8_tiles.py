@@ -391,8 +391,8 @@ def _refusal(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None
     return refusal(x, codes, scale)
 
 
-def _by_hopper(kind: scaled8_hopper.Kind) -> Implementation:
-    """The implementation of one kind of numbers and scales."""
+def _hopper_implementation(kind: scaled8_hopper.Kind) -> Implementation:
+    """Return the implementation of one kind of numbers and scales."""
 
     def hopper_refusal(
         x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = True
@@ -419,9 +419,9 @@ register(
         implementations={
             "torch": Implementation("torch", lambda: reference, ("any",)),
             "triton": Implementation("triton", available(Tiles8()), FP8_TARGETS, refusal=_refusal),
-            "cuda": _by_hopper(scaled8_hopper.FP8),
-            "cuda_int8": _by_hopper(scaled8_hopper.WHOLE),
-            "cuda_blocks": _by_hopper(scaled8_hopper.BLOCKS),
+            "cuda": _hopper_implementation(scaled8_hopper.FP8),
+            "cuda_int8": _hopper_implementation(scaled8_hopper.WHOLE),
+            "cuda_blocks": _hopper_implementation(scaled8_hopper.BLOCKS),
         },
         examples=_examples,
         peers={"torch": reference},
