@@ -13,12 +13,13 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import gpu_queue, record
-from benchmarks.checks import numerics, speed_of_trees, structure
+from benchmarks.checks import ladder as rungs
+from benchmarks.checks import ladder_limits, numerics, speed_of_trees, structure
 from benchmarks.compilers import follow
 from benchmarks.compilers import ladder as compilers
 from benchmarks.engine import (
@@ -39,6 +40,7 @@ from benchmarks.engine import (
 from benchmarks.engine import shapes as shapes_gpu
 from benchmarks.explain import apply as explain_apply
 from benchmarks.explain import faults as explain_faults
+from benchmarks.explain import jobs as explain_jobs
 from benchmarks.explain import large_trace, side_by_side, step_prediction
 from benchmarks.explain import overhead as explain_overhead
 from benchmarks.explain import programs as explain_programs
@@ -75,13 +77,18 @@ from benchmarks.train import cpu_lora, data_formats, offload_peers, precisions, 
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
 SITE = record.ROOT / "mkdocs.yml"
 TRAINED_ON_TWO = [f"h200/train_parallel_{run}.json" for run in ("1b", "3b", "8b", "again")]
-GPU_PROGRAMS = ("h100/explain_programs.json", "h200/explain_programs.json")
+GPUS = ("h100", "h200")
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def _recorded(*names: str) -> list[dict[str, Any]]:
     """Load those of some results that exist."""
     return [_load(name) for name in names if (record.RESULTS / name).exists()]
+
+
+def _everywhere(name: str, machines: Sequence[str] = ("cpu", *GPUS)) -> list[dict[str, Any]]:
+    """Load a result of several machines, where it exists."""
+    return _recorded(*(f"{machine}/{name}.json" for machine in machines))
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -495,6 +502,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "benchmarks/compilers/ladder.py",
         lambda ladder: follow.planes_table(_load("cpu/compilers_followed.json"), ladder),
     ),
+    "learn-alarms": once_recorded("cpu/ladder.json", "benchmarks/checks/ladder.py", rungs.alarms_table),
+    "learn-kernels": once_recorded(
+        "h200/ladder.json", "benchmarks/checks/ladder.py --device cuda", rungs.kernels_table
+    ),
+    "learn-limits": once_recorded("cpu/ladder_limits.json", "benchmarks/checks/ladder_limits.py", ladder_limits.table),
     "cpu-peers": once_recorded("cpu/cpu_peers.json", "benchmarks/engine/cpu_peers.py", cpu_peers.table),
     "cpu-peers-shapes": once_recorded(
         "cpu/cpu_peers_shapes.json",
@@ -587,8 +599,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "worked-product": lambda: explain_tables.product(_load("h200/explain_matmul.json")),
     "explain-faults-cpu": lambda: explain_faults.table(_load("cpu/explain_faults.json")),
     "explain-programs-cpu": lambda: explain_programs.table(_load("cpu/explain_programs.json")),
-    "explain-programs-gpu": lambda: "\n".join(map(explain_programs.table, _recorded(*GPU_PROGRAMS))),
-    "explain-overhead": lambda: "".join(map(explain_overhead.table, _recorded("cpu/explain_overhead.json"))),
+    "explain-programs-gpu": lambda: "\n".join(map(explain_programs.table, _everywhere("explain_programs", GPUS))),
+    "explain-overhead": lambda: "\n".join(map(explain_overhead.table, _everywhere("explain_overhead"))),
+    "explain-jobs": lambda: "\n".join(map(explain_jobs.table, _everywhere("explain_jobs"))),
     "explain-side-by-side": lambda: side_by_side.table(_load("cpu/explain_side_by_side.json")),
     "explain-faults-gpu": lambda: explain_faults.table(_load("h200/explain_faults.json")),
     "worked-gelu": lambda: explain_tables.gelu(_load("h200/explain_gelu.json")),

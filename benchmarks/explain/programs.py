@@ -5,14 +5,17 @@
 
 Each program of ``benchmarks/explain/corpus`` runs until three seconds are over, is explained in windows as
 `transect explain run` does, and is timed without explaining, slow and mended in turns. Healthy programs may get no
-finding above 5%. Programs that are held out were written after the last change of what is measured.
+finding above 5%. Programs that are held out were written after the last change of what is measured. ``--keep`` writes
+recordings: a changed detector can explain the same run again, with ``explain_trace``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import io
+import pickle
 import sys
 import time
 from collections.abc import Callable
@@ -65,8 +68,8 @@ def seconds(work: Callable[[], object], steady: bool = False) -> float:
         return time.perf_counter() - began
 
 
-def judged(each: Any, ceilings: Any, long_s: float) -> dict[str, Any]:
-    """Judge one program: findings, and the gain of its fix."""
+def judged(each: Any, ceilings: Any, long_s: float, keep: Path | None = None) -> dict[str, Any]:
+    """Judge one program: findings, and the gain of its fix; ``keep``: folder for the recording."""
     torch.manual_seed(0)
     slow, fast = each.make(False), each.make(True)
     once = min(seconds(slow), seconds(slow))
@@ -78,6 +81,10 @@ def judged(each: Any, ceilings: Any, long_s: float) -> dict[str, Any]:
     took = time.perf_counter() - began
     found = run.result
     assert found is not None
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        with gzip.open(keep / f"{each.name}.pickle.gz", "wb", 3) as file:
+            pickle.dump((run._explain.args, run._explain.keywords, found.steps), file)
     pairs: list[tuple[float, float]] = []
     while len(pairs) < PAIRS or (sum(map(sum, pairs)) < PAIRS_S and len(pairs) < MOST_PAIRS):
         pairs.append((seconds(slow, each.steady), seconds(fast, each.steady)))
@@ -159,6 +166,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="length of an explained run")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--keep", type=Path, help="folder for the recordings")
     parser.add_argument("--say", action="store_true", help="print whole explanations of what is not right")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "explain_programs.json")
     options = parser.parse_args()
@@ -175,7 +183,7 @@ def main() -> None:
     }
     for name in options.names or known:
         try:
-            row = judged(known[name], ceilings, options.seconds)
+            row = judged(known[name], ceilings, options.seconds, options.keep)
         except Exception as error:  # one that cannot run must not hide the others
             result["failed"][name] = f"{type(error).__name__}: {error}"
             print(f"{name} failed: {result['failed'][name]}", flush=True)

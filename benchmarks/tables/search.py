@@ -62,12 +62,15 @@ def _tasks(families: dict[str, Any]) -> list[str]:
 
 
 def _server(server: dict[str, Any]) -> list[str]:
-    lines = _head("over HTTP, one task at a time", "seconds", "accuracy (95%)", "time, Transect over optillm")
+    lines = _head("over HTTP, one task at a time", "tasks", "seconds", "accuracy (95%)", "time, Transect over optillm")
     for title, found in server.items():
         for name in ("transect", "optillm"):
             if isinstance(found, dict) and name in found:
                 ratio = found.get("transect_over_optillm")
                 cell = f"{ratio['median']:.2f}" if ratio is not None and name == "transect" else ""
                 seconds, share = _spread(found[name]["seconds"], ".1f"), _share(found[name]["searched"])
-                lines.append(_row(f"{title}: {name}", seconds, share, cell))
-    return [*lines, ""]
+                lines.append(_row(f"{title}: {name}", found[name]["tasks"], seconds, share, cell))
+    said = "Seconds are of a round over these tasks; the accuracy is that of all rounds, which have different tasks."
+    if "mixture of 3" in server:
+        said += " optillm's mixture also has the model write a critique of the proposals."
+    return [*lines, "", said, ""]

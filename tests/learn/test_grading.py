@@ -30,7 +30,7 @@ from transect.learn.texts import excerpt, with_hole
         (True, 1.0, "a number is expected"),
         ([1, 2], [1, 2, 3], "2 entries instead of 3"),
         (None, [1], "NoneType"),
-        ({"a": 1}, {"a": 2}, "'a' of the result is 1 instead of 2"),
+        ({"a": 1}, {"a": 2}, "a is 1 instead of 2"),
         (1, True, "instead of True"),
         (torch.zeros(2), torch.zeros(2), ""),
         (torch.full((2,), 0.1), torch.zeros(2), "off by"),

@@ -80,8 +80,9 @@ def check(
     from ..hardware.measured import ceilings
     from ..learn.folder import program
     from ..learn.grade.grader import check as graded
+    from ..learn.ladder import advice
     from ..learn.progress import note
-    from ..learn.registry import get, unlocks
+    from ..learn.registry import get
 
     found = get(rung)
     path = program(found, folder)
@@ -92,9 +93,7 @@ def check(
     if as_json:
         print(json.dumps({**asdict(verdict), "percent": verdict.percent}, indent=1))
     else:
-        print("\n".join(verdict.lines()))
-        if verdict.right and (following := unlocks(rung)):
-            print(f"unlocked: {', '.join(following)}")
+        print("\n".join([*verdict.lines(), *advice(found, folder, verdict.right)]))
     if not verdict.right:
         raise typer.Exit(1)
 

@@ -1,11 +1,12 @@
-"""The path as a student sees it: rows of the list, and the map of what unlocks what."""
+"""The path as a student sees it: rows of the list, advice after a check, and the map of what unlocks what."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from .progress import climbed
-from .record import ROADS
+from .record import ROADS, Rung
 from .registry import all_rungs, unlocks
 
 
@@ -28,6 +29,22 @@ def rows() -> list[dict[str, Any]]:
                 "solved_at": done[rung.name].at if rung.name in done else None,
             }
         )
+    return found
+
+
+def advice(rung: Rung, folder: Path, right: bool) -> list[str]:
+    """Say what a student can do after a check: open a hint, or compare, use the piece, and go on."""
+    if not right:
+        return [f"stuck? {folder / 'README.md'} has the rule; hints, one at a time: {folder / 'hints' / '1.txt'}"]
+    found = [f"compare: transect learn show {rung.name} --dir {folder}"]
+    if rung.live is not None:
+        found.append(f"run it inside the product: transect learn use {rung.name} --dir {folder}")
+    state = {row["name"]: row["state"] for row in rows()}
+    following = unlocks(rung.name)
+    if now := [name for name in following if state[name] == "open"]:
+        found.append(f"unlocked: {', '.join(now)}; go on: transect learn start {now[0]} --dir {now[0]}")
+    if later := [name for name in following if state[name] == "later"]:
+        found.append(f"a step towards: {', '.join(later)}")
     return found
 
 

@@ -162,7 +162,8 @@ class Rung:
     @property
     def counts(self) -> str:
         """The work that is counted to tell a slow solution: ``lines`` of Python that ran, ``bytes`` that torch's
-        operators read and wrote, or ``traffic``: bytes of memory sectors that a kernel touched."""
+        operators read and wrote, ``traffic``: bytes of memory sectors that a kernel touched, or ``lines of cache`` that
+        a C++ program fetched."""
         if self.speed is not None and self.speed.measure is not None:
             return ""
-        return {"torch": "bytes", "triton": "traffic", "python": "lines"}.get(self.kind, "")
+        return {"torch": "bytes", "triton": "traffic", "python": "lines", "cpp": "lines of cache"}.get(self.kind, "")

@@ -94,7 +94,8 @@ def executor(model: Decoder, config: SchedulerConfig, *, device: bool = False):
     caches = model.new_kv_cache(blocks, config.block_size, torch.float32)
     for cache in caches:
         cache.zero_()
-    limits = {name: getattr(config, name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
+    limits = {name: getattr(config, name) for name in ("max_num_batched_tokens", "max_model_len")}
+    limits["max_num_seqs"] = config.max_rows
     made = GPURunner(model, *caches, **limits, prune_last_layer=True) if device else Runner(model, *caches)
     prepared = {name: model.adapters.prepare(factors(number)) for number, name in enumerate(IDS)}
     made.adapters = AdapterSlots(model.adapters, prepared.__getitem__)

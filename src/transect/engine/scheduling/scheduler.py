@@ -260,7 +260,7 @@ class Scheduler(Bookkeeping):
         if not decoding or others or len(self.waiting):  # prompts fill steps to their best size already
             self.speculation.worthwhile = False
             return {}
-        room = min(spare, self.config.max_num_seqs - len(decoding))
+        room = min(spare, self.config.max_rows - len(decoding))
         found = self.speculation.drafts(decoding, room, known=all_known)
         return found if all_known else {}
 

@@ -16,6 +16,8 @@ class Verdict:
     """A teacher's sentence: why it is wrong, or why it is slow."""
     detail: str = ""
     """The numbers behind the reason."""
+    call: str = ""
+    """The call of the first unsolved case, if it is short."""
     slow: bool = False
     cheats: list[str] = field(default_factory=list)
     """The program's ways around the exercise; it is not right if there are any."""
@@ -50,10 +52,11 @@ class Verdict:
         if self.cheats:
             return [f"not graded: the program {each}" for each in self.cheats]
         if not self.right:
-            solved = f"solved: {', '.join(self.passed)}" if self.passed else ""
-            lines = (f"not right yet: {self.reason}", self.detail and f"  {self.detail}", solved)
+            solved = f"solved: {'; '.join(self.passed)}" if self.passed else ""
+            call = self.call and f"  the call: {self.call}"
+            lines = (f"not right yet: {self.reason}", self.detail and f"  {self.detail}", call, solved)
             return [line for line in lines if line]
-        found = [f"right: {', '.join(self.passed)}"]
+        found = [f"right: {'; '.join(self.passed)}"]
         if self.seconds is not None:
             text = f"time: {time_text(self.seconds)}"
             if self.percent is not None:
