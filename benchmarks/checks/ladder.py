@@ -89,7 +89,7 @@ def main() -> None:
         "command": record.command("benchmarks/checks/ladder.py"), "workers": workers,
         "bytes_per_second": limits.copy_bytes_per_second, "rungs": rungs,
     }  # fmt: skip
-    with ProcessPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(8 if on_gpu else 1,)) as pool:
         jobs: dict[Future[list[dict[str, Any]]], str] = {}
         for name in names:
             missing = max(0, arguments.runs - rungs.get(name, {}).get("runs", 0))
