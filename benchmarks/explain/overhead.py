@@ -1,6 +1,7 @@
 """Cost of `transect explain run`: how much longer programs take under it, and how long its answer takes.
 
     python benchmarks/explain/overhead.py [NAMES]
+    python benchmarks/explain/overhead.py --device cuda --out benchmarks/results/h200/explain_overhead.json
 
 Each script runs alone and under the command, in turns, each in a process of its own. A script prints the time of its
 loop, so that imports do not count as the program's.
@@ -19,11 +20,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import _paths
 from benchmarks import record
 
 HEAD = "import time\nimport torch\nfrom torch import nn\ntorch.set_num_threads(1)\nbegan = time.perf_counter()\n"
-TAIL = "\nprint('loop', time.perf_counter() - began, flush=True)\n"
+TAIL = """
+if torch.cuda.is_initialized():
+    torch.cuda.synchronize()
+print("loop", time.perf_counter() - began, flush=True)
+"""
 SCRIPTS = {
     "two seconds of training": """
 from torch.utils.data import DataLoader, Dataset
@@ -65,6 +72,22 @@ for _ in range(60_000):  # 17 operators each, with those that they call
     x = x.relu()
 """,
 }
+ON_GPU = {
+    "training on a GPU": """
+net = nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()) for _ in range(8)]).to("cuda", torch.bfloat16)
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3, fused=True)
+x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+torch.cuda.synchronize()
+began = time.perf_counter()
+for step in range(1000):
+    optimizer.zero_grad()
+    net(x).square().mean().backward()
+    optimizer.step()
+""",
+    "generation on a GPU": SCRIPTS["generation"]
+    .replace(".eval()", ".eval().cuda()")
+    .replace("(1, 16))", "(1, 16), device='cuda')\nmodel.generate(ids, attention_mask=torch.ones_like(ids))"),
+}
 
 
 def timed(command: list[str]) -> tuple[float, float]:
@@ -104,7 +127,7 @@ def table(result: dict[str, Any]) -> str:
         times = f"{row['loop_s']:.1f} | {row['explained_loop_s']:.1f} | {row['overhead']:.0%} | {row['command_s']:.1f}"
         lines.append(f"| {name} | {times} |")
     machine = result["environment"]
-    where = f"{machine['processor']}, {machine['cores']} cores"
+    where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
     return "\n".join(lines) + f"\n\n`{result['command']}` on {where}, {record.made_at([machine])}.\n"
 
 
@@ -112,15 +135,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="some of the programs; all if none is named")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "explain_overhead.json")
     options = parser.parse_args()
+    scripts = ON_GPU if options.device == "cuda" else SCRIPTS
+    gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
     result: dict[str, Any] = {
-        "command": f"python benchmarks/explain/overhead.py --rounds {options.rounds}",
-        "environment": record.environment(),
+        "command": f"python benchmarks/explain/overhead.py --device {options.device} --rounds {options.rounds}",
+        "environment": record.environment() | gpu,
         "programs": {},
     }
-    for name in options.names or SCRIPTS:
-        result["programs"][name] = judged(SCRIPTS[name], options.rounds)
+    for name in options.names or scripts:
+        result["programs"][name] = judged(scripts[name], options.rounds)
         print(name, json.dumps(result["programs"][name]), flush=True)
         record.write(options.out, result)
 

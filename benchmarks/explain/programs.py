@@ -5,14 +5,17 @@
 
 Each program of ``benchmarks/explain/corpus`` runs until three seconds are over, is explained in windows as
 `transect explain run` does, and is timed without explaining, slow and mended in turns. Healthy programs may get no
-finding above 5%. Programs that are held out were written after the last change of what is measured.
+finding above 5%. Programs that are held out were written after the last change of what is measured. ``--keep`` writes
+recordings: a changed detector can explain the same run again, with ``explain_trace``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import io
+import pickle
 import sys
 import time
 from collections.abc import Callable
@@ -65,19 +68,29 @@ def seconds(work: Callable[[], object], steady: bool = False) -> float:
         return time.perf_counter() - began
 
 
-def judged(each: Any, ceilings: Any, long_s: float) -> dict[str, Any]:
-    """Judge one program: findings, and the gain of its fix."""
+def judged(each: Any, ceilings: Any, long_s: float, keep: Path | None = None) -> dict[str, Any]:
+    """Judge one program: findings, and the gain of its fix; ``keep``: folder for the recording."""
     torch.manual_seed(0)
     slow, fast = each.make(False), each.make(True)
     once = min(seconds(slow), seconds(slow))
     seconds(fast)
     began = time.perf_counter()
+    runs = 0
     with Explain(ceilings, window_s=long_s, cores=torch.get_num_threads()) as run:  # other cores are not theirs
         while (lasted := time.perf_counter() - began) < long_s or (lasted < 8 * long_s and not run.done):
             seconds(slow)
+            runs += 1
     took = time.perf_counter() - began
     found = run.result
     assert found is not None
+    facts = dict(run._explain.keywords)
+    if found.steps is None and not run.limited:  # the command runs such a program once more
+        facts["plain_s"] = sum(seconds(slow) for _ in range(runs))
+        found = run.fitted(facts["plain_s"])
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        with gzip.open(keep / f"{each.name}.pickle.gz", "wb", 3) as file:
+            pickle.dump((run._explain.args, facts, found.steps), file)
     pairs: list[tuple[float, float]] = []
     while len(pairs) < PAIRS or (sum(map(sum, pairs)) < PAIRS_S and len(pairs) < MOST_PAIRS):
         pairs.append((seconds(slow, each.steady), seconds(fast, each.steady)))
@@ -156,9 +169,11 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="some of the programs; all if none is named")
+    parser.add_argument("--part", default="1/1", help="every Nth program, beginning with the Kth: K/N")
     parser.add_argument("--seconds", type=float, default=3.0, help="length of an explained run")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--keep", type=Path, help="folder for the recordings")
     parser.add_argument("--say", action="store_true", help="print whole explanations of what is not right")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "explain_programs.json")
     options = parser.parse_args()
@@ -173,9 +188,10 @@ def main() -> None:
         "programs": [],
         "failed": {},
     }
-    for name in options.names or known:
+    first, step = map(int, options.part.split("/"))
+    for name in options.names or list(known)[first - 1 :: step]:
         try:
-            row = judged(known[name], ceilings, options.seconds)
+            row = judged(known[name], ceilings, options.seconds, options.keep)
         except Exception as error:  # one that cannot run must not hide the others
             result["failed"][name] = f"{type(error).__name__}: {error}"
             print(f"{name} failed: {result['failed'][name]}", flush=True)

@@ -49,11 +49,11 @@ def convolutions(width=64):
 
 @program("float32 products", library="transformers")
 def bert_in_float32(fast):
-    model, ids = bert(torch.float32), torch.randint(3, 30000, (32, 256), device="cuda")
+    model, ids = bert(HALF if fast else torch.float32), torch.randint(3, 30000, (32, 256), device="cuda")
     mask = torch.ones_like(ids)
 
     def work():
-        with torch.inference_mode(), torch.autocast("cuda", HALF, enabled=fast):
+        with torch.inference_mode():
             for _ in range(4):
                 model(input_ids=ids, attention_mask=mask, token_type_ids=torch.zeros_like(ids))
 
@@ -136,12 +136,20 @@ def pictures_augmented_in_the_main_process(fast):
 
 
 @program("sync")
-def metrics_read_each_step(fast):
+def hits_counted_one_by_one(fast):
     net, x = convolutions(32), torch.randn(64, 3, 96, 96, device="cuda")
+    labels = torch.randint(0, 10, (64,), device="cuda")
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
 
     def work():
-        kept = []
-        images(net, [x] * 40, after=lambda loss: kept.append(loss.detach() if fast else loss.item()))
+        right = 0
+        for _ in range(20):
+            optimizer.zero_grad()
+            scores = net(x)
+            functional.cross_entropy(scores, labels).backward()
+            optimizer.step()
+            hits = scores.argmax(1) == labels
+            right += hits.sum() if fast else sum(each.item() for each in hits)
 
     return work
 
@@ -255,12 +263,12 @@ def labels_counted_on_the_host(fast):
 
 @program()
 def healthy_bert_in_bfloat16(fast):
-    model, ids = bert(), torch.randint(3, 30000, (64, 256), device="cuda")
+    model, ids = bert(), torch.randint(3, 30000, (256, 256), device="cuda")
 
     def work():
         with torch.inference_mode():
-            for _ in range(4):
-                model(input_ids=ids, attention_mask=torch.ones_like(ids))
+            for _ in range(6):
+                model(input_ids=ids)
 
     return work
 
@@ -271,7 +279,7 @@ def healthy_products_in_bfloat16(fast):
 
     def work():
         with torch.inference_mode():
-            for _ in range(12):
+            for _ in range(30):
                 torch.mm(x, x)
 
     return work
@@ -283,7 +291,7 @@ def healthy_training_with_fused_adamw(fast):
     optimizer, x = torch.optim.AdamW(net.parameters(), fused=True), torch.randn(8192, 4096, device="cuda", dtype=HALF)
 
     def work():
-        for _ in range(4):
+        for _ in range(10):
             optimizer.zero_grad()
             net(x).square().mean().backward()
             optimizer.step()
@@ -297,7 +305,7 @@ def healthy_fused_attention(fast):
 
     def work():
         with torch.inference_mode():
-            for _ in range(12):
+            for _ in range(40):
                 functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     return work
@@ -305,7 +313,7 @@ def healthy_fused_attention(fast):
 
 @program(library="transformers")
 def healthy_llama_prompts_on_gpu(fast):
-    model, ids = llama(), torch.randint(3, 200, (16, 1024), device="cuda")
+    model, ids = llama(), torch.randint(3, 200, (64, 1024), device="cuda")
 
     def work():
         with torch.inference_mode():

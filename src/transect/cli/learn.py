@@ -14,7 +14,7 @@ from .settings import output_file
 
 application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
-Name = Annotated[str, typer.Argument(help="Rung, as `transect learn list` names it, or a file of `transect learn new`.")]
+Name = Annotated[str, typer.Argument(help="Rung, as in `transect learn list`, or a file of `transect learn new`.")]
 Folder = Annotated[Path, typer.Option("--dir", help="The folder of your program.")]
 
 

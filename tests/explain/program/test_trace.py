@@ -115,7 +115,7 @@ def test_a_program_without_kernels_is_none_of_a_gpu(tmp_path):
     assert trace.on_gpu
     found = explain_trace(trace, ceilings())
     assert not trace.on_gpu and not found.split.on_gpu and found.split.wall == pytest.approx(2e-3)
-    assert found.split.ops[0].key.name == "aten::mm" and len(trace.latest_ends()) == 2
+    assert found.split.ops[0].key.name == "aten::mm"
 
 
 def test_compiling_is_no_operator_on_the_host(tmp_path):
@@ -194,9 +194,11 @@ def test_python_between_kernels_is_named_by_samples(tmp_path):
     ],
 )
 def test_kernels_are_what_launched_them(tmp_path, name, shapes, types, kind):
-    """A kernel's own name says little: what is found is found by the operator, its shapes and its types."""
+    """A kernel's own name says little: what is found is found by the operator, its shapes and its types. The host waits
+    for each kernel: beside a host that issues work all the time, shorter kernels would gain nothing."""
     steps = [launched(name, shapes, types, 60.0 * number, 50, number, "void kernel<float>") for number in range(40)]
-    trace = read_trace(write(tmp_path / "gpu.json", [each for step in steps for each in step]))
+    waits = [event("cuda_runtime", "cudaStreamSynchronize", 60.0 * number + 10, 48) for number in range(40)]
+    trace = read_trace(write(tmp_path / "gpu.json", [each for step in steps for each in step] + waits))
     found = explain_trace(trace, preset("h200").ceilings())
     assert found.findings[0].kind == kind, str(found)
     assert (found.split.parts["copies"] > 0) == (kind in ("convert", "layout", "grow"))

@@ -10,8 +10,9 @@
 * ``split``: the wall time by cause; ``overhead``: what profiling cost. ``op_floor``: the least time of an operator;
   ``signatures``: PyTorch's schemas. ``stretches``: times of loading and compilation. ``gaps``: causes of idle time,
   from ``doing``: activity of a Python stack.
-* ``findings``: changes by predicted gain; ``findings_host``: on the host; ``finding``: one of them. ``libraries``:
-  switches of libraries, and the line that calls them. ``callback``: a window of steps in Trainer and Lightning.
+* ``findings``: changes by predicted gain; ``findings_host``: on the host; ``findings_calls``: fewer calls of operators;
+  ``findings_work``: needless work; ``finding``: one of them. ``libraries``: switches of libraries, and the line that
+  calls them. ``callback``: a window of steps in Trainer and Lightning.
 * ``report``: ``Explanation``, as text and JSON; ``report_html``: as a page.
 * ``changes``: changes that need no edit of the script; ``switches``: what they switch off. ``apply``: makes them, and
   measures again.

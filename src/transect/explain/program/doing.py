@@ -54,6 +54,10 @@ CALLERS = re.compile(
     r"|sentence_transformers|torchvision/models|torchvision/ops)/"
 )
 """Libraries that mostly call operators: their Python code between operators is the cost of calling these."""
+MODELS = re.compile(
+    rf"{CALLERS.pattern.replace('torch|', '')}|/torch/nn/modules/(?:activation|transformer|rnn)\.py$|/torch/optim/"
+)
+"""Files of models and optimizers: the operators that they call, and their order, are not the user's to change."""
 NATIVE = "/transect/ops/cpu/"
 """Path of code that calls C++ kernels, which no profiler sees."""
 COMPILER_FILES = (
@@ -70,6 +74,13 @@ PYTHONS_OWN = f"{sysconfig.get_paths()['stdlib']}/tokenize.py"
 """Tokenizer of Python's own source, used when a source line is looked up."""
 IMPORTS = "<frozen importlib"
 LIBRARIES = (
+    ("logging", re.compile(r"/(?:tensorboard\w*|wandb|mlflow|comet_ml|aim|clearml|neptune)/")),
+    (
+        "building",
+        re.compile(
+            r":from_pretrained$|/torch/nn/(?:modules/\w+\.py:(?:__init__|reset_parameters|load_state_dict)$|init\.py:)"
+        ),
+    ),
     ("stacks", re.compile(r"/traceback\.py:format_stack$")),
     ("printing", re.compile(r"/torch/_tensor_str\.py:")),
     ("saving", re.compile(r"/torch/serialization\.py:save$|/safetensors/torch\.py:save_file$")),
@@ -108,6 +119,13 @@ def in_loader(stack: tuple[Frame, ...]) -> bool:
 
 
 @functools.lru_cache(maxsize=10_000)
+def calls_itself(stack: tuple[Frame, ...]) -> bool:
+    """Return True if the user's line calls operators itself, not through a model, an optimizer or a backward pass."""
+    inner = itertools.takewhile(lambda frame: any(part in frame.file for part in LIBRARY), stack)
+    return not any(MODELS.search(frame.file) or frame.function == "_engine_run_backward" for frame in inner)
+
+
+@functools.lru_cache(maxsize=10_000)
 def doing_of(stack: tuple[Frame, ...]) -> Doing:
     """Classify a stack, given innermost frame first."""
     stack = tuple(itertools.takewhile(lambda frame: not frame.file.endswith(RUNS), stack))
@@ -118,6 +136,8 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
     inner = [frame for frame in inner if OURS not in frame.file]
     if any(part in frame.file for frame in stack for part in COMPILER_FILES):
         return Doing("recompilation", "compile", user)
+    if _computes_again(stack):
+        return Doing("launch", "recomputation", user)
     if any(IMPORTS in frame.file for frame in inner):
         return Doing("host", "import", user)
     for frame in stack:
@@ -131,6 +151,16 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
     if kind == "python" and any(CALLERS.search(frame.file) for frame in inner):
         return Doing("launch", "calls", user)
     return Doing("loading" if kind == "file" else "host", kind, user)
+
+
+def _computes_again(stack: tuple[Frame, ...]) -> bool:
+    """Return True if activation checkpointing computes a layer again."""
+    for frame in stack:
+        if frame.file.endswith("/torch/utils/checkpoint.py"):
+            return frame.function in ("recompute_fn", "unpack_hook", "backward")
+        if frame.function == "_engine_run_backward":
+            return False
+    return False
 
 
 def _by_library(inner: Sequence[Frame]) -> str:
@@ -173,14 +203,36 @@ def _statements(file: str) -> dict[int, str]:
 
 @functools.lru_cache(maxsize=200)
 def _loops(file: str) -> list[tuple[int, int]]:
-    """Return (first line, last line) of the loops and comprehensions of a file, inner ones last."""
+    """Return (first line, last line) of the loops and comprehensions of a file, inner ones last. A loop that calls what
+    it goes over, such as layers, is none: nothing can compute them at once."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return []
     kinds = ast.For, ast.While, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp
-    spans = [(node.lineno, node.end_lineno or node.lineno) for node in ast.walk(tree) if isinstance(node, kinds)]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds) and not _over_layers(node)]
+    spans = [(node.lineno, node.end_lineno or node.lineno) for node in nodes]
     return sorted(spans, key=lambda span: span[0] - span[1])
+
+
+def _over_layers(node: ast.AST) -> bool:
+    """Return True if a loop calls what it goes over."""
+    name = node.target.id if isinstance(node, ast.For) and isinstance(node.target, ast.Name) else None
+    calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call)) if name else ()
+    return any(isinstance(each, ast.Name) and each.id == name for each in calls)
+
+
+def loop_around(stack: tuple[Frame, ...]) -> tuple[str, int]:
+    """Return file and first line of the innermost loop of the user that a stack is in; ("", 0) if there is none."""
+    mine = (frame for frame in user_stack(stack) if not any(part in frame.file for part in LIBRARY))
+    return next((loop for frame in mine if (loop := loop_at(frame))[0]), ("", 0))
+
+
+def loop_text(loop: tuple[str, int]) -> str:
+    """Return the source of a loop, given its file and first line."""
+    file, first = loop
+    last = next((last for begin, last in _loops(file) if begin == first), first) if file else 0
+    return "".join(linecache.getlines(file)[first - 1 : last]) if file else ""
 
 
 def loop_at(frame: Frame | None) -> tuple[str, int]:

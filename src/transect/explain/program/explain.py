@@ -27,12 +27,12 @@ from .changes import NotPossible
 from .finding import Material
 from .findings import find
 from .gaps import Named, name_gaps
-from .recording import autograd_seconds, marks, profiler_seconds
+from .recording import autograd_seconds, marks, memory_share, profiler_seconds
 from .report import Explanation
 from .sampler import StackSamples
 from .script import Input, Script, ScriptFailed
 from .split import Split, split_trace, trace_seconds
-from .steady import FIRST_S, Steady, Steps
+from .steady import Steady, Steps
 from .timing import timed
 from .trace import KERNEL, OP, Trace
 
@@ -105,6 +105,10 @@ class Explain:
             "cores": self._cores,
             "padding": steady.watch.padding,
             "chained": steady.watch.chained,
+            "prefix": steady.watch.prefix,
+            "unused": steady.watch.unused,
+            "steps": steady.steps.explained if steady.steps is not None else 0,
+            "memory": memory_share(trace.on_gpu),
         }
         if self._all_cores and steady.recording.idle_cores is not None:
             facts["idle_cores"] = steady.recording.idle_cores
@@ -126,12 +130,13 @@ class Explain:
         )
         self.result = self._explain(steps=steady.steps)
         if self.limited:
-            self.result.split.notes.append(f"no step repeats: only the first {FIRST_S:g} seconds are explained")
+            seconds = f"{self._steady.limited:.0f}"
+            self.result.split.notes.append(f"no step repeats: only the first {seconds} seconds are explained")
 
     @property
     def limited(self) -> bool:
         """True if only the beginning of a program without steps was recorded."""
-        return self._steady.limited and self._steady.steps is None
+        return bool(self._steady.limited) and self._steady.steps is None
 
     @property
     def done(self) -> bool:
@@ -146,8 +151,12 @@ class Explain:
         except NotPossible as error:
             found.split.notes.append(f"without profiling the program was not timed: {error}")
             return found
-        imports = found.split.parts["startup"]  # modules are imported already
-        return self._explain(plain_s=plain + imports)
+        return self.fitted(plain)
+
+    def fitted(self, plain_s: float) -> Explanation:
+        """Explain a program without steps again, which took ``plain_s`` seconds without profiling and imports."""
+        assert self.result is not None
+        return self._explain(plain_s=plain_s + self.result.split.parts["startup"])
 
     def _steps_floor(self) -> float:
         """Sum the floors of the engine steps that ended inside."""

@@ -11,11 +11,10 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import numpy as np
-
 from ...hardware.cores import usable_cores
-from .doing import doing_of, in_loader
-from .finding import MANY, Finding, Material
+from .doing import calls_itself, doing_of, in_loader
+from .finding import MANY, Finding, Material, weighed
+from .findings_calls import launching, runtime_calls, small_batch, synchronisation
 from .findings_host import (
     IDLE,
     SAMPLED,
@@ -25,53 +24,38 @@ from .findings_host import (
     library,
     other_threads,
     rest_share,
+    restarted,
     threads,
     whole_shares,
 )
+from .findings_work import (
+    dense_gradients,
+    gradients,
+    padding,
+    pairs,
+    prefix,
+    recomputation,
+    unused_gradients,
+)
 from .libraries import attention, placed
-from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, SIZES, cost, floor
-from .split import COPIES, SLOW_CALL_S, SYNC, WAITS, OpStat, Split, of_number, on_the_host
+from .op_floor import SIZES, cost
+from .split import COPIES, OpStat, of_number, on_the_host
 from .stretches import stretches
-from .trace import COPY, KERNEL, OP, RUNTIME, Key
+from .trace import Key
 
-CALLING = ("launch", "sync")
-"""Kinds of findings about calls of operators."""
+CALLING = ("launch", "sync", "layout", "convert", "grow", "small batch")
+"""Kinds of findings about operators, of which a library may call a share that is another finding."""
 LEAST = 0.02
 """Least gain, as a share of the wall time, of a reported finding."""
-RECORDING_S = 1e-6
-"""Seconds that autograd adds to an operator, assumed if not measured."""
-REACHED = 0.5
-"""Share of a device's rate that a product of some hundred rows roughly reaches."""
-FOR_VALUES = {
-    f"aten::{name}"
-    for name in (
-        *("item", "_local_scalar_dense", "is_nonzero", "select", "unbind", "as_strided", "_to_copy", "to", "copy_"),
-        *("max", "min", "amax", "amin", "sum", "mean", "norm", "linalg_vector_norm", "argmax", "argmin", "any", "all"),
-        *(
-            "eq",
-            "ne",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-            "isnan",
-            "isfinite",
-            "isinf",
-            "equal",
-            "empty",
-            "empty_strided",
-            "detach",
-        ),
-    )
-}
-"""Operators that programs call to read a single value."""
-VALUE_BYTES = 64
-"""Largest copy to the host, in bytes, that counts as single values, as ``.item()`` makes it."""
+LEAST_CALLED = 0.05
+"""Least share of samples in which the user's lines call operators themselves."""
+ON_DEVICE = ("float32 products", "float64", "padding", "attention", "prefix", "recomputation", "broadcast")
+"""Kinds of findings whose change shortens kernels: on a GPU the time for which the host issues work remains."""
 
 
 def find(material: Material) -> list[Finding]:
     """Return all findings of interest, best first."""
-    found = [each for detector in DETECTORS for each in detector(material)]
+    found = restarted([each for detector in DETECTORS for each in detector(material)], material)
     whole = whole_shares(material).items()  # operators that a library calls are its
     left = 1.0 - sum(share for kind, (share, _) in whole if kind in {each.kind for each in found})
     rest = rest_share(material)
@@ -80,6 +64,9 @@ def find(material: Material) -> list[Finding]:
     }
     found = [replace(each, gain=each.gain * scale[each.kind]) for each in found]
     wall = material.split.own or 1.0
+    if material.split.on_gpu:
+        most = max(0.0, wall - material.split.issuing)
+        found = [replace(each, gain=min(each.gain, most)) if each.kind in ON_DEVICE else each for each in found]
     found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
     found = sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain)
     return [replace(each, gain=min(each.gain, wall)) for each in placed(found, material)]
@@ -102,161 +89,6 @@ def compiling(material: Material) -> Iterator[Finding]:
     )
 
 
-def synchronisation(material: Material) -> Iterator[Finding]:
-    """Find ``.item()`` and similar calls: their time, and the loop around them."""
-    split = material.split
-    if split.on_gpu:
-        trace = split.trace
-        last = max((float(trace.ts[i]) for kind in (KERNEL, COPY) for i in trace.where(kind)), default=0.0)
-        waits = [i for i in _runtime(split, WAITS) if trace.ts[i] + trace.dur[i] <= last]  # not those at the end
-        waited = float(sum(trace.dur[i] for i in waits))
-        values = [op for op in split.ops if op.key.name.startswith("Memcpy DtoH") and op.key.bytes <= VALUE_BYTES]
-        read = sum(op.seconds for op in values if op.calls >= MANY)
-        yield Finding(
-            "sync",
-            "the program waits for the GPU",
-            f"{len(waits)} times, after each of which the GPU is idle until the host issues new work",
-            max(0.0, min(waited, split.own - max(split.busy - read, split.issuing))),
-            "keep values in tensors and read them once, after the loop (.item(), .cpu() and print() wait)",
-        )
-        return
-    ops = split.named(*SYNC)
-    calls = sum(op.calls for op in ops if op.key.name == "aten::item") or sum(op.calls for op in ops)
-    if calls >= MANY:
-        yield Finding(
-            "sync",
-            "the program waits for single values",
-            f"{calls} calls of .item() or the like",
-            split.parts["sync"] + _sync_launch(split, calls),
-            "keep values in tensors and read them once, after the loop",
-        )
-
-
-def _sync_launch(split: Split, calls: int) -> float:
-    """Return the launch time of operators that only make the values of ``calls`` waits (called about as often, they
-    reduce a tensor, compare, or take an element), and of the gaps after them."""
-    made = [op for op in split.ops if calls / 2 <= op.calls <= 2 * calls and op.name in FOR_VALUES]
-    if calls < MANY or not made:
-        return 0.0
-    trace, names = split.trace, {op.name for op in made}
-    ops = np.flatnonzero((trace.kind == OP) & (trace.lane == split.lane))
-    ends = np.maximum.accumulate(trace.ts[ops] + trace.dur[ops])
-    outer = ops[trace.ts[ops] >= np.append(-np.inf, ends[:-1])]
-    gaps = [gap for gap in split.gaps if gap.part == "launch"]
-    before = np.searchsorted(trace.ts[outer], [gap.begin for gap in gaps], side="left") - 1
-    after = sum(
-        gap.seconds
-        for gap, index in zip(gaps, before.tolist(), strict=True)
-        if index >= 0 and trace.key_of(int(outer[index])).name in names
-    )
-    own = sum(op.launch for op in made if op.name not in SYNC)
-    return min(split.parts["launch"], own + after)
-
-
-def launching(material: Material) -> Iterator[Finding]:
-    """Find many small operators."""
-    split = material.split
-    calls = sum(op.calls for op in split.ops)
-    most = max(split.ops, key=lambda op: op.launch, default=None)
-    if most is None or most.calls < MANY:
-        return
-    if split.on_gpu:  # beside what the GPU computes calls cost nothing
-        seconds = min(split.parts["launch"], max(0.0, split.issuing - split.busy))
-    else:
-        waits = sum(op.calls for op in split.named("aten::item"))
-        seconds = split.parts["launch"] - _sync_launch(split, waits)
-    seconds *= 1 - 1 / most.calls
-    fused = seconds * _fusible(split)
-    chained = bool(material.facts.get("chained"))
-    yield Finding(
-        "launch",
-        "many small operators",
-        f"{calls} operators; {most.title} {most.calls} times with {most.key.shapes}",
-        fused if chained else seconds,
-        "each call needs the result of the one before: use a module for whole sequences (nn.LSTM, not LSTMCell), or "
-        "torch.compile"
-        if chained
-        else "do the loop's work in one batch; else torch.compile or a CUDA graph",
-        apply="compile" if chained else _fewer_calls(material),
-        gains={"compile": fused},
-    )
-
-
-def _fusible(split: Split) -> float:
-    """Return the share of calls that a compiler removes: it fuses operators between two products."""
-    trace = split.trace
-    if split.on_gpu:
-        launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
-        called = [launcher[link] for i in trace.where(KERNEL) if (link := int(trace.link[i])) in launcher]
-    else:
-        called = [int(i) for i in trace.where(OP) if trace.lane[i] == split.lane]
-    products = [_is_product(key.name) for key in trace.keys]
-    counted = [key.name not in FREE for key in trace.keys]
-    numbers = [number for i in called if counted[number := int(trace.key[i])]]
-    alone = [products[number] for number in numbers]
-    left = sum(each or before for before, each in zip([True, *alone], alone, strict=False))
-    return 1 - left / len(numbers) if numbers else 0.0
-
-
-def _is_product(name: str) -> bool:
-    return name in PRODUCTS or name in CONVOLUTIONS or any(each in name for each in ATTENTION)
-
-
-def _fewer_calls(material: Material) -> str:
-    """Return the change that reduces calls of operators, if no backward pass runs."""
-    if material.facts.get("backward", True):
-        return "compile"
-    return "batching, CUDA graph, compile" if material.split.on_gpu else "batching, compile"
-
-
-def small_batch(material: Material) -> Iterator[Finding]:
-    """Find a product with few rows that is repeated: the weights are read every time."""
-    if material.facts.get("chained"):
-        return  # there is nothing to put together
-    gain, evidence, worst = 0.0, "", 0.0
-    rates = {name: REACHED * rate for name, rate in material.ceilings.flops_per_second.items()}
-    reached = replace(material.ceilings, flops_per_second=rates)
-    for op in material.split.ops:
-        key = replace(op.key, name=op.name)
-        rows = _rows(key)
-        waits = op.tiny and op.seconds > op.calls * SLOW_CALL_S  # for threads, which ``crowded`` finds
-        if op.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor or waits:
-            continue
-        count = min(op.calls, 256)
-        batched = floor(_with_rows(key, rows * count), reached)
-        if batched is None:
-            continue
-        efficiency = min(1.0, op.calls * op.floor / max(op.seconds, 1e-12))
-        seconds = op.seconds - op.calls / count * batched / max(efficiency, 0.3)
-        gain += max(0.0, seconds)
-        if seconds > worst:
-            worst = seconds
-            evidence = f"{op.name} {op.calls} times with {rows} rows ({op.key.shapes})"
-    if gain:
-        yield Finding(
-            "small batch",
-            "the batch is too small",
-            evidence,
-            gain,
-            f"compute {MANY} or more of them together: the weights are then read once for all",
-            apply="" if material.facts.get("backward", True) else "batching",
-        )
-
-
-def _rows(key: Key) -> int | None:
-    shapes = key.shapes
-    if not isinstance(shapes, list) or len(shapes) < 2:
-        return None
-    left = shapes[1] if key.name == "aten::addmm" else shapes[0]
-    return left[0] if key.name in ("aten::mm", "aten::addmm") and isinstance(left, list) and len(left) == 2 else None
-
-
-def _with_rows(key: Key, rows: int) -> Key:
-    shapes = [list(each) for each in key.shapes]
-    shapes[1 if key.name == "aten::addmm" else 0][0] = rows
-    return replace(key, shapes=shapes)
-
-
 def conversions(material: Material) -> Iterator[Finding]:
     """Find copies that change the type, the layout or the length of the same tensors."""
     groups: dict[str, list[OpStat]] = {"convert": [], "layout": [], "grow": []}
@@ -269,6 +101,7 @@ def conversions(material: Material) -> Iterator[Finding]:
             groups["convert" if op.key.types[0] != op.key.types[1] else "layout"].append(op)
         else:
             groups["layout"].append(op)
+    most_s = _called_by_user(material)
     texts = {
         "convert": ("the same tensors are converted again and again", "convert once, before the loop"),
         "layout": ("tensors are copied to change their layout", "keep the layout that the next operator wants"),
@@ -283,9 +116,20 @@ def conversions(material: Material) -> Iterator[Finding]:
         # The first conversion of each shape is needed; a tensor that grows is written once in any case.
         kept = sum(op.seconds / op.calls for op in ops) if kind == "convert" else 2 / calls * spent
         seconds = max(0.0, spent - kept) if kind != "layout" else spent
+        seconds = min(seconds, most_s)
         title, advice = texts[kind]
         evidence = f"{calls} copies, {1e3 * spent:.1f} ms; most in {most.name} {most.key.shapes}"
         yield Finding(kind, title, f"{evidence} {' <- '.join(most.key.types[:2])}", seconds, advice)
+
+
+def _called_by_user(material: Material) -> float:
+    """Return the seconds in which the user's lines call operators themselves; on a GPU, where samples do not show the
+    length of kernels, all seconds if some do."""
+    samples, own = material.stacks, material.split.own
+    if not samples:
+        return own
+    share = weighed(samples, lambda sample: "user" if calls_itself(sample.stack) else "").get("user", 0.0)
+    return share * own if not material.split.on_gpu else own if share >= LEAST_CALLED else 0.0
 
 
 def wide_numbers(material: Material) -> Iterator[Finding]:
@@ -324,41 +168,6 @@ def _has_doubles(key: Key) -> bool:
     """Return True if a tensor input is in float64; plain Python numbers are listed with that type too."""
     shapes = key.shapes if isinstance(key.shapes, list) else []
     return any(kind == "double" and shape != [] for kind, shape in zip(key.types, shapes, strict=False))
-
-
-def padding(material: Material) -> Iterator[Finding]:
-    """Find tokens that are padding."""
-    seconds = material.split.parts["padding"]
-    if seconds:
-        share = float(material.facts.get("padding", 0.0))
-        yield Finding(
-            "padding",
-            "most of the work is on padding" if share > 0.5 else "work on padding",
-            f"{share:.0%} of the token ids are padding",
-            seconds,
-            "sort by length, pack sequences, or use variable-length attention",
-        )
-
-
-def gradients(material: Material) -> Iterator[Finding]:
-    """Find recording by autograd whose gradients are never used."""
-    if material.facts.get("backward", True):
-        return
-    split = material.split
-    calls = min(split.trace.recorded, sum(op.calls for op in split.ops if op.key.nodes))
-    seconds = calls * float(material.facts.get("autograd_s", RECORDING_S))
-    seconds = min(seconds, (split.parts["launch"] + split.parts["inefficiency"]) / 2)
-    if split.on_gpu:  # beside what the GPU computes recording costs nothing
-        seconds = min(seconds, max(0.0, split.issuing - split.busy))
-    if calls >= MANY:
-        yield Finding(
-            "autograd",
-            "autograd records operators, and no backward pass runs",
-            f"{calls} operators were recorded",
-            seconds,
-            "run inference under torch.inference_mode()",
-            apply="inference mode",
-        )
 
 
 def loading(material: Material) -> Iterator[Finding]:
@@ -416,20 +225,12 @@ def transfers(material: Material) -> Iterator[Finding]:
 def allocation(material: Material) -> Iterator[Finding]:
     """Find allocation and freeing of the GPU's memory in the loop."""
     split = material.split
-    calls = _runtime(split, r"Malloc$|Free$|HostAlloc")
+    calls = runtime_calls(split, r"Malloc$|Free$|HostAlloc")
     if len(calls) >= MANY:
-        seconds = float(sum(split.trace.dur[i] for i in calls))
+        seconds = min(float(sum(split.trace.dur[i] for i in calls)), max(0.0, split.own - split.busy))
         advice = "remove torch.cuda.empty_cache(); keep shapes alike; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         title, evidence = "the allocator asks the driver", f"{len(calls)} calls"
         yield Finding("allocation", title, evidence, seconds, advice, apply="no empty_cache")
-
-
-def _runtime(split: Split, pattern: str) -> list[int]:
-    """Return the driver calls in the explained time whose names match the pattern."""
-    trace, end = split.trace, split.begin + split.wall
-    calls = trace.where(RUNTIME)
-    inside = calls[(trace.ts[calls] >= split.begin) & (trace.ts[calls] < end)]
-    return [int(i) for i in inside if re.search(pattern, trace.key_of(int(i)).name)]
 
 
 def fallback(material: Material) -> Iterator[Finding]:
@@ -439,7 +240,7 @@ def fallback(material: Material) -> Iterator[Finding]:
         return
     slow = on_the_host(split.trace)
     if slow:
-        seconds = float(sum(split.trace.dur[i] for i in slow))
+        seconds = min(float(sum(split.trace.dur[i] for i in slow)), max(0.0, split.own - split.busy))
         names = sorted({split.trace.key_of(i).name for i in slow})
         advice = "move their inputs to the GPU, or use an operator that has a kernel there"
         yield Finding("fallback", "operators compute on the host", ", ".join(names[:5]), seconds, advice)
@@ -465,4 +266,9 @@ DETECTORS: tuple[Callable[[Material], Iterator[Finding]], ...] = (
     allocation,
     fallback,
     attention,
+    unused_gradients,
+    dense_gradients,
+    recomputation,
+    prefix,
+    pairs,
 )

@@ -33,6 +33,7 @@ HOST_ADVICE = {
     ),
     "printing": ("tensors are printed in the loop", "print a few numbers every N steps, not whole tensors"),
     "saving": ("checkpoints are written in the loop", "save every N steps, or copy the state and write it in a thread"),
+    "building": ("models are built or loaded in the loop", "build and load them once, before the loop"),
     "copying": ("objects are copied deep in the loop", "keep one copy and write into it: tensor.copy_()"),
     "optimizer": ("the optimizer goes from parameter to parameter", "fused=True, or foreach=True"),
     "adapters": ("adapters compute beside the weights", "merge them: model.merge_and_unload() for inference"),
@@ -43,9 +44,11 @@ HOST_ADVICE = {
 }
 EVERYWHERE = ("tokenize", "logging", "sleep", "file", "parse", "wait", "process")
 """Kinds that a stack shows wherever it was sampled, between operators or inside of one."""
+RESTARTS = 0.1
+"""Least share of the time, spent on starting a loader's workers, that is a finding of its own."""
 MOST_LEFT = 1.25
 """Largest factor of what samples leave to operators."""
-WHOLE = ("stacks", "printing", "saving", "copying", "optimizer", "adapters")
+WHOLE = ("stacks", "printing", "saving", "building", "copying", "optimizer", "adapters")
 """Kinds that include the operators called for them, not only the gaps between these."""
 SAMPLED = (*EVERYWHERE, *WHOLE, "loading", "collection", "attention", "padding")
 """Kinds of findings whose gain comes from samples, or from elsewhere than the times of operators."""
@@ -63,24 +66,50 @@ def host(material: Material) -> Iterator[Finding]:
     for each in material.named:
         totals.setdefault(each.doing.kind, []).append(each)
     plain = {} if material.split.on_gpu else material.shares(_kind)
-    for kind in dict.fromkeys([*totals, *(each for each in plain if each in EVERYWHERE)]):
+    for kind in dict.fromkeys([*totals, *(each for each in plain if each in EVERYWHERE or each == "python")]):
         every = totals.get(kind, [])
         seconds = sum(each.seconds for each in every)
         if plain and kind in EVERYWHERE:
             seconds = plain.get(kind, 0.0) * material.split.own
+        elif kind == "python":
+            seconds = max(seconds, _of_libraries(material) / max(0.01, rest_share(material)))
         where = max(every, key=lambda each: each.seconds).doing.frame if every else None
         place = f"in {where}" if where else "outside of its own lines"
         evidence = f"{1e3 * seconds:.1f} ms between operators, most of it {place}"
         if not every:
-            evidence = f"{plain[kind]:.0%} of the samples without profiling"
+            evidence = f"{plain.get(kind, 0.0):.0%} of the samples without profiling"
         if kind == "compile" or kind in WHOLE:
-            continue  # ``compiling`` and ``library`` have them
+            continue  # other detectors have them
         if kind in HOST_ADVICE:
             title, advice = HOST_ADVICE[kind]
             # Beside a thread that holds the lock it is unknown how long the same Python would take.
             alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
             apply = "no collection" if kind == "collection" else ""
             yield Finding(kind, title, evidence, seconds * alone, advice, apply)
+
+
+def restarted(found: list[Finding], material: Material) -> list[Finding]:
+    """Make one finding of all that starting a loader's workers costs: the processes, and the waits for their first
+    batches and for their ends."""
+
+    def name(sample: Sample) -> str:
+        inside = any(frame.file.endswith("/utils/data/dataloader.py") for frame in sample.stack)
+        return doing_of(sample.stack).kind if inside else ""
+
+    shares = weighed(material.stacks, name)
+    shares.pop("", None)
+    if shares.get("process", 0.0) < RESTARTS:
+        return found
+    whole = sum(shares.values()) * material.split.own
+    evidence = f"{shares['process']:.0%} of the time is spent on starting them; the rest on waiting for them"
+    one = Finding(
+        "process",
+        "a DataLoader starts its workers again and again",
+        evidence,
+        whole,
+        "DataLoader(..., persistent_workers=True), and one loader for all passes over the data",
+    )
+    return [one, *(each for each in found if each.kind not in ("process", "loading", "wait"))]
 
 
 def rest_share(material: Material) -> float:
@@ -93,11 +122,27 @@ def rest_share(material: Material) -> float:
     traced = sum(each.seconds for each in material.named if each.doing.kind in EVERYWHERE)
     loading = sum(each.seconds for each in material.named if each.doing.part == "loading")
     traced += material.split.parts["loading"] - loading
+    python = sum(each.seconds for each in material.named if each.doing.kind == "python")
+    traced += min(python, _of_libraries(material))
     return min(MOST_LEFT, (1.0 - plain.get("sampled", 0.0)) / max(0.01, 1.0 - traced / own))
 
 
 def _sampled(sample: Sample) -> str:
-    return "sampled" if in_loader(sample.stack) or doing_of(sample.stack).kind in EVERYWHERE else ""
+    known = in_loader(sample.stack) or doing_of(sample.stack).kind in EVERYWHERE or _python_of_library(sample)
+    return "sampled" if known else ""
+
+
+def _python_of_library(sample: Sample) -> str:
+    """Return "library" in Python code of a library that does not call operators; else an empty string."""
+    doing = doing_of(sample.stack)
+    mine = in_loader(sample.stack) or doing.kind != "python" or sample.stack[0] == doing.frame
+    return "" if mine else "library"
+
+
+def _of_libraries(material: Material) -> float:
+    """Return the seconds of Python code of libraries that do not call operators, by samples without profiling."""
+    plain = {} if material.split.on_gpu else material.shares(_python_of_library)
+    return plain.get("library", 0.0) * material.split.own
 
 
 def _kind(sample: Sample) -> str:
@@ -111,6 +156,8 @@ def library(material: Material) -> Iterator[Finding]:
     for kind, (count, line) in whole_shares(material).items():
         if kind == "adapters" and material.facts.get("backward", True):
             continue
+        if kind == "building" and not material.facts.get("steps"):
+            continue  # a program without steps builds its models once
         seconds = count * split.own
         if kind == "stacks":
             checks = sum(op.calls for op in split.named(*(f"aten::{name}" for name in CHECKS)))

@@ -53,10 +53,10 @@ def name_gaps(split: Split, samples: StackSamples | None = None) -> list[Named]:
     """
     trace = split.trace
     if split.on_gpu:
-        alone = set(on_the_host(trace))
+        alone, events = set(on_the_host(trace)), _HostEvents(trace)
         owners = stretches(trace)
         cut = [IdleGap(*each) for gap in split.gaps for each in pieces(owners, gap.begin, gap.end)]
-        split.gaps = [gap if gap.part else _between_kernels(trace, gap, alone) for gap in cut]
+        split.gaps = [gap if gap.part else _between_kernels(trace, gap, events, alone) for gap in cut]
         for gap in split.gaps:
             split.parts[gap.part] += gap.seconds
         left = split.profiling
@@ -238,17 +238,15 @@ def _python(name: str) -> Doing:
     return doing_of((frame,))
 
 
-def _between_kernels(trace: Trace, gap: IdleGap, alone: set[int]) -> IdleGap:
+def _between_kernels(trace: Trace, gap: IdleGap, events: _HostEvents, alone: set[int]) -> IdleGap:
     """Return a gap in which no kernel ran with its part, and the evidence.
 
     ``alone``: operators that compute on the host.
     """
-    return IdleGap(gap.begin, gap.end, *_cause(trace, gap, alone))
+    return IdleGap(gap.begin, gap.end, *_cause(trace, gap, events.overlapping(gap), alone))
 
 
-def _cause(trace: Trace, gap: IdleGap, alone: set[int]) -> tuple[str, str]:
-    cache = _overlapping(trace, gap)
-
+def _cause(trace: Trace, gap: IdleGap, cache: Sequence[int], alone: set[int]) -> tuple[str, str]:
     def within(i: int) -> float:
         return max(0.0, min(gap.end, trace.ts[i] + trace.dur[i]) - max(gap.begin, trace.ts[i]))
 
@@ -281,13 +279,28 @@ def _covered(trace: Trace, calls: Sequence[int], gap: IdleGap) -> float:
     return seconds
 
 
-def _overlapping(trace: Trace, gap: IdleGap) -> list[int]:
-    """Return events of the host that overlap a gap, or end just before it."""
-    before = 20e-6
-    last = int(np.searchsorted(trace.ts, gap.end))
-    ends = trace.latest_ends()
-    first = int(np.searchsorted(ends, gap.begin - before))
-    chosen = np.arange(first, last)
-    host = np.isin(trace.kind[first:last], (OP, RANGE, PYTHON, RUNTIME))
-    late = trace.ts[first:last] + trace.dur[first:last] >= gap.begin - before
-    return [int(i) for i in chosen[host & late]]
+class _HostEvents:
+    """Events of the host, found by time. They are kept in classes of similar length: a range of seconds would otherwise
+    make each search begin at the trace's first event."""
+
+    BEFORE_S = 20e-6
+    """Seconds before a gap in which an event may end to count as overlapping."""
+
+    def __init__(self, trace: Trace) -> None:
+        chosen = np.flatnonzero(np.isin(trace.kind, (OP, RANGE, PYTHON, RUNTIME)))
+        levels = np.floor(np.log2(np.maximum(1.0, 1e6 * trace.dur[chosen])) / 2)
+        self._classes: list[tuple[list[int], list[float], list[float], float]] = []
+        for level in np.unique(levels):
+            indices = chosen[levels == level]
+            begins, lengths = trace.ts[indices], trace.dur[indices]
+            ends = (begins + lengths).tolist()
+            self._classes.append((indices.tolist(), begins.tolist(), ends, float(lengths.max())))
+
+    def overlapping(self, gap: IdleGap) -> list[int]:
+        """Return the events that overlap a gap, or end just before it, by their start."""
+        least = gap.begin - self.BEFORE_S
+        found: list[int] = []
+        for indices, begins, ends, longest in self._classes:
+            first, last = bisect_left(begins, least - longest), bisect_left(begins, gap.end)
+            found += [indices[i] for i in range(first, last) if ends[i] >= least]
+        return sorted(found)

@@ -18,6 +18,7 @@ import torch
 
 from .doing import LIBRARY, doing_of, loop_at, user_stack
 from .finding import Finding, Material
+from .findings_calls import training_loops
 from .sampler import Frame, Sample
 from .split import OpStat
 
@@ -26,6 +27,14 @@ OFTEN = 0.1
 CALLS = ("launch", "small batch", "autograd", "collection", "inefficiency")
 CALLING = ("launch", "small batch", "sync", "autograd")
 """Kinds of findings about calls of operators, from any line."""
+SCORES = ("aten::bmm", "aten::baddbmm")
+"""Products of attention that is not fused."""
+MATH = "_scaled_dot_product_attention_math"
+"""Operator of fused attention that torch computes in steps, because no kernel has the mask or the type."""
+LEAST_SCORES = 4096
+"""Scores of a head from which fused attention may gain."""
+WITH_BACKWARD = 3.5
+"""Time of fused attention with its backward pass, in forward passes."""
 LOOPED = ("python", "launch", "sync", "small batch")
 """Kinds of findings about a loop that a batch replaces."""
 
@@ -94,6 +103,7 @@ def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
     """Yield findings with the user's line, the library's function, and the library's switch, best first. What one
     loop spends in Python and on calls is one finding, if all of the loop can be done in a batch."""
     samples = material.stacks
+    training = training_loops(material)
     loops: dict[tuple[str, int], Finding] = {}
     rest: list[Finding] = []
     for each in found:
@@ -103,7 +113,9 @@ def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
         line, where = _where(chosen)
         each = replace(each, where=where, advice=advice)
         loop = loop_at(line)
-        if each.kind not in LOOPED or not loop[0] or material.facts.get("backward", True):
+        trains = bool(material.facts.get("backward", True))
+        inside = bool(loop[0]) and (not trains or (bool(training) and loop not in training))
+        if each.kind not in (LOOPED[:2] if trains else LOOPED) or not inside:
             rest.append(each)
         elif loop in loops:
             first = loops[loop]
@@ -163,42 +175,53 @@ def _library(file: str) -> str:
 
 
 def attention(material: Material) -> Iterator[Finding]:
-    """Find attention of transformers that writes all scores to memory; fused attention of the same shapes is timed."""
-    samples = material.stacks
-    eager = [sample for sample in samples if any(frame.function == "eager_attention_forward" for frame in sample.stack)]
-    softmax = material.split.named("aten::_softmax", "aten::softmax")
+    """Find attention that writes all scores to memory; fused attention of the same shapes is timed."""
+    samples, split = material.stacks, material.split
+    softmax = split.named("aten::_softmax", "aten::softmax")
     most = max(softmax, key=lambda op: op.seconds, default=None)
-    if not eager or most is None or not isinstance(most.key.shapes, list):
+    if most is None or not isinstance(most.key.shapes, list) or any(MATH in key.name for key in split.trace.keys):
         return
     *batch, queries, keys = most.key.shapes[0]
-    scores = [op for op in material.split.ops if _of_scores(op, queries, keys)]
-    width = next((_width(op, queries) for op in scores if op.name == "aten::bmm" and _width(op, queries)), 64)
+    scores = [op for op in split.ops if _of_scores(op, queries, keys)]
+    products = [op for op in scores if op.name in SCORES]
+    width = next((found for op in products if (found := _width(op, queries))), 0)
+    if not width or len(batch) < 1 or queries * keys < LEAST_SCORES:
+        return
     kind = {"float": torch.float32, "c10::half": torch.float16}.get(most.key.types[0], torch.bfloat16)
-    device = "cuda" if material.split.on_gpu else "cpu"
+    device = "cuda" if split.on_gpu else "cpu"
     fused = most.calls * fused_seconds(math.prod(batch), queries, keys, width, kind, device)
+    if split.named("aten::_softmax_backward_data"):
+        fused *= WITH_BACKWARD
     seconds = sum(op.seconds for op in scores) - fused
     if seconds <= 0:
         return
     evidence = (
-        f"{len(eager) / len(samples):.0%} of the samples are in eager_attention_forward; fused attention of the same "
-        f"shapes was timed: {1e3 * fused:.1f} ms for {most.calls} calls"
+        f"softmax of {most.key.shapes[0]} between products, {most.calls} times; fused attention of the same shapes was "
+        f"timed: {1e3 * fused:.1f} ms"
     )
-    advice = "from_pretrained(..., attn_implementation='sdpa'), or flash_attention_2 on a GPU"
+    eager = any(frame.function == "eager_attention_forward" for sample in samples for frame in sample.stack)
+    layer = any(frame.function == "multi_head_attention_forward" for sample in samples for frame in sample.stack)
+    advice = "torch.nn.functional.scaled_dot_product_attention, which keeps the scores in registers"
+    if eager:
+        advice = "from_pretrained(..., attn_implementation='sdpa'), or flash_attention_2 on a GPU"
+    elif layer:
+        advice = "need_weights=False in calls of nn.MultiheadAttention"
     title = "attention writes all of its scores to memory"
-    yield Finding("attention", title, evidence, seconds, advice, apply="fused attention")
+    yield Finding("attention", title, evidence, seconds, advice, apply="fused attention" if eager else "")
 
 
 def _of_scores(op: OpStat, queries: int, keys: int) -> bool:
     """Return True if an operator reads or writes scores: [..., queries, keys]."""
     shapes = [each for each in op.key.shapes or () if isinstance(each, list) and len(each) > 2]
-    if op.name == "aten::bmm" and len(shapes) == 2:
-        return (shapes[0][1], shapes[1][2]) == (queries, keys) or shapes[0][1:] == [queries, keys]
+    if op.name in SCORES and len(shapes) >= 2:
+        left, right = shapes[-2:]
+        return (left[1], right[2]) == (queries, keys) or left[1:] == [queries, keys]
     return any(each[-2:] == [queries, keys] for each in shapes)
 
 
 def _width(op: OpStat, queries: int) -> int:
     """Return the width of a head, from the product that makes scores."""
-    left, right = op.key.shapes[:2]
+    left, right = [each for each in op.key.shapes if isinstance(each, list) and len(each) > 2][-2:]
     return int(left[2]) if left[1] == queries and left[2] == right[1] and left[2] != right[2] else 0
 
 

@@ -201,6 +201,29 @@ def autograd_seconds(on_gpu: bool) -> float:
     return max(0.0, (min(recorded) - min(plain)) / PROBES / RECORDED)
 
 
+def memory_share(on_gpu: bool) -> float:
+    """Return the used share of the device's memory, on a GPU the largest so far; 1 if unknown."""
+    if on_gpu:
+        return torch.cuda.max_memory_reserved() / torch.cuda.mem_get_info()[1]
+    return resident_bytes() / total_memory() if resident_bytes() else 1.0
+
+
+def resident_bytes() -> int:
+    """Return the bytes of memory that this process holds; 0 if the system does not report them."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def total_memory() -> int:
+    """Return the bytes of the machine's memory; 16 GiB if the system does not report them."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        return 16 << 30
+
+
 def _activities() -> list[torch.profiler.ProfilerActivity]:
     """Return all activities of this machine."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler logs each start and end among what the program prints

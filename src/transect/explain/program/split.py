@@ -58,6 +58,8 @@ SYNC = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_no
 COPIES = {"aten::copy_", "aten::contiguous", "aten::clone", "aten::cat", "aten::_to_copy", "aten::stack", "aten::roll"}
 WAITS = r"Synchronize$|(?:cuda|hip)Memcpy$|hipMemcpyWithStream$"
 """Driver calls in which the host waits for the GPU."""
+BLOCKED_S = 100e-6
+"""Seconds of a launch above which the host waited: the queue of the GPU was full."""
 ISSUES = r"Launch|Memcpy|Memset|Malloc|Free|Synchronize|HostAlloc|Event"
 """Driver calls that show an operator's use of the GPU."""
 HOST_OP_S = 500e-6
@@ -192,11 +194,20 @@ class Split:
     @property
     def issuing(self) -> float:
         """Seconds in which the main thread did not wait for the GPU, without the cost of profiling."""
-        trace, end = self.trace, self.begin + self.wall
-        waits = [int(i) for i in trace.where(RUNTIME) if re.search(WAITS, trace.key_of(int(i)).name)]
-        spans = ((float(trace.ts[i]), float(trace.ts[i] + trace.dur[i])) for i in waits)
-        waited = sum(max(0.0, min(last, end) - max(first, self.begin)) for first, last in spans)
-        return self.wall - waited - self.profiling - self.held_host
+        calls, end = self._calls(WAITS), self.begin + self.wall
+        firsts = np.maximum(self.trace.ts[calls], self.begin)
+        lasts = np.minimum(self.trace.ts[calls] + self.trace.dur[calls], end)
+        waited = float(np.maximum(0.0, lasts - firsts).sum())
+        launches = self.trace.dur[self._calls("Launch")]
+        waited += float((launches[launches > BLOCKED_S] - BLOCKED_S).sum())
+        return max(0.0, self.wall - waited - self.profiling - self.held_host)
+
+    def _calls(self, pattern: str) -> np.ndarray:
+        """Return the driver calls whose names match a pattern, in the explained time."""
+        trace = self.trace
+        numbers = [number for number, key in enumerate(trace.keys) if re.search(pattern, key.name)]
+        inside = (trace.ts + trace.dur > self.begin) & (trace.ts < self.begin + self.wall)
+        return np.flatnonzero((trace.kind == RUNTIME) & np.isin(trace.key, numbers) & inside)
 
     def named(self, *names: str) -> list[OpStat]:
         """Return the operators with these names, and the kernels that they launched."""

@@ -12,18 +12,23 @@ import itertools
 import os
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from .doing import doing_of
-from .recording import Recording
+from .recording import Recording, resident_bytes, total_memory
 from .sampler import StackSampler, StackSamples
-from .steps import KINDS, Mark, StepWatch, UnprofiledSteps
+from .steps import KINDS, REPEATS, Mark, StepWatch, UnprofiledSteps
 
 MOST_AFTER = 50
 """Most steps that are timed after the window."""
 FIRST_S = 10.0
 """Longest first recording in seconds: a program may call operators for hours without a step."""
+LONGER = 4
+"""Longest window, in windows as they were asked for: steps may end."""
+MOST_BYTES = 1 << 31
+"""Most bytes by which the process may grow during a recording, or an eighth of the memory, which events may fill."""
 SELDOM_S = 0.005
 """Seconds between samples of profiled steps, which only name gaps."""
 SAMPLES = 200
@@ -86,14 +91,19 @@ class Steady:
         self._inside: list[float] = []
         """Times of steps in the window."""
         self._step: Mark | None = None
+        self._taken: set[Mark] = set()
+        """Marks that were the step's."""
         self._sampler: StackSampler | None = None
         self._sampling = 0.0
-        self._limit = threading.Timer(FIRST_S, self._ask)
-        self._limit.daemon = True
+        self._ended = threading.Event()
+        self._limit = threading.Thread(target=self._guard, daemon=True, name="transect-guard")
         self._stopping = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._cut)
-        self._over = False
-        self.limited = False
-        """True if the first recording ended before the program, at ``FIRST_S``, without a step."""
+        self._switching = False
+        """True while a recording starts or stops."""
+        self._others: Counter[Mark] = Counter()
+        """Marks of the step's kind since the step was last seen."""
+        self.limited = 0.0
+        """Seconds of the first recording, if it ended before the program and without a step; else 0."""
         self._state = "first"
         self._least_s = min(0.05, window_s / 3)  # steps after the window are timed as well
         self._before, self._after = UnprofiledSteps(self._least_s), UnprofiledSteps()
@@ -117,35 +127,60 @@ class Steady:
         if self._window_s and threading.current_thread() is threading.main_thread():
             self._limit.start()
 
-    def _ask(self) -> None:
-        """Ask the main thread, where the profiler runs, to call ``_cut`` between two instructions."""
-        ctypes.pythonapi.Py_AddPendingCall(self._stopping, None)
+    def _guard(self) -> None:
+        """End recordings that last too long, or of which the events fill the memory."""
+        recording: Recording | None = None
+        before, least = 0, min(MOST_BYTES, total_memory() // 8)
+        while not self._ended.wait(0.1):
+            now = self._first if self._state == "first" else self._window if self._state == "window" else None
+            if now is not recording:
+                recording, before = now, resident_bytes()
+            if recording is None or not recording.began:
+                continue
+            lasted = time.perf_counter() - recording.began
+            longest = FIRST_S if recording is self._first else max(FIRST_S, LONGER * self._window_s)
+            if lasted > longest or resident_bytes() - before > least:
+                # The main thread, where the profiler runs, calls ``_cut`` between two instructions.
+                ctypes.pythonapi.Py_AddPendingCall(self._stopping, None)
 
     def _cut(self, given: object) -> int:
-        """End a first recording that finds no step."""
-        if self._state == "first" and os.getpid() == self._process and not self._over:
+        """End the recording in progress."""
+        if self._switching or self._ended.is_set() or os.getpid() != self._process:
+            return 0
+        if self._state == "first" and not self.limited:
+            self.limited = time.perf_counter() - self._first.began
             self._first.stop(wait=False)
-            self.limited = True
+        elif self._state == "window":
+            assert self._window is not None
+            self._window.stop(wait=False)
+            self._sample()
         return 0
 
     def _seen(self, mark: Mark) -> None:
         if os.getpid() != self._process:  # a worker that was forked
             return
-        now = time.perf_counter()
+        self._switching = True
+        try:
+            self._change(mark, time.perf_counter())
+        finally:
+            self._switching = False
+
+    def _change(self, mark: Mark, now: float) -> None:
         if self._state == "first":
             self._moments.setdefault(mark, []).append(now)
             if self.watch.step() == mark:
-                self._step, self._state = mark, "plain"
+                self._state = "plain"
+                self._adopt(mark)
                 self._first.stop()
                 if mark[0] != KINDS[-1]:
                     self.watch.ignore_forward()
                 self._before.restart()
             return
         if self._state == "plain" and mark != self._step and self._better(mark):
-            self._step, self._before = mark, UnprofiledSteps(self._least_s)
+            self._adopt(mark)
+        if mark != self._step and not self._replaced(mark):
             return
-        if mark != self._step:
-            return
+        self._others.clear()
         if self._state == "plain":
             if self._before.mark():
                 self._window = Recording(stacks=self._stacks, file=self._file, period_s=SELDOM_S)
@@ -168,6 +203,25 @@ class Steady:
                 self._after.restart()
         elif len(self._after.seconds) < MOST_AFTER:
             self._after.mark()
+
+    def _adopt(self, mark: Mark) -> None:
+        """Take another mark as that of steps."""
+        self._step = mark
+        self._taken.add(mark)
+        if self._state == "plain":
+            self._before = UnprofiledSteps(self._least_s)
+        self._inside.clear()
+        self._after.restart()
+
+    def _replaced(self, mark: Mark) -> bool:
+        """Return True if a mark of the same kind comes again and again instead of the step's: a program may train
+        several models one after another."""
+        if self._step is None or mark[0] != self._step[0] or mark[0] == KINDS[-1]:
+            return False
+        self._others[mark] += 1
+        if self._others[mark] >= REPEATS:
+            self._adopt(mark)
+        return mark == self._step
 
     def _sample(self) -> None:
         """Sample steps without profiling."""
@@ -202,8 +256,7 @@ class Steady:
     def stop(self, *, wait: bool = True) -> None:
         """End all recordings and choose the one to explain."""
         ended = time.perf_counter()
-        self._over = True
-        self._limit.cancel()
+        self._ended.set()
         if self._limit.is_alive():
             self._limit.join()  # a call that it asked for comes while this object exists
         self.watch.stop()
@@ -232,7 +285,7 @@ class Steady:
         self.between = inside[0], inside[-1]
         self.steps = Steps(
             self._step[0],
-            self.watch.counts[self._step],
+            sum(self.watch.counts[mark] for mark in self._taken),
             len(inside) - 1,
             plain.median,
             lengths[len(lengths) // 2],

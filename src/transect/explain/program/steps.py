@@ -7,6 +7,7 @@ the thread that started the watch counts.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
 import time
@@ -35,9 +36,11 @@ LOOKS = 200
 SEEN_ROWS = 64
 """Rows of each batch of ids that are kept for inspection."""
 LEAST_PADDING = 0.05
+SEQUENCES = ("decoder_input_ids", "input_ids", "inputs_embeds")
+"""Arguments of transformers' models that hold a sequence; others get theirs as the first argument."""
 
-Mark = tuple[str, int]
-"""(kind, number of the module or optimizer); 0 for loaders, which programs create repeatedly."""
+Mark = tuple[str, object]
+"""(kind, mark of the module or optimizer); 0 for loaders, which programs create repeatedly."""
 
 
 class StepWatch:
@@ -54,11 +57,27 @@ class StepWatch:
         self._made: dict[int, list[weakref.ref[Tensor]]] = {}
         """Tensors that the last call of each root returned."""
         self._calls = self._chained = 0
+        self._shapes: dict[int, tuple[int, ...]] = {}
+        """Shape of the sequence that each root got last."""
+        self._lengths: list[int] = []
+        """Lengths of sequences with one element more than the call before."""
+        self._updated: set[int] = set()
+        """Parameters of all optimizers."""
+        self._graded: dict[int, tuple[int, int]] = {}
+        """(Place, size) of each parameter that had a gradient at a step."""
+        self._pending: dict[int, tuple[weakref.ref[Tensor] | None, int, int]] = {}
+        """The first gradient of each optimizer, its version, and backward passes that reached it since it was used."""
+        self._dropped: Counter[int] = Counter()
+        """Gradients of each optimizer that were dropped before its step."""
+        self._used: Counter[int] = Counter()
+        """Steps of each optimizer, without its first."""
         self._optimizers: list[weakref.ref[Any]] = []
         self._training: dict[Mark, bool] = {}
         self._inside: set[int] = set()
         """Modules inside of a root: a module that was called by no other."""
-        self._roots: dict[int, nn.Module] = {}
+        self._roots: dict[int, tuple[weakref.ref[nn.Module], tuple[str, int]]] = {}
+        """Each root with its mark: the name of its class and a number, which a new root takes over from one of its
+        class that no longer exists."""
         self._masks: list[tuple[Tensor, int]] = []
         self._ids: list[tuple[Tensor, int, int]] = []
         self._undo: list[Callable[[], object]] = []
@@ -128,10 +147,9 @@ class StepWatch:
         beside = any(kind != KINDS[3] for kind, _ in self.counts)
         return LATER if beside or self._training.get(mark) else REPEATS
 
-    def _mark(self, kind: str, owner: object = None) -> None:
-        if threading.get_ident() != self._thread or self._seen is None:
-            return
-        self._count((kind, 0 if owner is None else id(owner)))
+    def _mark(self, kind: str, owner: object = 0) -> None:
+        if threading.get_ident() == self._thread and self._seen is not None:
+            self._count((kind, owner))
 
     def _stepped(self, optimizer: Any) -> None:
         """Mark a step of an optimizer; a new one takes the number of one that no longer exists."""
@@ -142,7 +160,31 @@ class StepWatch:
         if number < 0:
             number = next((i for i, each in enumerate(known) if each() is None), len(known))
             known[number : number + 1] = [weakref.ref(optimizer)]
+            self._updated |= {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if self.counts[KINDS[0], number] < LATER:
+            self._watch_gradients(number, optimizer)
         self._count((KINDS[0], number))
+
+    def _watch_gradients(self, number: int, optimizer: Any) -> None:
+        """Note the parameters with gradients, and gradients of other optimizers that are dropped before a step."""
+        roots = (root for reference, _ in self._roots.values() if (root := reference()) is not None)
+        for place, each in enumerate(itertools.chain.from_iterable(root.parameters() for root in roots)):
+            if each.grad is not None:
+                self._graded[id(each)] = place, each.numel()
+        for index, reference in enumerate(self._optimizers):
+            other = optimizer if index == number else reference()
+            given = _first_gradient(other) if other is not None else None
+            self._used[index] += index == number and index in self._pending
+            before, version, times = self._pending.get(index, (None, -1, 0))
+            if before is not None and before() is not given:
+                self._dropped[index] += times
+                times = 0
+            if given is None or index == number:
+                times = 0
+            elif before is None or before() is not given or given._version != version:
+                times += 1  # a backward pass reached it since
+            now = None if given is None else weakref.ref(given)
+            self._pending[index] = now, -1 if given is None else given._version, times
 
     def _count(self, mark: Mark) -> None:
         self.counts[mark] += 1
@@ -155,11 +197,22 @@ class StepWatch:
         if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
             return
         if id(module) not in self._inside:
-            self._inside |= {id(each) for each in module.modules()}
-            self._roots[id(module)] = module  # held, so that no other module gets its number
+            self._add_root(module)
             self._watch_generate()
         elif isinstance(module, nn.Embedding) and module.padding_idx is not None and inputs:
             self._look(inputs[0], module.padding_idx)
+
+    def _add_root(self, module: nn.Module) -> None:
+        root, inside = id(module), {id(each) for each in module.modules()}
+
+        def forget(reference: object) -> None:
+            self._roots.pop(root, None)
+            self._inside -= inside
+
+        taken, kind = {mark for _, mark in self._roots.values()}, type(module).__qualname__
+        number = next(i for i in range(len(self._roots) + 1) if (kind, i) not in taken)
+        self._roots[root] = weakref.ref(module, forget), (kind, number)
+        self._inside |= inside
 
     def _root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Mark the calls of roots, as a forward hook of all modules."""
@@ -169,9 +222,9 @@ class StepWatch:
         mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and _is_mask(mask) and len(self._masks) < LOOKS:
             self._masks.append((mask.detach()[:: -(-len(mask) // SEEN_ROWS)].clone(), mask.numel()))
-        mark = KINDS[3], id(module)
-        self._training[mark] = module.training and torch.is_grad_enabled()
-        self._mark(KINDS[3], module)
+        number = self._roots[id(module)][1]
+        self._training[KINDS[3], number] = module.training and torch.is_grad_enabled()
+        self._mark(KINDS[3], number)
 
     def _follow(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Count the calls that get a tensor which the call before returned."""
@@ -182,11 +235,41 @@ class StepWatch:
         self._calls += 1
         self._chained += any(each is one for each in given for one in before)
         self._made[id(module)] = [weakref.ref(each) for each in tree_leaves(output) if isinstance(each, Tensor)]
+        sequence = next((kwargs[name] for name in SEQUENCES if kwargs.get(name) is not None), args[0] if args else None)
+        if isinstance(sequence, Tensor) and sequence.ndim > 1 and not torch.is_grad_enabled():
+            shape, before = tuple(sequence.shape), self._shapes.get(id(module), ())
+            self._shapes[id(module)] = shape
+            grown = [now for now, last in zip(shape, before, strict=False) if now != last]
+            if len(shape) == len(before) and len(grown) == 1 and sum(shape) == sum(before) + 1 and grown[0] > 2:
+                self._lengths.append(grown[0])
 
     @property
     def chained(self) -> bool:
         """True if most calls of a module need the result of the call before."""
         return self._chained >= REPEATS and 2 * self._chained > self._calls
+
+    @property
+    def prefix(self) -> float:
+        """Mean length of the sequences with one element more than in the call before; 0 if few calls get such ones."""
+        enough = len(self._lengths) >= LATER and 2 * len(self._lengths) > self._calls
+        return sum(self._lengths) / len(self._lengths) if enough else 0.0
+
+    @property
+    def unused(self) -> tuple[float, bool]:
+        """Share of the parameters with gradients that no optimizer updates; True if they come before all others."""
+        dropped: dict[int, float] = {}
+        for index, times in self._dropped.items():
+            optimizer, part = self._optimizers[index](), times / (times + self._used[index] or 1)
+            groups = optimizer.param_groups if optimizer is not None else ()
+            dropped |= {id(each): part for group in groups for each in group["params"]}
+        parts = [
+            (place, size, dropped.get(number, 0.0) if number in self._updated else 1.0)
+            for number, (place, size) in self._graded.items()
+        ]
+        unused, used = ([each for each in parts if (each[2] > 0.5) is above] for above in (True, False))
+        share = sum(size * part for _, size, part in parts) / (sum(size for _, size, _ in parts) or 1)
+        before = bool(unused and used) and max(each[0] for each in unused) < min(each[0] for each in used)
+        return (share if used else 0.0), before
 
     def _look(self, ids: Any, pad: int) -> None:
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] < 4 or ids.device.type == "meta":
@@ -204,7 +287,7 @@ class StepWatch:
 
         @functools.wraps(plain)
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-            self._mark(KINDS[1], model)
+            self._mark(KINDS[1], id(model))
             self._generating += 1
             try:
                 return plain(model, *args, **kwargs)
@@ -213,6 +296,12 @@ class StepWatch:
 
         kind.generate = generate
         self._undo.append(lambda: setattr(kind, "generate", plain))
+
+
+def _first_gradient(optimizer: Any) -> Tensor | None:
+    """Return the first gradient of an optimizer's parameters."""
+    every = (each.grad for group in optimizer.param_groups for each in group["params"])
+    return next((grad for grad in every if grad is not None), None)
 
 
 def _is_mask(mask: Tensor) -> bool:

@@ -109,7 +109,6 @@ class Trace:
             "link": array("q"),
         }
         self._lanes: dict[Any, int] = {}
-        self._ends: np.ndarray | None = None
 
     @property
     def size(self) -> int:
@@ -257,7 +256,6 @@ class Trace:
             for name in ("kind", "ts", "dur", "lane", "key", "link"):
                 setattr(self, name, getattr(self, name)[order])
         self.size_kept = len(self.ts)
-        self._ends = None
 
     def where(self, kind: int) -> np.ndarray:
         """Return the indices of the events of a kind, sorted by start."""
@@ -266,12 +264,6 @@ class Trace:
     def key_of(self, index: int) -> Key:
         """Return the identity of an event."""
         return self.keys[self.key[index]]
-
-    def latest_ends(self) -> np.ndarray:
-        """Return, for each event, the latest end of it and all earlier ones, in seconds; never decreases."""
-        if self._ends is None:
-            self._ends = np.maximum.accumulate(self.ts + self.dur)
-        return self._ends
 
     @property
     def on_gpu(self) -> bool:

@@ -1,0 +1,307 @@
+"""Finds time that calls of operators cost: waiting for values, many small operators, products with few rows."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from .doing import doing_of, loop_around, loop_text
+from .finding import MANY, Finding, Material, weighed
+from .findings_work import REACHED, shapes_of
+from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, floor
+from .sampler import Frame, Sample
+from .split import COPIES, PLUMBING, SLOW_CALL_S, SMALL_S, SYNC, WAITS, Split
+from .trace import COPY, KERNEL, OP, RUNTIME, Key
+
+FOR_VALUES = {
+    f"aten::{name}"
+    for name in (
+        *("item", "_local_scalar_dense", "is_nonzero", "select", "unbind", "as_strided", "_to_copy", "to", "copy_"),
+        *("max", "min", "amax", "amin", "sum", "mean", "norm", "linalg_vector_norm", "argmax", "argmin", "any", "all"),
+        *(
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "isnan",
+            "isfinite",
+            "isinf",
+            "equal",
+            "empty",
+            "empty_strided",
+            "detach",
+        ),
+    )
+}
+"""Operators that programs call to read a single value."""
+ELEMENTS_S = {
+    "topk kthvalue median argsort sort multinomial unique _unique2 unique_dim": 10e-9,
+    "scatter_add_ scatter_ scatter_reduce index_add_ index_put_ _index_put_impl_ histc bincount": 4e-9,
+    "gather index index_select cumsum cumprod nonzero masked_select exp log tanh sigmoid gelu erf pow": 1.5e-9,
+}
+"""Seconds for each element, of operators that compute more than they move."""
+REACHED_ALONE = 0.3
+"""Share of its floor's rate that an operator on a batch reaches at least."""
+READS = re.compile(r"\.(?:item|tolist|cpu|numpy)\(|\b(?:float|int|bool)\(")
+"""Text of a loop that reads values of tensors."""
+VALUE_BYTES = 64
+"""Largest copy to the host, in bytes, that counts as single values, as ``.item()`` makes it."""
+
+
+def synchronisation(material: Material) -> Iterator[Finding]:
+    """Find ``.item()`` and similar calls: their time, and the loop around them."""
+    split = material.split
+    if split.on_gpu:
+        trace = split.trace
+        last = max((float(trace.ts[i]) for kind in (KERNEL, COPY) for i in trace.where(kind)), default=0.0)
+        waits = [i for i in runtime_calls(split, WAITS) if trace.ts[i] + trace.dur[i] <= last]  # not those at the end
+        waited = float(sum(trace.dur[i] for i in waits))
+        values = [op for op in split.ops if op.key.name.startswith("Memcpy DtoH") and op.key.bytes <= VALUE_BYTES]
+        read = sum(op.seconds for op in values if op.calls >= MANY)
+        numbers = [number for number, key in enumerate(trace.keys) if key.name == "aten::item"]
+        items = np.flatnonzero((trace.kind == OP) & np.isin(trace.key, numbers))
+        issued = split.issuing
+        if len(items) >= MANY:  # reading takes time of the host as well
+            profiled = split.profiling * len(items) / max(1, len(runtime_calls(split, "")))
+            issued -= max(0.0, float(trace.dur[items].sum()) - waited - profiled)
+        yield Finding(
+            "sync",
+            "the program waits for the GPU",
+            f"{len(waits)} times, after each of which the GPU is idle until the host issues new work",
+            max(0.0, split.own - max(split.busy - read, issued)) if waited else 0.0,
+            "keep values in tensors and read them once, after the loop (.item(), .cpu() and print() wait)",
+        )
+        return
+    ops = split.named(*SYNC)
+    calls = sum(op.calls for op in ops if op.key.name == "aten::item") or sum(op.calls for op in ops)
+    if calls >= MANY:
+        yield Finding(
+            "sync",
+            "the program waits for single values",
+            f"{calls} calls of .item() or the like",
+            max(split.parts["sync"] + _sync_launch(split, calls), _value_loops(material)[0] * split.own),
+            "keep values in tensors and read them once, after the loop",
+        )
+
+
+def _value_loops(material: Material) -> tuple[float, frozenset[tuple[str, int]]]:
+    """Return the share of the time in loops that only read values, by samples, and these loops.
+
+    All of their operators make values, and they contain neither a backward pass nor an optimizer.
+    """
+    split, samples = material.split, material.stacks
+    count = sum(op.calls for op in split.ops if op.key.name == "aten::item")
+    others = [op for op in split.ops if 2 * op.calls >= count and op.name not in FOR_VALUES | SYNC]
+    if count < MANY * max(1, int(material.facts.get("steps") or 1)) or others or not samples:
+        return 0.0, frozenset()
+    loops = {loop_around(sample.stack) for sample in samples} - training_loops(material)
+    reading = frozenset(loop for loop in loops if loop[0] and READS.search(loop_text(loop)))
+    times = weighed(samples, lambda sample: "read" if loop_around(sample.stack) in reading else "")
+    return times.get("read", 0.0), reading
+
+
+def _sync_launch(split: Split, calls: int) -> float:
+    """Return the launch time of operators that only make the values of ``calls`` waits (called about as often, they
+    reduce a tensor, compare, or take an element), and of the gaps after them."""
+    made = [op for op in split.ops if calls / 2 <= op.calls <= 2 * calls and op.name in FOR_VALUES]
+    if calls < MANY or not made:
+        return 0.0
+    trace, names = split.trace, {op.name for op in made}
+    ops = np.flatnonzero((trace.kind == OP) & (trace.lane == split.lane))
+    ends = np.maximum.accumulate(trace.ts[ops] + trace.dur[ops])
+    outer = ops[trace.ts[ops] >= np.append(-np.inf, ends[:-1])]
+    gaps = [gap for gap in split.gaps if gap.part == "launch"]
+    before = np.searchsorted(trace.ts[outer], [gap.begin for gap in gaps], side="left") - 1
+    after = sum(
+        gap.seconds
+        for gap, index in zip(gaps, before.tolist(), strict=True)
+        if index >= 0 and trace.key_of(int(outer[index])).name in names
+    )
+    own = sum(op.launch for op in made if op.name not in SYNC)
+    return min(split.parts["launch"], own + after)
+
+
+def launching(material: Material) -> Iterator[Finding]:
+    """Find many small operators."""
+    split = material.split
+    calls = sum(op.calls for op in split.ops)
+    most = max(split.ops, key=lambda op: op.launch, default=None)
+    if most is None or most.calls < MANY:
+        return
+    if split.on_gpu:  # beside what the GPU computes calls cost nothing
+        seconds = min(split.parts["launch"], max(0.0, split.issuing - split.busy))
+    else:
+        waits = sum(op.calls for op in split.named("aten::item"))
+        share, reading = _value_loops(material)
+        calling = weighed(material.stacks, lambda sample: _calling(sample, reading)) if share else {}
+        left = 1 - calling.get("read", 0.0) / max(1e-9, 1 - calling.get("", 0.0))
+        seconds = split.parts["launch"] * left if share else split.parts["launch"] - _sync_launch(split, waits)
+    seconds *= 1 - 1 / most.calls
+    chained = bool(material.facts.get("chained"))
+    fusible = _fusible(split)
+    fused = seconds * fusible
+    if not split.on_gpu and not chained:  # on a GPU a graph replaces all calls
+        looped = looped_share(material)
+        seconds = looped * _batched(split, seconds) + (1 - looped) * fused
+    yield Finding(
+        "launch",
+        "many small operators",
+        f"{calls} operators; {most.title} {most.calls} times with {most.key.shapes}",
+        fused if chained and not split.on_gpu else seconds,
+        "each call needs the result of the one before: use a module for whole sequences (nn.LSTM, not LSTMCell), or "
+        + ("a CUDA graph: torch.compile(mode='reduce-overhead')" if split.on_gpu else "torch.compile")
+        if chained
+        else "do the loop's work in one batch; else torch.compile or a CUDA graph",
+        apply=_fewer_calls(material, chained),
+        gains={"compile": fused},
+    )
+
+
+def _batched(split: Split, seconds: float) -> float:
+    """Return what a batch saves of all operators that are called in a loop: of calls that last ``seconds`` all but the
+    work for each element, of other time what is far above the floor."""
+    for op in split.ops:
+        if op.calls < MANY or op.name in SYNC or op.floor is None:
+            continue
+        each = next(
+            (cost for names, cost in ELEMENTS_S.items() if op.name.removeprefix("aten::") in names.split()), 0.0
+        )
+        if each:
+            numbers = max((math.prod(shape) for shape in shapes_of(op.key)), default=0)
+            seconds -= min(op.launch, op.calls * numbers * each)
+        elif op.name not in COPIES and op.floor < SMALL_S and op.seconds < op.calls * SLOW_CALL_S:
+            seconds += max(0.0, op.seconds - op.launch - op.calls * op.floor / REACHED_ALONE)
+    return max(0.0, seconds)
+
+
+def _calling(sample: Sample, reading: frozenset[tuple[str, int]]) -> str:
+    """Return "read" in a loop that reads values, "call" in other calls of operators, else an empty string."""
+    if doing_of(sample.stack).kind not in ("python", "calls"):
+        return ""
+    return "read" if loop_around(sample.stack) in reading else "call"
+
+
+def looped_share(material: Material) -> float:
+    """Return the share of the calls of operators that a batch, or an operator on whole tensors, can replace.
+
+    While a module trains, those are the calls in loops inside of a step, and the same share of the backward pass.
+    """
+    samples, steps = material.stacks, max(1, int(material.facts.get("steps") or 1))
+    if not material.facts.get("backward", True) or not samples:
+        return 1.0
+    if all(op.calls < MANY * steps for op in material.split.ops):
+        return 0.0
+    calling = [sample for sample in samples if doing_of(sample.stack).kind in ("python", "calls")]
+    training = training_loops(material) | _value_loops(material)[1]
+
+    def name(sample: Sample) -> str:
+        return _place(sample.stack) or ("once" if loop_around(sample.stack) in training else "loop")
+
+    times = weighed(calling, name)
+    loop, once = times.get("loop", 0.0), times.get("once", 0.0)
+    counted = [op for op in material.split.ops if op.name not in FREE | SYNC and not op.name.startswith(PLUMBING)]
+    most = max((op.calls for op in counted), default=0)
+    recorded = any(op.key.nodes for op in counted if 2 * op.calls > most)
+    return (loop + times.get("backward", 0.0) * loop / (loop + once) * recorded) if loop else 0.0
+
+
+def training_loops(material: Material) -> set[tuple[str, int]]:
+    """Return the innermost loops with a backward pass or an optimizer, by file and first line."""
+    return {loop_around(sample.stack) for sample in material.stacks if _place(sample.stack)}
+
+
+def _place(stack: tuple[Frame, ...]) -> str:
+    """Return the part of training that a stack is in, if it is not the user's code."""
+    if any(frame.function == "_engine_run_backward" for frame in stack):
+        return "backward"
+    return "optimizer" if any("/torch/optim/" in frame.file for frame in stack) else ""
+
+
+def _fusible(split: Split) -> float:
+    """Return the share of calls that a compiler removes: it fuses operators between two products."""
+    trace = split.trace
+    if split.on_gpu:
+        launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
+        called = [launcher[link] for i in trace.where(KERNEL) if (link := int(trace.link[i])) in launcher]
+    else:
+        called = [int(i) for i in trace.where(OP) if trace.lane[i] == split.lane]
+    products = [_is_product(key.name) for key in trace.keys]
+    counted = [key.name not in FREE | SYNC for key in trace.keys]
+    numbers = [number for i in called if counted[number := int(trace.key[i])]]
+    alone = [products[number] for number in numbers]
+    left = sum(each or before for before, each in zip([True, *alone], alone, strict=False))
+    return 1 - left / len(numbers) if numbers else 0.0
+
+
+def _is_product(name: str) -> bool:
+    return name in PRODUCTS or name in CONVOLUTIONS or any(each in name for each in ATTENTION)
+
+
+def _fewer_calls(material: Material, chained: bool) -> str:
+    """Return the changes that reduce calls of operators and can be made from outside."""
+    if material.facts.get("backward", True):
+        return "compile"
+    graph = "CUDA graph, " if material.split.on_gpu else ""
+    return f"{'' if chained else 'batching, '}{graph}compile"
+
+
+def small_batch(material: Material) -> Iterator[Finding]:
+    """Find a product with few rows that is repeated: the weights are read every time."""
+    if material.facts.get("chained"):
+        return  # there is nothing to put together
+    gain, evidence, worst = 0.0, "", 0.0
+    rates = {name: REACHED * rate for name, rate in material.ceilings.flops_per_second.items()}
+    reached = replace(material.ceilings, flops_per_second=rates)
+    for op in material.split.ops:
+        key = replace(op.key, name=op.name)
+        rows = _rows(key)
+        waits = op.tiny and op.seconds > op.calls * SLOW_CALL_S  # for threads, which ``crowded`` finds
+        if op.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor or waits or op.tiny:
+            continue
+        count = min(op.calls, 256)
+        batched = floor(_with_rows(key, rows * count), reached)
+        if batched is None:
+            continue
+        efficiency = min(1.0, op.calls * op.floor / max(op.seconds, 1e-12))
+        seconds = op.seconds - op.calls / count * batched / max(efficiency, 0.3)
+        gain += max(0.0, seconds)
+        if seconds > worst:
+            worst = seconds
+            evidence = f"{op.name} {op.calls} times with {rows} rows ({op.key.shapes})"
+    if gain:
+        yield Finding(
+            "small batch",
+            "the batch is too small",
+            evidence,
+            gain,
+            f"compute {MANY} or more of them together: the weights are then read once for all",
+            apply="" if material.facts.get("backward", True) else "batching",
+        )
+
+
+def _rows(key: Key) -> int | None:
+    shapes = key.shapes
+    if not isinstance(shapes, list) or len(shapes) < 2:
+        return None
+    left = shapes[1] if key.name == "aten::addmm" else shapes[0]
+    return left[0] if key.name in ("aten::mm", "aten::addmm") and isinstance(left, list) and len(left) == 2 else None
+
+
+def _with_rows(key: Key, rows: int) -> Key:
+    shapes = [list(each) for each in key.shapes]
+    shapes[1 if key.name == "aten::addmm" else 0][0] = rows
+    return replace(key, shapes=shapes)
+
+
+def runtime_calls(split: Split, pattern: str) -> list[int]:
+    """Return the driver calls in the explained time whose names match the pattern."""
+    trace, end = split.trace, split.begin + split.wall
+    calls = trace.where(RUNTIME)
+    inside = calls[(trace.ts[calls] >= split.begin) & (trace.ts[calls] < end)]
+    return [int(i) for i in inside if re.search(pattern, trace.key_of(int(i)).name)]

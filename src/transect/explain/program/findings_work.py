@@ -1,0 +1,238 @@
+"""Finds work that the result does not need: padding, prefixes and layers that are computed again, gradients without a
+use or mostly of zeros, and tensors of all pairs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from .doing import doing_of
+from .finding import MANY, Finding, Material, weighed
+from .op_floor import FREE, PRODUCTS, cost, floor
+from .split import OpStat, Split
+from .trace import KERNEL, OP, Key
+
+RECORDING_S = 1e-6
+"""Seconds that autograd adds to an operator, assumed if not measured."""
+NODES = "autograd::engine::evaluate_function"
+"""Beginning of the names of the ranges in which nodes of a backward pass run."""
+SPARSE = 4
+"""Rows of a table for each one that a step looks up, from which a dense gradient is mostly zeros."""
+SPREAD = 16
+"""Elements of a tensor of all pairs for each element of the larger of its two factors."""
+REACHED = 0.5
+"""Share of a device's rate that a product of some hundred rows roughly reaches."""
+PAIRED = {f"aten::{name}" for name in ("sub", "mul", "sub_", "mul_")}
+"""Operators that make a tensor of all pairs which a product or ``cdist`` replaces."""
+SUMMED = {f"aten::{name}" for name in ("sum", "mean", "linalg_vector_norm", "norm")}
+THEN = {*PAIRED, *SUMMED, "aten::pow", "aten::square", "aten::abs", "aten::sqrt"}
+"""All operators on such a tensor, if one is to be replaced."""
+FREE_MEMORY = 0.5
+"""Largest used share of the memory with which layers need not be computed again."""
+
+
+def padding(material: Material) -> Iterator[Finding]:
+    """Find tokens that are padding."""
+    seconds = material.split.parts["padding"]
+    if seconds:
+        share = float(material.facts.get("padding", 0.0))
+        yield Finding(
+            "padding",
+            "most of the work is on padding" if share > 0.5 else "work on padding",
+            f"{share:.0%} of the token ids are padding",
+            seconds,
+            "sort by length, pack sequences, or use variable-length attention",
+        )
+
+
+def gradients(material: Material) -> Iterator[Finding]:
+    """Find recording by autograd whose gradients are never used."""
+    if material.facts.get("backward", True):
+        return
+    split = material.split
+    calls = min(split.trace.recorded, sum(op.calls for op in split.ops if op.key.nodes))
+    seconds = calls * float(material.facts.get("autograd_s", RECORDING_S))
+    seconds = min(seconds, (split.parts["launch"] + split.parts["inefficiency"]) / 2)
+    if split.on_gpu:  # beside what the GPU computes recording costs nothing
+        seconds = min(seconds, max(0.0, split.issuing - split.busy))
+    if calls >= MANY:
+        yield Finding(
+            "autograd",
+            "autograd records operators, and no backward pass runs",
+            f"{calls} operators were recorded",
+            seconds,
+            "run inference under torch.inference_mode()",
+            apply="inference mode",
+        )
+
+
+def unused_gradients(material: Material) -> Iterator[Finding]:
+    """Find gradients of parameters that no optimizer updates, or that are dropped before its step."""
+    share, before = material.facts.get("unused", (0.0, False))
+    seconds = backward_seconds(material.split) * share
+    if seconds:
+        kind = "" if before else "weight "
+        yield Finding(
+            "unused gradients",
+            "gradients are computed that no optimizer uses",
+            f"{share:.0%} of the gradients are of parameters without an optimizer, or dropped before its step: "
+            f"{1e3 * seconds:.1f} ms of the backward pass",
+            seconds if before else seconds / 2,  # those of activations are needed to reach the parameters before them
+            f"requires_grad_(False) for frozen parameters: their {kind}gradients are left out"
+            + ("; or detach() what they return, or run them under torch.no_grad()" if before else ""),
+        )
+
+
+def backward_seconds(split: Split) -> float:
+    """Return the seconds of the backward pass: on a host those of autograd's nodes, on a GPU those of the kernels that
+    the nodes launched."""
+    trace = split.trace
+    numbers = [number for number, key in enumerate(trace.keys) if key.name.startswith(NODES)]
+    nodes = np.flatnonzero((trace.kind == OP) & np.isin(trace.key, numbers))
+    if not split.on_gpu:
+        whole = float(trace.dur[nodes].sum())
+        return whole * split.own / split.wall if split.wall else 0.0
+    seconds = 0.0
+    ops = trace.where(OP)
+    launcher = dict(zip(trace.link[ops].tolist(), ops.tolist(), strict=True))
+    spans = {
+        lane: (trace.ts[mine], trace.ts[mine] + trace.dur[mine])
+        for lane in set(trace.lane[nodes].tolist())
+        for mine in [nodes[trace.lane[nodes] == lane]]
+    }
+    for kernel in trace.where(KERNEL).tolist():
+        op = launcher.get(int(trace.link[kernel]))
+        if op is None or int(trace.lane[op]) not in spans:
+            continue
+        begins, ends = spans[int(trace.lane[op])]
+        index = int(np.searchsorted(begins, trace.ts[op], side="right")) - 1
+        if index >= 0 and ends[index] > trace.ts[op]:
+            seconds += float(trace.dur[kernel])
+    return min(seconds, split.busy)
+
+
+def dense_gradients(material: Material) -> Iterator[Finding]:
+    """Find tables of which a step reads a few rows, with gradients for all of them."""
+    split = material.split
+    if not split.named("aten::embedding_dense_backward"):
+        return
+    read: dict[tuple[int, ...], int] = {}
+    for op in split.trace.keys:
+        shapes = shapes_of(op)
+        if op.name == "aten::embedding" and len(shapes) > 1 and len(shapes[0]) == 2:
+            table = tuple(shapes[0])
+            read[table] = max(read.get(table, 0), math.prod(shapes[1]))
+    tables = {table: rows for table, rows in read.items() if SPARSE * rows <= table[0]}
+    multiplied = {tuple(shape) for op in split.named(*PRODUCTS) for shape in shapes_of(op.key)}
+    tables = {table: rows for table, rows in tables.items() if not {table, table[::-1]} & multiplied}  # tied to a head
+    seconds = 0.0
+    for op in split.ops:
+        whole = [tuple(shape) for shape in shapes_of(op.key) if tuple(shape) in tables]
+        if op.name == "aten::embedding_dense_backward":
+            width = shapes_of(op.key)[0][-1:] if shapes_of(op.key) else []
+            whole = [table for table in tables if [table[1]] == width]
+        if whole and op.name != "aten::embedding":
+            seconds += op.seconds * (1 - tables[whole[0]] / whole[0][0])
+    if seconds:
+        rows, width = max(tables, key=math.prod)
+        yield Finding(
+            "dense gradients",
+            "gradients and updates of whole tables, of which a step reads a few rows",
+            f"{tables[rows, width]} of {rows} rows of {width} numbers are read in a call",
+            seconds,
+            "nn.Embedding(..., sparse=True) with SGD or SparseAdam",
+        )
+
+
+def shapes_of(key: Key) -> list[list[int]]:
+    """Return the shapes of the inputs that are tensors."""
+    found = key.shapes if isinstance(key.shapes, list) else []
+    return [each for each in found if isinstance(each, list) and each and all(isinstance(size, int) for size in each)]
+
+
+def recomputation(material: Material) -> Iterator[Finding]:
+    """Find layers that a backward pass computes again, to save memory that is left."""
+    used = float(material.facts.get("memory", 0.0))
+    samples = material.stacks
+    if not samples or used > FREE_MEMORY:
+        return
+    split = material.split
+    share = weighed(samples, lambda sample: doing_of(sample.stack).kind).get("recomputation", 0.0)
+    if split.on_gpu:  # a thread of autograd computes them: a layer takes as long as it did at first
+        first = sum(any(frame.function == "checkpoint" for frame in sample.stack) for sample in samples)
+        forward = sum("backward" not in {frame.function for frame in sample.stack} for sample in samples)
+        share = first / max(1, forward) * max(0.0, split.busy - backward_seconds(split)) / (split.own or 1.0) / 2
+    if share:
+        yield Finding(
+            "recomputation",
+            "layers are computed again in the backward pass",
+            f"{share:.0%} of the time; {used:.0%} of the memory is in use",
+            share * split.own,
+            "no activation checkpointing while memory is left (gradient_checkpointing=False), or of fewer layers",
+        )
+
+
+def prefix(material: Material) -> Iterator[Finding]:
+    """Find calls of a module on the sequence of the call before and one more element."""
+    length = float(material.facts.get("prefix", 0.0))
+    if not length:
+        return
+    seconds = 0.0
+    for op in material.split.ops:
+        key = replace(op.key, name=op.name)
+        spent = op.seconds - (0.0 if op.operator else op.launch)
+        needed = spent / length
+        if op.name in PRODUCTS and (least := _of_rows(key, length, material)) is not None:
+            needed = min(spent, max(needed, op.calls * least))
+        seconds += spent - needed
+    yield Finding(
+        "prefix",
+        "each call computes the sequence of the call before again",
+        f"calls get one more element each, {length:.0f} on average",
+        seconds,
+        "keep keys and values of attention: use_cache=True and past_key_values, or generate(); only the new element is "
+        "computed then",
+    )
+
+
+def _of_rows(key: Key, length: float, material: Material) -> float | None:
+    """Return the least seconds of a product with one row in ``length``."""
+    shapes = shapes_of(key)
+    place = 1 if key.name in ("aten::addmm", "aten::baddbmm") else 0
+    if key.name not in ("aten::mm", "aten::addmm") or len(shapes) <= place:
+        return None
+    shapes = [list(each) for each in key.shapes]
+    shapes[place][0] = max(1, round(shapes[place][0] / length))
+    return floor(replace(key, shapes=shapes), material.ceilings)
+
+
+def pairs(material: Material) -> Iterator[Finding]:
+    """Find tensors with an element for each pair of rows and each column, which are then summed over the columns."""
+    split = material.split
+    made: dict[tuple[int, ...], OpStat] = {}
+    for op in split.ops:
+        shapes = shapes_of(op.key)
+        if op.name in PAIRED and len(shapes) == 2 and len(shapes[0]) == len(shapes[1]):
+            whole = tuple(map(max, *shapes))
+            if SPREAD * max(map(math.prod, shapes)) <= math.prod(whole) and shapes[0][-1] == shapes[1][-1] > 1:
+                made[whole] = op
+    for whole, op in made.items():
+        users = [each for each in split.ops if list(whole) in shapes_of(each.key)]
+        if not any(each.name in SUMMED for each in users) or any(each.name not in THEN | FREE for each in users):
+            continue
+        spent = op.seconds + sum(each.seconds for each in users)
+        *batch, rows, columns, width = (1, *whole)
+        key = replace(
+            op.key, name="aten::bmm", shapes=[[math.prod(batch), rows, width], [math.prod(batch), width, columns]]
+        )
+        needed = (floor(key, material.ceilings) or 0.0) / REACHED if cost(key) is not None else 0.0
+        yield Finding(
+            "broadcast",
+            "a tensor of all pairs is written, and summed",
+            f"{op.name} makes {list(whole)} of {shapes_of(op.key)}, {op.calls} times: {1e3 * spent:.1f} ms in all",
+            spent - op.calls * needed,
+            "torch.cdist for distances, a matrix product for sums of products",
+        )
