@@ -109,3 +109,13 @@ def test_a_kernel_is_compiled_ahead_of_time(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (kernel,) = json.loads(done.stdout)["kernels"]
     assert kernel["target"] == "sm_90" and kernel["loads"] == {"16": 4}
+
+
+def test_a_program_that_cannot_be_counted_is_judged_by_the_clock(graded) -> None:
+    """Functions for atomics are missing where loads and stores are counted."""
+    rung = get("python_to_cpp")
+    atomic = rung.solution.replace("#include <cmath>", "#include <atomic>\n#include <cmath>").replace(
+        "        y[i] =", "        static std::atomic<int> calls; ++calls;\n        y[i] ="
+    )
+    verdict = graded(rung, atomic)
+    assert verdict.right and not verdict.count and verdict.seconds, (verdict.reason, verdict.detail)
