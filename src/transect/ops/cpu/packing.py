@@ -32,7 +32,7 @@ ALIGNMENT = 64
 PREFIX = struct.Struct("<8sQI")
 """Magic number, length of the header, its CRC-32."""
 SPARE = 1.5
-"""A packed model is copied if so many times its size is free."""
+"""Least free memory, in sizes of the file, for a packed model to be copied rather than mapped."""
 
 
 def pack(library: Library, weight: Tensor | QuantizedTensor) -> PackedWeight:
