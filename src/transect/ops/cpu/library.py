@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...hardware.host_memory import HUGE_PAGE, host_memory
 from ..registry import Unavailable
 from . import build
 
@@ -190,7 +191,7 @@ class Library:
         """Pack ``weight = scale * code + zero``: codes uint8 [n, k]; scale, zero float32 [n, k / group] -> uint8. In
         ``FP8`` codes are the bits of e4m3, and ``zero`` is not read."""
         n, k = codes.shape
-        out = torch.empty(self._c.transect_packed_bytes(kind, n, k), dtype=torch.uint8)
+        out = _room(self._c.transect_packed_bytes(kind, n, k))
         codes, scale, zero = codes.contiguous(), scale.contiguous(), zero.contiguous()
         pointers = (codes.data_ptr(), scale.data_ptr(), zero.data_ptr(), out.data_ptr())
         self._c.transect_pack_affine(kind, n, k, *pointers)
@@ -200,7 +201,7 @@ class Library:
         """Pack a block type of GGUF files: codes uint8 [n, k]; float16 scales (and minima), uint8 [n, panels, 2 or 4];
         whole-number steps, uint8 [n, panels, groups, 1 or 2] or None -> uint8."""
         n, k = codes.shape
-        out = torch.empty(self._c.transect_packed_bytes(kind, n, k), dtype=torch.uint8)
+        out = _room(self._c.transect_packed_bytes(kind, n, k))
         codes, halves, steps = codes.contiguous(), halves.contiguous(), None if steps is None else steps.contiguous()
         pointers = (codes.data_ptr(), halves.data_ptr(), 0 if steps is None else steps.data_ptr(), out.data_ptr())
         self._c.transect_pack_blocks(kind, n, k, *pointers)
@@ -213,7 +214,7 @@ class Library:
             weight = weight.to(torch.float32)
         kind = Kind.BF16 if weight.dtype == torch.bfloat16 else Kind.F32
         weight = weight.contiguous()
-        out = torch.empty(self._c.transect_packed_bytes(kind, n, k), dtype=torch.uint8)
+        out = _room(self._c.transect_packed_bytes(kind, n, k))
         self._c.transect_pack_dense(kind, n, k, weight.data_ptr(), out.data_ptr())
         return kind, out
 
@@ -402,6 +403,11 @@ class LayerStack:
             *(None if slots is None else slots.data_ptr(), table),
             *(len(taps), (c_int * len(taps))(*taps), None if states is None else states.data_ptr(), finish),
         )
+
+
+def _room(nbytes: int) -> Tensor:
+    """Allocate a packed matrix, a large one in huge pages, whose addresses are looked up more quickly."""
+    return host_memory(nbytes) if nbytes >= 8 * HUGE_PAGE else torch.empty(nbytes, dtype=torch.uint8)
 
 
 def _floats(tensor: Tensor | None) -> int | None:
