@@ -135,6 +135,8 @@ def table(result: dict[str, Any]) -> str:
             if each["note"]:
                 notes[f"{PEERS[name]}: {each['note']}"] = None
         lines.append(f"| {row['work']} | {row['dtype']} | {least * 1e3:.3g} | " + " | ".join(cells) + " |")
+        if commit := row.get("other_run"):
+            notes[f"{row['work'].partition(' (')[0]}: an earlier run on the same kind of card, commit {commit}"] = None
     for name, hello in result["peers"].items():
         if "failed" in hello:
             notes[f"{PEERS[name]} did not run: {hello['failed']}"] = None
