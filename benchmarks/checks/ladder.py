@@ -1,4 +1,4 @@
-"""Grade the shipped solution of every rung again and again: a wrong verdict on one is a false alarm of the grader.
+"""Grade the shipped solution of every rung many times: a wrong verdict on one is a false alarm of the grader.
 
     python benchmarks/checks/ladder.py [--runs 100] [--workers N] [--rungs NAME ...] [--out FILE]
     python benchmarks/checks/ladder.py --device cuda [--runs 5] ...
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rungs", nargs="+", default=[])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no run of a part after so many")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no run of a part after this time")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"

@@ -1,10 +1,10 @@
-"""Measure the limits of the ladder: seconds of each check on two cores, and bytes of what `transect learn` needs.
+"""Measure the limits of the ladder: seconds of each check on two cores, and bytes of the packages of `transect learn`.
 
     python benchmarks/checks/ladder_limits.py [--rungs NAME ...] [--no-sizes] [--seconds N] [--out FILE]
 
 A check is a process ``transect learn check`` on the shipped solution, with kernels compiled ahead of time, on two
 cores. Bytes are those of the requirements of this package with the extra ``learn``: of the wheels that pip downloads,
-and of the installed files as their records list them, without compiled Python files. Limits: 60 s for each check, 1 GB
+and of the installed files as their records list them. Limits: 60 s for each check, 1 GB
 to download.
 
 Checks that FILE has from the same commit are not repeated. All take about 4 minutes on two cores; ``--seconds`` begins
@@ -71,7 +71,7 @@ def sizes() -> dict[str, dict[str, int]]:
 
 def _on_disk(made: metadata.Distribution) -> int:
     paths = [Path(str(made.locate_file(file))) for file in made.files or []]
-    return sum(path.stat().st_size for path in paths if path.suffix != ".pyc" and path.is_file())
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def seconds_of(name: str, folder: Path) -> float:
@@ -105,7 +105,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "commit": record.commit(), "environment": record.environment(("torch", "triton", "numpy", "scikit-learn")),
         "command": "python benchmarks/checks/ladder_limits.py", "seconds": seconds,
-        "sizes": known["sizes"] if options.no_sizes else sizes(),
+        "sizes": known.get("sizes", {}) if options.no_sizes else sizes(),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         for name in options.rungs:
@@ -114,7 +114,7 @@ def main() -> None:
                 print(f"{name:20} {seconds[name]:5.1f} s", flush=True)
                 record.write(options.out, result)
     record.write(options.out, result)
-    print(table(result))
+    print(table(result) if seconds else result["sizes"])
 
 
 def table(result: dict[str, Any]) -> str:

@@ -125,8 +125,8 @@ def table(result: dict[str, Any]) -> str:
     lines += ["", *(f"* {note}" for note in notes), *([""] if notes else [])]
     lines.append(
         f"`{result['command']}` on {machine['cores']} cores of an {machine['processor']} with "
-        f"{', '.join(result['features'])}, torch {machine['torch']}, {record.made_at([machine])}: {result['model']} in "
-        f"{result['quantization']} with random weights."
+        f"{', '.join(result['features'])}, torch {machine['packages']['torch']}, {record.made_at([machine])}: "
+        f"{result['model']} in {result['quantization']} with random weights."
     )
     return "\n".join(lines) + "\n"
 

@@ -153,14 +153,15 @@ def measure(options: argparse.Namespace) -> None:
     training = json.loads((options.folder / "training.json").read_text())
     command = record.command("benchmarks/engine/eagle.py").replace(str(options.folder), "DIRECTORY")
     found: dict[str, Any] = {"model": Path(options.model).stem, "training": training, "heads": {}}
-    found |= {"environment": record.environment(), "command": command.replace(options.model, Path(options.model).name)}
+    command = command.replace(options.model, Path(options.model).name).replace(str(options.out), "FILE")
+    found |= {"environment": record.environment(), "command": command}
     if options.device == "cuda":
         found["device"] = torch.cuda.get_device_name()
     out = options.out or record.RESULTS / ("h200" if options.device == "cuda" else "cpu") / "eagle.json"
     for name in options.heads:
         spec = {"method": "eagle3", "model": str(options.folder / {"trained": "run/last"}.get(name, name))}
         limits = {"device": options.device, "enable_prefix_caching": False, "max_model_len": 512, "seed": 1}
-        limits |= {"max_num_seqs": max(options.batches), "deterministic": options.deterministic}
+        limits |= {"max_num_seqs": 4 * max(options.batches), "deterministic": options.deterministic}  # a draft is a row
         llm = LLM(options.model, speculative_config=spec, **limits)
         speculation = llm._core.scheduler.speculation
         pages, cells = beginnings(llm, True), {}
@@ -178,7 +179,7 @@ def measure(options: argparse.Namespace) -> None:
                     contenders[label].speculation.model = speculation.model
                 cell = race(contenders, prompts, params, options.rounds)
                 fixed = contenders["fixed 3"].speculation
-                cell["accepted"] = [3 * count / fixed.drafted for count in fixed.accepted_at[:3]]
+                cell["accepted"] = [3 * count / max(1, fixed.drafted) for count in fixed.accepted_at[:3]]
                 cells[f"{rows} x {temperature:g}"] = cell
                 speeds = {label: round(cell[label]["over_off"]["median"], 3) for label in contenders}
                 equal = [cell[label]["equal"] for label in contenders]

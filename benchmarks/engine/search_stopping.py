@@ -1,12 +1,13 @@
 """Replay rules that stop a vote early over recorded answers: equal answers, accuracy and tokens beside the full vote.
 
     python benchmarks/engine/search_stopping.py draw ANSWERS [--model MODEL] [--families add puzzle lot] [--tasks 100]
-    python benchmarks/engine/search_stopping.py replay ANSWERS [--certainties 0.9 0.95 0.99] [--out FILE]
+    python benchmarks/engine/search_stopping.py replay ANSWERS [MORE ...] [--certainties 0.9 0.95 0.99] [--out FILE]
 
 ``draw`` records ``--n`` answers to each task, a few minutes a family on two cores; families that the file has already
 are kept. ``replay`` needs no model: the shipping method takes the recorded answers in a shuffled order as its branches,
 ``--orders`` times for each task, and is compared with the vote over all of them. Both decide on the same answers, so
-the difference is due to the rule alone; two votes over answers of different seeds also differ by luck.
+the difference is due to the rule alone; two votes over answers of different seeds also differ by luck. Writes
+benchmarks/results/cpu/search_stopping.json.
 """
 
 from __future__ import annotations
@@ -83,19 +84,19 @@ def vote(answers: list[Answer], search: Search) -> tuple[str, int]:
 
 def replay(options: argparse.Namespace) -> None:
     """Compare rules with the full vote."""
-    recorded = json.loads(options.answers.read_text())
-    found: dict[str, Any] = {}
-    for name, rows in recorded["families"].items():
+    recorded = [json.loads(file.read_text()) for file in options.answers]
+    families: dict[str, Any] = {}
+    for name in recorded[0]["families"]:
+        rows = [row for each in recorded for row in each["families"][name]]
         n = len(rows[0]["answers"])
-        found[name] = {"tasks": len(rows), "n": n, "orders": options.orders}
+        families[name] = {"tasks": len(rows), "n": n, "orders": options.orders, "certainties": {}}
         for certainty in options.certainties:
             search = Search("adaptive", n=n, wave=options.wave, certainty=certainty, extract="text")
-            found[name][str(certainty)] = compare(rows, search, options.orders)
-            print(f"{name}, certainty {certainty}: {described(found[name][str(certainty)])}", flush=True)
-    if options.out:
-        found |= {key: recorded[key] for key in ("model", "temperature")}
-        found |= {"environment": record.environment(), "drawn_at": recorded["environment"]["commit"]}
-        record.write(options.out, found)
+            found = families[name]["certainties"][str(certainty)] = compare(rows, search, options.orders)
+            print(f"{name}, certainty {certainty}: {described(found)}", flush=True)
+    result = {key: recorded[0][key] for key in ("model", "temperature")}
+    result |= {"command": "python benchmarks/engine/search_stopping.py", "environment": record.environment()}
+    record.write(options.out, result | {"families": families})
 
 
 def compare(rows: list[dict[str, Any]], search: Search, orders: int) -> dict[str, Any]:
@@ -144,8 +145,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
     drawing, replaying = kinds.add_parser("draw"), kinds.add_parser("replay")
-    for each in (drawing, replaying):
-        each.add_argument("answers", type=Path, help="file of recorded answers")
+    drawing.add_argument("answers", type=Path, help="file of recorded answers")
+    replaying.add_argument("answers", type=Path, nargs="+", help="files of recorded answers")
     drawing.add_argument("--model", default="smollm2-135m")
     drawing.add_argument("--families", nargs="+", default=["add", "puzzle", "lot"], choices=sorted(FAMILIES))
     drawing.add_argument("--tasks", type=int, default=100)
@@ -155,7 +156,7 @@ def main() -> None:
     replaying.add_argument("--certainties", nargs="+", type=float, default=[0.9, 0.95, 0.99])
     replaying.add_argument("--wave", type=int, default=4)
     replaying.add_argument("--orders", type=int, default=20)
-    replaying.add_argument("--out", type=Path)
+    replaying.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "search_stopping.json")
     options = parser.parse_args()
     {"draw": draw, "replay": replay}[options.kind](options)
 

@@ -350,9 +350,11 @@ def main() -> None:
     )
     device = "cuda" if torch.cuda.is_available() and llm.config.device != "cpu" else "cpu"
     out = options.out or record.RESULTS / ("h200" if device == "cuda" else "cpu") / f"speculation_{options.what}.json"
-    found: dict[str, Any] = {"model": options.model, "tokens": options.tokens, "cells": {}}
+    found: dict[str, Any] = {"model": Path(options.model).name, "tokens": options.tokens, "cells": {}}
     found["environment"] = record.environment()
-    found["command"] = record.command("benchmarks/engine/speculation.py")
+    command = record.command("benchmarks/engine/speculation.py")
+    command = command.replace(options.model, Path(options.model).name).replace(str(options.out), "FILE")
+    found["command"] = command.replace(str(options.draft), "DIRECTORY")
     if device == "cuda":
         found["device"] = torch.cuda.get_device_name()
     others: dict[str, Any] = {}

@@ -23,6 +23,23 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*found, f"`{result['command']}`: {where}, commit {record.cited(machine['commit'])}."])
 
 
+def stopping(result: dict[str, Any]) -> str:
+    """Format the replay of votes that stop early (``benchmarks/engine/search_stopping.py``)."""
+    lines = _head("task", "certainty", "answer of the full vote", "accuracy", "of the full vote", "tokens")
+    for family, found in result["families"].items():
+        for certainty, each in found["certainties"].items():
+            shares = (f"{each[name]:.1%}" for name in ("equal", "accuracy", "full_accuracy"))
+            lines.append(_row(family, certainty, *shares, f"{each['share_of_tokens']:.0%}"))
+    sizes = {(each["tasks"], each["n"], each["orders"]) for each in result["families"].values()}
+    tasks, n, orders = max(sizes)
+    machine = result["environment"]
+    return "\n".join([
+        *lines, "",
+        f"`{result['command']}`: {tasks} tasks of each kind, {n} answers of {result['model']} to each, in {orders} "
+        f"orders; {machine['processor']}, commit {record.cited(machine['commit'])}.",
+    ])  # fmt: skip
+
+
 def _row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 

@@ -151,7 +151,7 @@ def table(result: dict[str, Any]) -> str:
     lines += ["", *(f"* {note}" for note in notes), *([""] if notes else [])]
     lines.append(
         f"`{result['command']}` on one {result['gpu']}, {machine['cores']} cores of an {machine['processor']}, torch "
-        f"{machine['torch']}, {', '.join(f'{name} {version}' for name, version in versions.items())}, "
+        f"{machine['packages']['torch']}, {', '.join(f'{name} {version}' for name, version in versions.items())}, "
         f"{record.made_at([machine])}: {result['model']} with random weights, {tokens:,} tokens a step, medians over "
         f"{len(result['rounds'])} rounds in turns."
     )

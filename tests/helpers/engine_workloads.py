@@ -23,6 +23,7 @@ from transect.engine.scheduling.drafters.model import ModelDrafter
 from transect.engine.scheduling.drafters.registry import METHODS, SpeculativeConfig
 from transect.engine.scheduling.outputs import EngineOutput
 from transect.engine.scheduling.policies.admission import QueueFull
+from transect.engine.scheduling.policies.budget import PAUSES
 from transect.engine.scheduling.policies.model_speculation import ModelSpeculation
 from transect.engine.scheduling.policies.turns import LEAST, MOST_OWED
 from transect.engine.scheduling.request import Rank, Request, RequestState, Sequence, Status
@@ -519,7 +520,7 @@ class Run:
         self._stalled, self._held = (self._stalled + (not waits), self._held + waits) if stands else (0, 0)
         self._leader = leader
         check(self._stalled <= _stall_limit(self.workload.lag), f"{first} has stood still for {self._stalled} steps")
-        check(self._held < MOST_OWED / LEAST, f"{first} has waited for {self._held} steps")
+        check(self._held < MOST_OWED / LEAST + 2 * PAUSES, f"{first} has waited for {self._held} steps")
 
     def _check_end(self) -> None:
         for (name, index), record in self.records.items():

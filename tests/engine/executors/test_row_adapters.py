@@ -135,7 +135,7 @@ def alone(model: Decoder, config: SchedulerConfig, arrivals: list) -> dict:
     return found
 
 
-@pytest.mark.parametrize("seed", quick_first(range(20), 2))
+@pytest.mark.parametrize("seed", quick_first(range(20), 1))
 def test_a_mixed_batch_gives_what_each_gets_alone(model, seed: int) -> None:
     rng = random.Random(seed)
     config = limits(rng)
@@ -148,7 +148,7 @@ def test_a_mixed_batch_gives_what_each_gets_alone(model, seed: int) -> None:
             assert_same(expected, found, arrivals)
 
 
-@pytest.mark.parametrize("seed", quick_first(range(8), 2))
+@pytest.mark.parametrize("seed", quick_first(range(8), 1))
 def test_drafts_are_verified_with_the_request_s_adapter(model, seed: int) -> None:
     rng = random.Random(seed)
     config = limits(rng)

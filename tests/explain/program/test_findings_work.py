@@ -172,7 +172,9 @@ def test_a_batch_replaces_only_loops_inside_of_a_step(tmp_path):
     file, backward = str(path), Frame(ENGINE, "_engine_run_backward", 1)
     assert loop_at(Frame(file, "train", 4)) == (file, 3)
     assert loop_at(Frame(file, "train", 6)) == (file, 2), "a loop over layers is none"
-    split = types.SimpleNamespace(ops=[types.SimpleNamespace(calls=500)])
+    split = types.SimpleNamespace(
+        ops=[types.SimpleNamespace(calls=500, name="mm", key=types.SimpleNamespace(name="mm", nodes=True))]
+    )
 
     def share(*lines):
         stacks = [(backward, Frame(file, "train", 7)) if line == 7 else (Frame(file, "train", line),) for line in lines]

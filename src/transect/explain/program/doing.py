@@ -228,6 +228,13 @@ def loop_around(stack: tuple[Frame, ...]) -> tuple[str, int]:
     return next((loop for frame in mine if (loop := loop_at(frame))[0]), ("", 0))
 
 
+def loop_text(loop: tuple[str, int]) -> str:
+    """Return the source of a loop, given its file and first line."""
+    file, first = loop
+    last = next((last for begin, last in _loops(file) if begin == first), first) if file else 0
+    return "".join(linecache.getlines(file)[first - 1 : last]) if file else ""
+
+
 def loop_at(frame: Frame | None) -> tuple[str, int]:
     """Return file and first line of the innermost loop around a line; ("", 0) if there is none."""
     spans = _loops(frame.file) if frame is not None else []

@@ -151,8 +151,12 @@ class Explain:
         except NotPossible as error:
             found.split.notes.append(f"without profiling the program was not timed: {error}")
             return found
-        imports = found.split.parts["startup"]  # modules are imported already
-        return self._explain(plain_s=plain + imports)
+        return self.fitted(plain)
+
+    def fitted(self, plain_s: float) -> Explanation:
+        """Explain a program without steps again, which took ``plain_s`` seconds without profiling and imports."""
+        assert self.result is not None
+        return self._explain(plain_s=plain_s + self.result.split.parts["startup"])
 
     def _steps_floor(self) -> float:
         """Sum the floors of the engine steps that ended inside."""

@@ -43,8 +43,8 @@ from .split import COPIES, OpStat, of_number, on_the_host
 from .stretches import stretches
 from .trace import Key
 
-CALLING = ("launch", "sync")
-"""Kinds of findings about calls of operators."""
+CALLING = ("launch", "sync", "layout", "convert", "grow", "small batch")
+"""Kinds of findings about operators, of which a library may call a share that is another finding."""
 LEAST = 0.02
 """Least gain, as a share of the wall time, of a reported finding."""
 LEAST_CALLED = 0.05

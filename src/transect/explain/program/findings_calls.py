@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from .doing import doing_of, loop_around
+from .doing import doing_of, loop_around, loop_text
 from .finding import MANY, Finding, Material, weighed
-from .findings_work import REACHED
+from .findings_work import REACHED, shapes_of
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, floor
-from .sampler import Frame
-from .split import SLOW_CALL_S, SYNC, WAITS, Split
+from .sampler import Frame, Sample
+from .split import COPIES, PLUMBING, SLOW_CALL_S, SMALL_S, SYNC, WAITS, Split
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
 
 FOR_VALUES = {
@@ -39,6 +40,16 @@ FOR_VALUES = {
     )
 }
 """Operators that programs call to read a single value."""
+ELEMENTS_S = {
+    "topk kthvalue median argsort sort multinomial unique _unique2 unique_dim": 10e-9,
+    "scatter_add_ scatter_ scatter_reduce index_add_ index_put_ _index_put_impl_ histc bincount": 4e-9,
+    "gather index index_select cumsum cumprod nonzero masked_select exp log tanh sigmoid gelu erf pow": 1.5e-9,
+}
+"""Seconds for each element, of operators that compute more than they move."""
+REACHED_ALONE = 0.3
+"""Share of its floor's rate that an operator on a batch reaches at least."""
+READS = re.compile(r"\.(?:item|tolist|cpu|numpy)\(|\b(?:float|int|bool)\(")
+"""Text of a loop that reads values of tensors."""
 VALUE_BYTES = 64
 """Largest copy to the host, in bytes, that counts as single values, as ``.item()`` makes it."""
 
@@ -53,11 +64,17 @@ def synchronisation(material: Material) -> Iterator[Finding]:
         waited = float(sum(trace.dur[i] for i in waits))
         values = [op for op in split.ops if op.key.name.startswith("Memcpy DtoH") and op.key.bytes <= VALUE_BYTES]
         read = sum(op.seconds for op in values if op.calls >= MANY)
+        numbers = [number for number, key in enumerate(trace.keys) if key.name == "aten::item"]
+        items = np.flatnonzero((trace.kind == OP) & np.isin(trace.key, numbers))
+        issued = split.issuing
+        if len(items) >= MANY:  # reading takes time of the host as well
+            profiled = split.profiling * len(items) / max(1, len(runtime_calls(split, "")))
+            issued -= max(0.0, float(trace.dur[items].sum()) - waited - profiled)
         yield Finding(
             "sync",
             "the program waits for the GPU",
             f"{len(waits)} times, after each of which the GPU is idle until the host issues new work",
-            max(0.0, split.own - max(split.busy - read, split.issuing)) if waited else 0.0,
+            max(0.0, split.own - max(split.busy - read, issued)) if waited else 0.0,
             "keep values in tensors and read them once, after the loop (.item(), .cpu() and print() wait)",
         )
         return
@@ -68,9 +85,25 @@ def synchronisation(material: Material) -> Iterator[Finding]:
             "sync",
             "the program waits for single values",
             f"{calls} calls of .item() or the like",
-            split.parts["sync"] + _sync_launch(split, calls),
+            max(split.parts["sync"] + _sync_launch(split, calls), _value_loops(material)[0] * split.own),
             "keep values in tensors and read them once, after the loop",
         )
+
+
+def _value_loops(material: Material) -> tuple[float, frozenset[tuple[str, int]]]:
+    """Return the share of the time in loops that only read values, by samples, and these loops.
+
+    All of their operators make values, and they contain neither a backward pass nor an optimizer.
+    """
+    split, samples = material.split, material.stacks
+    count = sum(op.calls for op in split.ops if op.key.name == "aten::item")
+    others = [op for op in split.ops if 2 * op.calls >= count and op.name not in FOR_VALUES | SYNC]
+    if count < MANY * max(1, int(material.facts.get("steps") or 1)) or others or not samples:
+        return 0.0, frozenset()
+    loops = {loop_around(sample.stack) for sample in samples} - training_loops(material)
+    reading = frozenset(loop for loop in loops if loop[0] and READS.search(loop_text(loop)))
+    times = weighed(samples, lambda sample: "read" if loop_around(sample.stack) in reading else "")
+    return times.get("read", 0.0), reading
 
 
 def _sync_launch(split: Split, calls: int) -> float:
@@ -105,14 +138,17 @@ def launching(material: Material) -> Iterator[Finding]:
         seconds = min(split.parts["launch"], max(0.0, split.issuing - split.busy))
     else:
         waits = sum(op.calls for op in split.named("aten::item"))
-        seconds = split.parts["launch"] - _sync_launch(split, waits)
+        share, reading = _value_loops(material)
+        calling = weighed(material.stacks, lambda sample: _calling(sample, reading)) if share else {}
+        left = 1 - calling.get("read", 0.0) / max(1e-9, 1 - calling.get("", 0.0))
+        seconds = split.parts["launch"] * left if share else split.parts["launch"] - _sync_launch(split, waits)
     seconds *= 1 - 1 / most.calls
     chained = bool(material.facts.get("chained"))
     fusible = _fusible(split)
     fused = seconds * fusible
     if not split.on_gpu and not chained:  # on a GPU a graph replaces all calls
         looped = looped_share(material)
-        seconds *= looped + (1 - looped) * fusible
+        seconds = looped * _batched(split, seconds) + (1 - looped) * fused
     yield Finding(
         "launch",
         "many small operators",
@@ -127,6 +163,30 @@ def launching(material: Material) -> Iterator[Finding]:
     )
 
 
+def _batched(split: Split, seconds: float) -> float:
+    """Return what a batch saves of all operators that are called in a loop: of calls that last ``seconds`` all but the
+    work for each element, of other time what is far above the floor."""
+    for op in split.ops:
+        if op.calls < MANY or op.name in SYNC or op.floor is None:
+            continue
+        each = next(
+            (cost for names, cost in ELEMENTS_S.items() if op.name.removeprefix("aten::") in names.split()), 0.0
+        )
+        if each:
+            numbers = max((math.prod(shape) for shape in shapes_of(op.key)), default=0)
+            seconds -= min(op.launch, op.calls * numbers * each)
+        elif op.name not in COPIES and op.floor < SMALL_S and op.seconds < op.calls * SLOW_CALL_S:
+            seconds += max(0.0, op.seconds - op.launch - op.calls * op.floor / REACHED_ALONE)
+    return max(0.0, seconds)
+
+
+def _calling(sample: Sample, reading: frozenset[tuple[str, int]]) -> str:
+    """Return "read" in a loop that reads values, "call" in other calls of operators, else an empty string."""
+    if doing_of(sample.stack).kind not in ("python", "calls"):
+        return ""
+    return "read" if loop_around(sample.stack) in reading else "call"
+
+
 def looped_share(material: Material) -> float:
     """Return the share of the calls of operators that a batch, or an operator on whole tensors, can replace.
 
@@ -138,13 +198,22 @@ def looped_share(material: Material) -> float:
     if all(op.calls < MANY * steps for op in material.split.ops):
         return 0.0
     calling = [sample for sample in samples if doing_of(sample.stack).kind in ("python", "calls")]
-    places = {id(sample): _place(sample.stack) for sample in calling}
-    training = {loop_around(each.stack) for each in calling if places[id(each)]}
-    times = weighed(
-        calling, lambda sample: places[id(sample)] or ("loop" if loop_around(sample.stack) not in training else "once")
-    )
+    training = training_loops(material) | _value_loops(material)[1]
+
+    def name(sample: Sample) -> str:
+        return _place(sample.stack) or ("once" if loop_around(sample.stack) in training else "loop")
+
+    times = weighed(calling, name)
     loop, once = times.get("loop", 0.0), times.get("once", 0.0)
-    return (loop + times.get("backward", 0.0) * loop / (loop + once)) if loop else 0.0
+    counted = [op for op in material.split.ops if op.name not in FREE | SYNC and not op.name.startswith(PLUMBING)]
+    most = max((op.calls for op in counted), default=0)
+    recorded = any(op.key.nodes for op in counted if 2 * op.calls > most)
+    return (loop + times.get("backward", 0.0) * loop / (loop + once) * recorded) if loop else 0.0
+
+
+def training_loops(material: Material) -> set[tuple[str, int]]:
+    """Return the innermost loops with a backward pass or an optimizer, by file and first line."""
+    return {loop_around(sample.stack) for sample in material.stacks if _place(sample.stack)}
 
 
 def _place(stack: tuple[Frame, ...]) -> str:
@@ -163,7 +232,7 @@ def _fusible(split: Split) -> float:
     else:
         called = [int(i) for i in trace.where(OP) if trace.lane[i] == split.lane]
     products = [_is_product(key.name) for key in trace.keys]
-    counted = [key.name not in FREE for key in trace.keys]
+    counted = [key.name not in FREE | SYNC for key in trace.keys]
     numbers = [number for i in called if counted[number := int(trace.key[i])]]
     alone = [products[number] for number in numbers]
     left = sum(each or before for before, each in zip([True, *alone], alone, strict=False))
@@ -193,7 +262,7 @@ def small_batch(material: Material) -> Iterator[Finding]:
         key = replace(op.key, name=op.name)
         rows = _rows(key)
         waits = op.tiny and op.seconds > op.calls * SLOW_CALL_S  # for threads, which ``crowded`` finds
-        if op.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor or waits:
+        if op.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor or waits or op.tiny:
             continue
         count = min(op.calls, 256)
         batched = floor(_with_rows(key, rows * count), reached)

@@ -121,18 +121,18 @@ def dense_gradients(material: Material) -> Iterator[Finding]:
         return
     read: dict[tuple[int, ...], int] = {}
     for op in split.trace.keys:
-        shapes = _shapes(op)
+        shapes = shapes_of(op)
         if op.name == "aten::embedding" and len(shapes) > 1 and len(shapes[0]) == 2:
             table = tuple(shapes[0])
             read[table] = max(read.get(table, 0), math.prod(shapes[1]))
     tables = {table: rows for table, rows in read.items() if SPARSE * rows <= table[0]}
-    multiplied = {tuple(shape) for op in split.named(*PRODUCTS) for shape in _shapes(op.key)}
+    multiplied = {tuple(shape) for op in split.named(*PRODUCTS) for shape in shapes_of(op.key)}
     tables = {table: rows for table, rows in tables.items() if not {table, table[::-1]} & multiplied}  # tied to a head
     seconds = 0.0
     for op in split.ops:
-        whole = [tuple(shape) for shape in _shapes(op.key) if tuple(shape) in tables]
+        whole = [tuple(shape) for shape in shapes_of(op.key) if tuple(shape) in tables]
         if op.name == "aten::embedding_dense_backward":
-            width = _shapes(op.key)[0][-1:] if _shapes(op.key) else []
+            width = shapes_of(op.key)[0][-1:] if shapes_of(op.key) else []
             whole = [table for table in tables if [table[1]] == width]
         if whole and op.name != "aten::embedding":
             seconds += op.seconds * (1 - tables[whole[0]] / whole[0][0])
@@ -147,7 +147,7 @@ def dense_gradients(material: Material) -> Iterator[Finding]:
         )
 
 
-def _shapes(key: Key) -> list[list[int]]:
+def shapes_of(key: Key) -> list[list[int]]:
     """Return the shapes of the inputs that are tensors."""
     found = key.shapes if isinstance(key.shapes, list) else []
     return [each for each in found if isinstance(each, list) and each and all(isinstance(size, int) for size in each)]
@@ -200,7 +200,7 @@ def prefix(material: Material) -> Iterator[Finding]:
 
 def _of_rows(key: Key, length: float, material: Material) -> float | None:
     """Return the least seconds of a product with one row in ``length``."""
-    shapes = _shapes(key)
+    shapes = shapes_of(key)
     place = 1 if key.name in ("aten::addmm", "aten::baddbmm") else 0
     if key.name not in ("aten::mm", "aten::addmm") or len(shapes) <= place:
         return None
@@ -214,13 +214,13 @@ def pairs(material: Material) -> Iterator[Finding]:
     split = material.split
     made: dict[tuple[int, ...], OpStat] = {}
     for op in split.ops:
-        shapes = _shapes(op.key)
+        shapes = shapes_of(op.key)
         if op.name in PAIRED and len(shapes) == 2 and len(shapes[0]) == len(shapes[1]):
             whole = tuple(map(max, *shapes))
             if SPREAD * max(map(math.prod, shapes)) <= math.prod(whole) and shapes[0][-1] == shapes[1][-1] > 1:
                 made[whole] = op
     for whole, op in made.items():
-        users = [each for each in split.ops if list(whole) in _shapes(each.key)]
+        users = [each for each in split.ops if list(whole) in shapes_of(each.key)]
         if not any(each.name in SUMMED for each in users) or any(each.name not in THEN | FREE for each in users):
             continue
         spent = op.seconds + sum(each.seconds for each in users)
@@ -232,7 +232,7 @@ def pairs(material: Material) -> Iterator[Finding]:
         yield Finding(
             "broadcast",
             "a tensor of all pairs is written, and summed",
-            f"{op.name} makes {list(whole)} of {_shapes(op.key)}, {op.calls} times: {1e3 * spent:.1f} ms in all",
+            f"{op.name} makes {list(whole)} of {shapes_of(op.key)}, {op.calls} times: {1e3 * spent:.1f} ms in all",
             spent - op.calls * needed,
             "torch.cdist for distances, a matrix product for sums of products",
         )

@@ -18,6 +18,7 @@ import torch
 
 from .doing import LIBRARY, doing_of, loop_at, user_stack
 from .finding import Finding, Material
+from .findings_calls import training_loops
 from .sampler import Frame, Sample
 from .split import OpStat
 
@@ -102,6 +103,7 @@ def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
     """Yield findings with the user's line, the library's function, and the library's switch, best first. What one
     loop spends in Python and on calls is one finding, if all of the loop can be done in a batch."""
     samples = material.stacks
+    training = training_loops(material)
     loops: dict[tuple[str, int], Finding] = {}
     rest: list[Finding] = []
     for each in found:
@@ -111,7 +113,9 @@ def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
         line, where = _where(chosen)
         each = replace(each, where=where, advice=advice)
         loop = loop_at(line)
-        if each.kind not in LOOPED or not loop[0] or material.facts.get("backward", True):
+        trains = bool(material.facts.get("backward", True))
+        inside = bool(loop[0]) and (not trains or (bool(training) and loop not in training))
+        if each.kind not in (LOOPED[:2] if trains else LOOPED) or not inside:
             rest.append(each)
         elif loop in loops:
             first = loops[loop]

@@ -142,6 +142,8 @@ def exactly(value: Any) -> Any:
     """Return the same value with floating-point tensors in float64."""
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: exactly(each) for key, each in value.items()}
     return [exactly(each) for each in value] if isinstance(value, list) else value
 
 

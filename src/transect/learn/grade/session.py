@@ -90,6 +90,8 @@ class Session:
             sys.modules[Path(path).stem] = self.module
             for name in [each for each in sys.modules if each == "transect" or each.startswith("transect.")]:
                 del sys.modules[name]
+            for name in watched["allows"]:  # their files are opened before the watch begins
+                importlib.import_module(name)
             self.watch.begin()
             with self.watch:
                 spec.loader.exec_module(self.module)

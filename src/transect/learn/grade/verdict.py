@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+NEAR = 1.5
+"""Multiple of the shipped solution's time up to which the two count as equal: a busy machine makes such differences."""
+FAR = 60.0
+"""Percent of the floor below which there is advice."""
+
 
 @dataclass(slots=True)
 class Verdict:
@@ -76,7 +81,24 @@ class Verdict:
         found += [_kernel(each) for each in self.kernels]
         if self.slow:
             found.append(f"slow: {self.reason}")
+        elif advice := self.try_next():
+            found.append(f"try next: {advice}")
         return found
+
+    def try_next(self) -> str:
+        """Say in a sentence where a right program is furthest from the floor; empty if nothing is known."""
+        for each in self.kernels:
+            if each.get("spilled_bytes"):
+                return f"{each['kernel']} spills registers: a smaller tile keeps all values in them"
+        if self.seconds and self.reference_seconds and self.seconds > NEAR * self.reference_seconds:
+            share = self.reference_seconds / self.seconds
+            return f"the shipped solution takes {share:.0%} of your time: compare the two"
+        if self.percent is not None and self.percent < FAR:
+            return {
+                "bytes": "fewer passes over memory, wider loads, and more of them under way at a time",
+                "FLOPs": "use each loaded number more often: a larger tile in registers, and vector instructions",
+            }.get(self.bound, "")
+        return ""
 
 
 def time_text(seconds: float | None) -> str:

@@ -207,7 +207,7 @@ class Workshop:
             ProgramFailed: it does not load.
             ValueError: this machine lacks Triton or a C++ compiler, which the rung needs.
         """
-        if lacks := _lacking(rung):
+        if lacks := lacking(rung):
             raise ValueError(lacks)
         return Submission(self, rung, path, device or (self.device if rung.kind == "triton" else "cpu"))
 
@@ -237,7 +237,7 @@ def workshop(given: Workshop | None, **options: Any) -> Iterator[Workshop]:
         yield made
 
 
-def _lacking(rung: Rung) -> str:
+def lacking(rung: Rung) -> str:
     """Say what a rung needs and this machine does not have; empty if nothing."""
     if rung.kind == "triton" and find_spec("triton") is None:
         return f"the kernels of {rung.name} need Triton: pip install '.[learn]' in the checkout, or pip install triton"

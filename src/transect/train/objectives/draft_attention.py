@@ -29,7 +29,7 @@ from ...ops.attention.packed.tiling import LOG2E
 from ...ops.opset import OpSet
 
 
-class Kernels(NamedTuple):
+class FusedAttention(NamedTuple):
     """A fused attention and its gradient."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -40,26 +40,26 @@ class Kernels(NamedTuple):
     """Factor of L over the natural logarithm."""
 
 
-def by_triton() -> Kernels:
+def by_triton() -> FusedAttention:
     """Return the kernels of GPUs."""
     from ...ops.attention.packed import backward, flash_attention
 
-    return Kernels(flash_attention.forward, backward.backward, LOG2E)
+    return FusedAttention(flash_attention.forward, backward.backward, LOG2E)
 
 
-def by_cpu() -> Kernels:
+def by_cpu() -> FusedAttention:
     """Return the C++ kernels, for float32."""
     from ...ops.cpu.training import kernels
 
     native = kernels(torch.get_num_threads())
-    return Kernels(
+    return FusedAttention(
         lambda *inputs: native.attention(*inputs, None),
         lambda g, q, k, v, *found: native.attention_backward(g, *found[:2], q, k, v, *found[2:], None),
         1.0,
     )
 
 
-KERNELS: dict[str, Callable[[], Kernels]] = {"triton": by_triton, "cpu": by_cpu}
+KERNELS: dict[str, Callable[[], FusedAttention]] = {"triton": by_triton, "cpu": by_cpu}
 """Fused kernels by the implementation of ``attention`` that a model runs."""
 
 
@@ -118,7 +118,7 @@ class _Fused(torch.autograd.Function):
     """Arguments: kernels, cu_seqlens, scale, q, the first step's k and v, then the other steps' keys and values."""
 
     @staticmethod
-    def forward(ctx: Any, kernels: Kernels, cu_seqlens: Tensor, scale: float, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, kernels: FusedAttention, cu_seqlens: Tensor, scale: float, *inputs: Tensor) -> Tensor:
         q_THd, k_TKd, v_TKd, *own = inputs
         out_THd, own_L = kernels.forward(q_THd, k_TKd, v_TKd, cu_seqlens, scale)
         if own:

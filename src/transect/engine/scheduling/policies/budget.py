@@ -62,6 +62,9 @@ KEPT = 0.75
 """Share of a step's room for prompts that must remain when its tokens are rounded down (``even``)."""
 DEAR = 1.5
 """Time of a chunk, in units of its client's part, above which the client gets a whole room and then waits."""
+PAUSES = 32
+"""Most steps without prompts for each step with prompts that is longer than the target: where the decodes alone take
+almost as long as the target, prompts would wait until they end."""
 LEARN_STEPS = 8
 """Steps to measure before steps are sized by time."""
 
@@ -271,7 +274,7 @@ class StepBudget:
         most = self._graph if waits < LARGE * self._graph else self._mixed
         if here and alone < seconds:
             usual, seconds = seconds, max(seconds, alone + 2 * (self._least(beside, context, scored) - alone))
-            self._next = seconds - usual, usual - alone
+            self._next = seconds - usual, max(usual - alone, (seconds - usual) / PAUSES)
             if self._debt > 0.0 and seconds > usual and decodes.tokens and self._config.pipeline_depth == 1:
                 return Budget(decodes.tokens, self._chunk, pause=True)
         tokens = even(self.times.most_tokens(seconds, beside, context, most, scored=scored), rows)

@@ -80,7 +80,8 @@ class Acceptance:
         """Count ``hits`` right tokens in a row, and a wrong one after them if ``missed``. Returns True if that made it
         forget earlier guesses."""
         self._misses = self._misses + 1 if missed and not hits else 0
-        if self._misses > 1 and (1.0 - self.hits / self.trials) ** self._misses < self._unlikely:  # a changed text
+        # The text has changed where so many wrong guesses are unlikely.
+        if self._misses > 1 and (1.0 - self.hits / self.trials) ** self._misses < self._unlikely:
             forgot = self.hits > 0
             self.hits, self.trials = 0.0, float(self._misses)
             return forgot
