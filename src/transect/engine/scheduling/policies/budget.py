@@ -291,8 +291,8 @@ class StepBudget:
         room = tokens - rows
         long = LONG * (usual if usual > 0 else room)
         shares = self._shares(room, long, [count for count, _ in here], waiting, barred)
-        done = {client: done for client, _, done in prompts}
-        rooms = {client: self._tokens_of(part, room, done.get(client, 0)) for client, part in parts.items()}
+        contexts = {client: done for client, _, done in prompts}
+        rooms = {client: self._tokens_of(part, room, contexts.get(client, 0)) for client, part in parts.items()}
         return Budget(tokens, self._chunk, shares, rooms=rooms, held=len(running) - rows)
 
     def _tokens_of(self, part: float, room: int, done: int) -> int:
