@@ -227,7 +227,7 @@ class StepBudget:
         tokens, chunk, _, pause, rooms, _ = self.of_next(running, waiting, cut, barred, state)
         if pause:
             return Coming(tokens, True)
-        if rooms:  # prompts of limited clients fill less of the step
+        if rooms or self.rooms.charged:  # prompts of limited clients fill less of the step, and yield to a newcomer's
             return Coming(tokens, False)
         here = sum(min(seq.length - seq.scheduled, chunk) for seq in running)
         here += waiting.num_tokens if chunk >= tokens else sum(min(seq.to_compute, chunk) for seq in waiting.in_order())
