@@ -1,4 +1,4 @@
-"""How many tokens are drafted, given step times and acceptance."""
+"""Choose the number of drafts, given step times and acceptance."""
 
 import math
 import random
