@@ -21,13 +21,12 @@ class WholeProgram:
     allows: tuple[str, ...]
 
 
-def program_of(file: str, *roots: str, without: tuple[str, ...] = ()) -> WholeProgram:
+def program_of(file: str, *roots: str) -> WholeProgram:
     """Write the program of some functions or classes.
 
     Args:
         file: path in the package, ``ops/norm/norms.py``.
         roots: the functions and classes that are wanted.
-        without: names that the caller provides.
 
     Raises:
         ValueError: the file lacks one of them.
@@ -40,7 +39,7 @@ def program_of(file: str, *roots: str, without: tuple[str, ...] = ()) -> WholePr
     left = list(roots)
     while left:
         name = left.pop()
-        if name in found or name in without:
+        if name in found:
             continue
         if name in imported:
             line, module = imported[name]
