@@ -64,17 +64,12 @@ def synchronisation(material: Material) -> Iterator[Finding]:
         waited = float(sum(trace.dur[i] for i in waits))
         values = [op for op in split.ops if op.key.name.startswith("Memcpy DtoH") and op.key.bytes <= VALUE_BYTES]
         read = sum(op.seconds for op in values if op.calls >= MANY)
-        numbers = [number for number, key in enumerate(trace.keys) if key.name == "aten::item"]
-        items = np.flatnonzero((trace.kind == OP) & np.isin(trace.key, numbers))
-        issued = split.issuing
-        if len(items) >= MANY:  # reading takes time of the host as well
-            profiled = split.profiling * len(items) / max(1, len(runtime_calls(split, "")))
-            issued -= max(0.0, float(trace.dur[items].sum()) - waited - profiled)
+        read_s = min(_value_loops(material)[0] * split.own, max(0.0, split.own - split.busy))
         yield Finding(
             "sync",
             "the program waits for the GPU",
             f"{len(waits)} times, after each of which the GPU is idle until the host issues new work",
-            max(0.0, split.own - max(split.busy - read, issued)) if waited else 0.0,
+            max(read_s, split.own - max(split.busy - read, split.issuing)) if waited else 0.0,
             "keep values in tensors and read them once, after the loop (.item(), .cpu() and print() wait)",
         )
         return
@@ -96,8 +91,10 @@ def _value_loops(material: Material) -> tuple[float, frozenset[tuple[str, int]]]
     All of their operators make values, and they contain neither a backward pass nor an optimizer.
     """
     split, samples = material.split, material.stacks
-    count = sum(op.calls for op in split.ops if op.key.name == "aten::item")
-    others = [op for op in split.ops if 2 * op.calls >= count and op.name not in FOR_VALUES | SYNC]
+    numbers = [number for number, key in enumerate(split.trace.keys) if key.name == "aten::item"]
+    count = int(np.isin(split.trace.key, numbers).sum())
+    often = {op.name for op in split.ops if 2 * op.calls >= count and not op.name.startswith("Memcpy")}
+    others = often - FOR_VALUES - SYNC
     if count < MANY * max(1, int(material.facts.get("steps") or 1)) or others or not samples:
         return 0.0, frozenset()
     loops = {loop_around(sample.stack) for sample in samples} - training_loops(material)
@@ -135,7 +132,8 @@ def launching(material: Material) -> Iterator[Finding]:
     if most is None or most.calls < MANY:
         return
     if split.on_gpu:  # beside what the GPU computes calls cost nothing
-        seconds = min(split.parts["launch"], max(0.0, split.issuing - split.busy))
+        read_s = min(_value_loops(material)[0] * split.own, max(0.0, split.own - split.busy))
+        seconds = max(0.0, min(split.parts["launch"], max(0.0, split.issuing - split.busy)) - read_s)
     else:
         waits = sum(op.calls for op in split.named("aten::item"))
         share, reading = _value_loops(material)
