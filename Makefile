@@ -6,13 +6,14 @@ BIN    := $(VENV)/bin
 # It must keep what it compiled: else each process compiles torch anew, which takes longer than its import.
 unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-# What is installed: first what Transect needs to run, then what tests and checks need besides.
+# What is installed: first what Transect needs to run, then what tests and checks need besides; what is built meanwhile.
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
+BUILT  := $(VENV)/.built
 
 .PHONY: setup setup-dev demo browser test prove test-triton lint types resolve bench pretrain clean
-setup: $(RUN)
-setup-dev: $(DEV)
+setup: $(RUN) $(BUILT)
+setup-dev: $(DEV) $(BUILT)
 
 $(RUN): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Transect needs Python 3.11 or newer: set PYTHON=python3.11")'
@@ -20,6 +21,9 @@ $(RUN): pyproject.toml constraints.txt
 	@$(BIN)/python .ci/download_size.py run $(VENV)
 	@$(PIP) torch numpy
 	@$(PIP) -e .
+	@touch $@
+
+$(BUILT): $(RUN)
 	@$(BIN)/python -m transect.ops.cpu.build
 	@touch $@
 

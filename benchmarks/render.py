@@ -14,16 +14,19 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import gpu_queue, record
-from benchmarks.checks import numerics, speed_of_trees, structure
+from benchmarks.checks import ladder as rungs
+from benchmarks.checks import ladder_limits, numerics, speed_of_trees, structure
 from benchmarks.compilers import follow
 from benchmarks.compilers import ladder as compilers
 from benchmarks.engine import (
     batching,
     cpu_peers,
+    cpu_sets,
     cpu_vs_llamacpp,
     eagle,
     grammars,
@@ -50,7 +53,7 @@ from benchmarks.plan import clocked as plan_clocked
 from benchmarks.plan import fleet as plan_fleet
 from benchmarks.plan import scaling as plan_scaling
 from benchmarks.plan import validation as plan_validation
-from benchmarks.server import clients, hostile_schemas, http_vs_offline, request_walk
+from benchmarks.server import clients, fair_sharing, hostile_schemas, http_vs_offline, request_walk, soak, virtual_soak
 from benchmarks.server import load as serve_load
 from benchmarks.server import load_cpu as serve_load_cpu
 from benchmarks.tables import cards as card_tables
@@ -70,12 +73,15 @@ from benchmarks.tables import search as search_tables
 from benchmarks.tables import streaming as streaming_tables
 from benchmarks.tables import train as train_tables
 from benchmarks.tables import tuning as tuning_table
-from benchmarks.train import cpu_lora, data_formats, precisions, rollout
+from benchmarks.train import cpu_lora, data_formats, offload_peers, precisions, rollout
+from transect.learn.ladder import chapters, map_page
+from transect.learn.record import ROADS
 
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
 SITE = record.ROOT / "mkdocs.yml"
 TRAINED_ON_TWO = [f"h200/train_parallel_{run}.json" for run in ("1b", "3b", "8b", "again")]
 GPUS = ("h100", "h200")
+SEARCHES = ("cpu/search.json", "h200/search.json", "h200/search_long.json")
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -478,9 +484,11 @@ def pretrain_published() -> str:
 
 
 def once_recorded(name: str, command: str, table: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
-    """Return a function that renders a result, or the command that records it while there is none."""
+    """Return a function that renders a result, or the command that records it while there is none. A GPU's result may
+    be of either card."""
     missing = f"Not recorded yet: `python {command}` writes this table.\n"
-    return lambda: table(_load(name)) if (record.RESULTS / name).exists() else missing
+    names = (name, name.replace("h100/", "h200/"))
+    return lambda: next(map(table, _recorded(*names)), missing)
 
 
 def followed(part: str, key: str) -> Callable[[], str]:
@@ -498,12 +506,21 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "benchmarks/compilers/ladder.py",
         lambda ladder: follow.planes_table(_load("cpu/compilers_followed.json"), ladder),
     ),
+    "learn-map": map_page,
+    **{f"learn-{road}": partial(chapters, road) for road in ROADS},
+    "learn-alarms": once_recorded("cpu/ladder.json", "benchmarks/checks/ladder.py", rungs.alarms_table),
+    "learn-kernels": once_recorded(
+        "h200/ladder.json", "benchmarks/checks/ladder.py --device cuda", rungs.kernels_table
+    ),
+    "learn-limits": once_recorded("cpu/ladder_limits.json", "benchmarks/checks/ladder_limits.py", ladder_limits.table),
     "cpu-peers": once_recorded("cpu/cpu_peers.json", "benchmarks/engine/cpu_peers.py", cpu_peers.table),
     "cpu-peers-shapes": once_recorded(
         "cpu/cpu_peers_shapes.json",
         "benchmarks/engine/cpu_peers.py --shapes 1.7b,4b,mixture --rounds 1 --repeats 1 --settings 1",
         cpu_peers.table,
     ),
+    "cpu-sets": once_recorded("cpu/cpu_sets.json", "benchmarks/engine/cpu_sets.py", cpu_sets.table),
+    "offload-peers": once_recorded("h100/offload_peers.json", "benchmarks/train/offload_peers.py", offload_peers.table),
     "compilers-roles": lambda: follow.roles_table(_load("cpu/compilers_followed.json")),
     **{f"compilers-{name}": followed(*place) for name, place in follow.EXCERPTS.items()},
     "operators-reference": operators_reference,
@@ -579,10 +596,26 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speculation-gpu": lambda: speculation.grid_table(_load("h200/speculation_grid.json")),
     "speculation-cpu": lambda: speculation.grid_table(_load("cpu/speculation_grid.json")),
     "speculation-tasks": lambda: speculation.tasks_table(_load("cpu/speculation_tasks.json")),
+    "speculation-tasks-gpu": once_recorded(
+        "h200/speculation_tasks.json", "benchmarks/engine/speculation.py tasks --deterministic", speculation.tasks_table
+    ),
+    "speculation-pair": once_recorded(
+        "cpu/speculation_pair.json", "benchmarks/engine/speculation.py pair --draft DIRECTORY", speculation.pair_table
+    ),
+    "speculation-pair-gpu": once_recorded(
+        "h200/speculation_pair.json", "benchmarks/engine/speculation.py pair --draft DIRECTORY", speculation.pair_table
+    ),
     "eagle": lambda: eagle.eagle_table(_load("cpu/eagle.json")),
+    "eagle-gpu": once_recorded(
+        "h200/eagle.json", "benchmarks/engine/eagle.py measure --folder DIRECTORY --device cuda", eagle.eagle_table
+    ),
     "rollout": lambda: rollout.rollout_table(_load("cpu/rollout.json")),
-    "search": lambda: search_tables.tables(_recorded("cpu/search.json", "h100/search.json")),
+    "search-stopping": lambda: search_tables.stopping(_load("cpu/search_stopping.json")),
+    "search": lambda: search_tables.tables(_recorded(*SEARCHES)),
     "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
+    "beside-heavy-work": lambda: fair_sharing.beside_table(_load("cpu/fair_sharing.json")),
+    "virtual-soak": lambda: virtual_soak.table(_load("cpu/virtual_soak.json")),
+    "soak": once_recorded("cpu/soak.json", "benchmarks/server/soak.py --minutes 10 --window 30", soak.table),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
     "worked-product": lambda: explain_tables.product(_load("h200/explain_matmul.json")),

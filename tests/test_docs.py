@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def _blocks(language: str) -> list[tuple[str, str]]:
     ]
 
 
+@cache
 def _commands() -> list[tuple[str, str]]:
     return [
         (page, line)

@@ -12,17 +12,15 @@ same commit.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import _paths  # noqa: F401
 from benchmarks import record
-from benchmarks.checks._pieces import run_pieces
+from benchmarks.checks._pieces import parser_of, run_pieces
 
 sys.path.insert(0, str(record.ROOT / "tests" / "helpers"))
 
@@ -79,15 +77,12 @@ def piece(number: int) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, record.RESULTS / "cpu" / "continuations.json", 1e9)
     parser.add_argument("--workloads", type=int, default=100_000)
     parser.add_argument("--runs", type=int, default=RUNS)
-    parser.add_argument("--minutes", type=float, default=1e9)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "continuations.json")
     options = parser.parse_args()
     wanted = {"workloads": options.workloads, "continued": 0, "runs": min(options.runs, RUNS), "continued_in_runs": 0}
-    run_pieces(piece, wanted, options.minutes, options.processes, options.out)
+    run_pieces(piece, wanted, options)
 
 
 if __name__ == "__main__":

@@ -10,19 +10,17 @@ benchmarks/results/cpu/drafted_workloads.json after each piece, and continues on
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import _paths  # noqa: F401
 from benchmarks import record
-from benchmarks.checks._pieces import run_pieces
+from benchmarks.checks._pieces import parser_of, run_pieces
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
+sys.path.insert(0, str(record.ROOT / "tests" / "helpers"))
 from engine_workloads import Workload, run, workloads
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -43,7 +41,13 @@ def piece(number: int) -> Counter[str]:
     counts: Counter[str] = Counter()
 
     @seed(number)
-    @settings(max_examples=WORKLOADS, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=WORKLOADS,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(workloads(drafting=True, **list(KINDS.values())[number % len(KINDS)]))
     def check(workload: Workload) -> None:
         counts["workloads"] += 1
@@ -54,13 +58,10 @@ def piece(number: int) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, record.RESULTS / "cpu" / "drafted_workloads.json", 4.0)
     parser.add_argument("--workloads", type=int, default=100_000)
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "drafted_workloads.json")
     options = parser.parse_args()
-    run_pieces(piece, {"workloads": options.workloads}, options.minutes, options.processes, options.out)
+    run_pieces(piece, {"workloads": options.workloads}, options)
 
 
 if __name__ == "__main__":

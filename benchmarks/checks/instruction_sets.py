@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from pathlib import Path
 
 import _paths  # noqa: F401
@@ -43,13 +44,15 @@ def counted(report: Path) -> dict[str, dict[str, int]]:
     return found
 
 
-def row(result: dict[str, dict[str, dict[str, int]]], measured: str) -> str:
-    """Format the row of processors in the README's table; ``measured`` are the kernels of a recorded race."""
+def row(result: dict[str, dict[str, dict[str, int]]], measured: str, processors: Sequence[str] = ("AMD EPYC",)) -> str:
+    """Format the row of processors in the README's table; ``measured`` are the instruction sets of recorded races, on
+    these ``processors``."""
     right = [isa for isa, counts in result["sets"].items() if counts["passed"] and not counts["failed"]]
     timed = [isa for isa in right if isa in measured]
     here = [isa for isa in right if isa not in timed and not isa.startswith(("NEON", "SVE"))]
     emulated = [isa for isa in right if isa.startswith(("NEON", "SVE"))]
-    own = f"Linux, x86-64 with {' and '.join(timed)} (AMD EPYC); tests also run the {' and '.join(here)} code"
+    own = f"Linux, x86-64 with {' and '.join(timed)} ({', '.join(processors)})"
+    own += f"; tests also run the {' and '.join(here)} code" if here else ""
     arm = f"Arm in an emulator ({', '.join(emulated)}): the same outputs, never timed" if emulated else ""
     return f"| CPU | {own} | {arm} | {'' if emulated else 'Arm'} | Windows, macOS |"
 

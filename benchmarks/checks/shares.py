@@ -12,15 +12,13 @@ continues one of the same commit.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections import Counter
-from pathlib import Path
 
 import _paths  # noqa: F401
 from benchmarks import record
-from benchmarks.checks._pieces import run_pieces
+from benchmarks.checks._pieces import parser_of, run_pieces
 
 sys.path.append(str(record.ROOT / "tests" / "helpers"))
 from share_schedules import WEIGHTS, Coming, Engine, check_order, check_waits
@@ -70,14 +68,11 @@ def piece(number: int) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, record.RESULTS / "cpu" / "shares.json", 4.0)
     parser.add_argument("--schedules", type=int, default=10_000)
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "shares.json")
     options = parser.parse_args()
     wanted = {"schedules": options.schedules, "requests": 0}
-    run_pieces(piece, wanted, options.minutes, options.processes, options.out)
+    run_pieces(piece, wanted, options)
 
 
 if __name__ == "__main__":

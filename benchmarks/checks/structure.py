@@ -4,8 +4,8 @@
 
 Both trees are measured by this program, in this environment, on one tiny model. Read from the sources: lines by folder,
 class names that several classes share, comparisons with the names of number formats, families and schedules, and small
-files with one caller. From runs of a CPU: modules that programs import, climbs of ``build_engine``, and folders and
-files that a chat request enters, in the HTTP process and in the engine's together.
+files with one caller, and what each guide changes. From runs of a CPU: modules that programs import, climbs of
+``build_engine``, and folders and files that weights enter, and a chat request in the HTTP process and in the engine's.
 """
 
 from __future__ import annotations
@@ -68,19 +68,39 @@ threads = 1
 log_to = []
 data = {train = ["text.txt"], seq_len = 32, micro_batch = 64}
 """
+WEIGHTS = """
+import json, sys
+try:
+    from transect.checkpoints.load import load_model
+    from transect.checkpoints.resolve import resolve
+except ImportError:
+    from transect.models.load import load_model
+    from transect.models.resolve import resolve
+entered = set()
+source = resolve("model")
+sys.setprofile(lambda frame, event, argument: event == "call" and entered.add(frame.f_code.co_filename))
+load_model(source)
+sys.setprofile(None)
+json.dump(sorted(entered), open(sys.argv[1], "w"))
+"""
 CLIMBS = """
 import json, sys
 from transect.engine.config import EngineConfig
 from transect.engine.build import build_engine
-entered = []
+entered, calls = [], set()
 def note(frame, event, argument):
     name = frame.f_code.co_filename
-    if event == "call" and "/transect/" in name and (not entered or entered[-1] != name):
-        entered.append(name)
+    if event == "call" and "/transect/" in name:
+        above = frame.f_back
+        while above is not None and "/transect/" not in above.f_code.co_filename:
+            above = above.f_back
+        calls.add((above.f_code.co_filename if above else name, name))
+        if not entered or entered[-1] != name:
+            entered.append(name)
 sys.setprofile(note)
 build_engine(EngineConfig(model="model", device="cpu", threads=1))
 sys.setprofile(None)
-json.dump(entered, open(sys.argv[1], "w"))
+json.dump([entered, sorted(calls)], open(sys.argv[1], "w"))
 """
 ENTERED = """
 import os, sys, threading, time
@@ -152,6 +172,20 @@ def read(source: Path) -> dict[str, Any]:
     }
 
 
+def guides(docs: Path) -> dict[str, dict[str, int]]:
+    """Count files, places and lines that each guide of ``docs/extend`` changes to add its example."""
+    found = {}
+    for page in sorted(docs.glob("extend/*.md")):
+        if change := "".join(re.findall(r"```diff\n(.*?)```", page.read_text(), re.DOTALL)):
+            lines = change.splitlines()
+            found[page.stem] = {
+                "files": sum(line.startswith("diff --git") for line in lines),
+                "places": sum(line.startswith("@@") for line in lines),
+                "lines": sum(line.startswith("+") and not line.startswith("+++") for line in lines),
+            }
+    return found
+
+
 def imported(node: ast.ImportFrom, path: Path) -> Iterator[str]:
     """Yield the modules, below ``transect``, that an import may mean."""
     if node.level:
@@ -180,8 +214,12 @@ def run(tree: Path, folder: Path, program: str) -> str:
     return out.read_text()
 
 
-def climbs(entered: list[str]) -> dict[str, int]:
-    """Count folders and files of ``build_engine``, and how often it goes to a higher level than it was at."""
+def climbs(entered: list[str], calls: list[tuple[str, str]]) -> dict[str, int]:
+    """Count folders and files of ``build_engine``, and how often it goes to a higher level than it was at.
+
+    A climb between folders is mostly a return, after which the caller enters its next file. ``calls`` are pairs of
+    files; of those, the last two counts are from one folder to a lower one, and to a higher one.
+    """
     folders = [Path(name.rpartition("/transect/")[2]).parts[0] for name in entered]
     firsts = list(dict.fromkeys(zip(folders, entered, strict=True)))
     order = [folder for folder, _ in firsts]
@@ -189,12 +227,22 @@ def climbs(entered: list[str]) -> dict[str, int]:
     ups = sum(b > a for a, b in pairwise(levels))
     plain = [level for level in levels if level >= LEVELS.index("hardware")]
     aside = sum(b > a for a, b in pairwise(plain))
+    pairs = [[Path(name.rpartition("/transect/")[2]).parts[0] for name in call] for call in calls]
+    steps = [LEVELS.index(b) - LEVELS.index(a) for a, b in pairs if a in LEVELS and b in LEVELS]
     return {
         "files": len(set(entered)),
         "folders": len(set(folders)),
         "climbs between folders": ups,
         "climbs, descriptions and costs aside": aside,
+        "pairs of files with calls down": sum(step < 0 for step in steps),
+        "pairs of files with calls up": sum(step > 0 for step in steps),
     }
+
+
+def counted(files: list[str]) -> dict[str, int]:
+    """Count the package's files among those that were entered, and their folders."""
+    ours = {name.rpartition("/transect/")[2] for name in files if "/transect/" in name}
+    return {"files": len(ours), "folders": len({name.rpartition("/")[0] for name in ours})}
 
 
 def chat(tree: Path, folder: Path) -> dict[str, int]:
@@ -231,9 +279,7 @@ def chat(tree: Path, folder: Path) -> dict[str, int]:
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(60)
-    files = {name for each in noted.glob("*.files") for name in each.read_text().splitlines() if "/transect/" in name}
-    folders = {name.rpartition("/transect/")[2].rpartition("/")[0] for name in files}
-    return {"files": len(files), "folders": len(folders)}
+    return counted([name for each in noted.glob("*.files") for name in each.read_text().splitlines()])
 
 
 def ask(url: str, body: dict[str, Any]) -> None:
@@ -250,12 +296,14 @@ def ask(url: str, body: dict[str, Any]) -> None:
 def measure(tree: Path, folder: Path) -> dict[str, Any]:
     """Return all figures of a tree; ``tree`` holds the package, ``folder`` a model, a text and a run."""
     found = read(tree / "transect")
+    found["guides"] = guides(tree.parent / "docs")
     found["modules"] = {}
     for name, program in PROGRAMS.items():
         count, torch = run(tree, folder, MODULES + program).split()
         found["modules"][name] = {"ours": int(count), "torch": torch == "True"}
         print(f"  {name}: {count} of our modules", flush=True)
-    found["build_engine"] = climbs(json.loads(run(tree, folder, CLIMBS)))
+    found["build_engine"] = climbs(*json.loads(run(tree, folder, CLIMBS)))
+    found["weights"] = counted(json.loads(run(tree, folder, WEIGHTS)))
     found["chat_request"] = chat(tree, folder)
     print(f"  {found['build_engine']}, chat {found['chat_request']}", flush=True)
     return found
@@ -278,11 +326,22 @@ def table(result: dict[str, Any]) -> str:
         (f"comparisons with names of {kind}", before["compared_names"][kind], now["compared_names"][kind])
         for kind in now["compared_names"]
     ]
-    for key, label in (("build_engine", "`build_engine` on a CPU"), ("chat_request", "a chat request")):
-        for what in now[key]:
+    for key, label in (
+        ("build_engine", "`build_engine` on a CPU"),
+        ("weights", "a model's weights as they are loaded"),
+        ("chat_request", "a chat request"),
+    ):
+        for what in now.get(key, {}):
             rows.append((f"{what} of {label}", before[key][what], now[key][what]))
+    for name, counts in now.get("guides", {}).items():
+        old = before["guides"].get(name, {})
+        rows += [(f"{what} of the guide `{name}`", old.get(what), count) for what, count in counts.items()]
     rows.append(("lines of `src/`", sum(before["lines"].values()), sum(now["lines"].values())))
-    lines = ["| | before | now |", "|---|---|---|", *(f"| {label} | {a:,} | {b:,} |" for label, a, b in rows)]
+    lines = [
+        "| | before | now |",
+        "|---|---|---|",
+        *(f"| {label} | {'' if a is None else f'{a:,}'} | {b:,} |" for label, a, b in rows),
+    ]
     folders = sorted(set(before["lines"]) | set(now["lines"]))
     lines += ["", "| folder | lines before | lines now |", "|---|---|---|"]
     lines += [f"| `{each}` | {before['lines'].get(each, 0):,} | {now['lines'].get(each, 0):,} |" for each in folders]
@@ -305,7 +364,7 @@ def main() -> None:
         (folder / "text.txt").write_text("The cat sat on the mat. " * 100)
         (folder / "run.toml").write_text(RUN)
         archive = subprocess.run(
-            ["git", "archive", options.before, "src"], cwd=record.ROOT, capture_output=True, check=True
+            ["git", "archive", options.before, "src", "docs/extend"], cwd=record.ROOT, capture_output=True, check=True
         )
         with tarfile.open(fileobj=BytesIO(archive.stdout)) as file:
             file.extractall(folder / "before", filter="data")

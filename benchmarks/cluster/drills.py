@@ -4,9 +4,9 @@
 
 The fleet has three replicas of ``tests/helpers/stub_engine.py`` (the shipping engine process, scheduler and messages,
 with made-up tokens), or with ``--real`` of a model. All drills run in one Ray cluster of this machine, which is started
-and ended here. Each answer is compared with an undisturbed one. Two drills are predicted first by ``transect plan``'s
-simulator: see ``predicted.py``. Writes benchmarks/results/cpu/fleet_drills.json; drills that are not run keep their
-results there. All of them take about seven minutes.
+and ended here. Each answer is compared with an undisturbed one. ``predicted.py`` compares the drills with predictions.
+Writes benchmarks/results/cpu/fleet_drills.json; drills that are not run keep their results there. All of them take
+about seven minutes.
 
   kills       kill -9 of engines and of replicas' actors at random moments, one at a time
   stopped     SIGSTOP of an engine: half alive, it holds its connection and answers nothing
@@ -254,6 +254,7 @@ async def run(own: FleetSettings, url: str, arguments: argparse.Namespace) -> di
     results = {}
     for name in arguments.only:
         print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
+        busy = {"load_average": os.getloadavg()[0]}
         load.start()
         await asyncio.sleep(0.5)
         try:
@@ -261,7 +262,7 @@ async def run(own: FleetSettings, url: str, arguments: argparse.Namespace) -> di
         finally:
             await asyncio.sleep(0.5)
             counts = await load.stop()
-        results[name] = found | counts
+        results[name] = found | counts | busy
         print(f"  {results[name]}", flush=True)
     return results
 

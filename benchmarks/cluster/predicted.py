@@ -1,18 +1,19 @@
 """Predict the drills of a fleet, cause them on Ray, and compare the effects.
 
-    python benchmarks/cluster/predicted.py [--only kill,stopped] [--out FILE]
+    python benchmarks/cluster/predicted.py [--only kill,stopped,host,cancelled] [--out FILE]
 
 Requests arrive at three replicas on Ray, in all runs the same ones at the same random times. Two replicas cannot serve
 them all, so a queue grows while one is missing. An engine takes some seconds to start, like one with a model.
 ``transect/plan/drills.py`` simulates each drill with the shipping scheduler and router, as ``transect plan drills``
-does. It is given the time of a step and the times of starts, all measured in a calm fleet, and the limits of the
-settings. Then the drill happens: router, hosts, engine processes and Ray are real; tokens are made up
+does. It is given the time of a step and the times of parts (starts, links, orders), all measured in a calm fleet, and
+the limits of the settings. Then the drill happens: router, hosts, engine processes and Ray are real; tokens are made up
 (``tests/helpers/stub_engine.py``).
 
 Compared are the 99th percentile of the time of whole requests, what the drill adds to it, the replica-seconds that it
 costs, and the requests that it drops. A drill that adds nothing is compared by its percentile. Writes
-benchmarks/results/cpu/fleet_predicted.json; drills that are not run keep their results there. A drill takes about 25 s,
-and the measurements before them a minute.
+benchmarks/results/cpu/fleet_predicted.json. Each run is a round with measurements and predictions of its own; it is
+added to the rounds that the file has of this commit, and tables show medians. The measurements take 90 s, a drill about
+28 s: run the drills in parts, several times.
 """
 
 from __future__ import annotations
@@ -71,34 +72,37 @@ class Measured:
         self.own, self.load, self.second = own, Load(url), second
 
     async def calibrate(self) -> tuple[FleetTimes, float, float, float]:
-        """Measure starts, then a calm run. Returns the times, the seconds of a step, those before an engine has a
+        """Measure parts, then a calm run. Returns the times, the seconds of a step, those before an engine has a
         request, and the calm run's 99th percentile."""
         await self.load.until_ready(REPLICAS)
         back = {name: await getattr(self, name)() for name in ("kill", "actor", "router")}
-        back["router"] /= REPLICAS
-        print(
-            time.strftime("%H:%M:%S"),
-            "calm starts",
-            {name: round(value, 2) for name, value in back.items()},
-            flush=True,
-        )
+        back["ordered"] = await self.ordered()
+        await self.whole()
+        back["linked"] = await self.linked()
+        found = {name: round(value, 2) for name, value in back.items()}
+        print(f"{time.strftime('%H:%M:%S')} calm parts {found}", flush=True)
         firsts: list[float] = []
-        gaps: list[float] = []
-        times, _, _ = await self.run("calm", firsts, gaps)
-        step_s = statistics.mean(gaps)
+        steps: list[tuple[int, float]] = []
+        times, _, _ = await self.run("calm", firsts, steps)
+        step_s = sum(seconds for _, seconds in steps) / sum(count for count, _ in steps)
         before_s = max(0.0, statistics.median(firsts) - 1.5 * step_s)
         known = FleetTimes(
             noticed=NOTICED_S, engine=max(0.0, back["kill"] - NOTICED_S - WATCH_S / 2),
-            replica=back["actor"] - NOTICED_S, router=back["router"], linked=0.0,
-            hung_after=HUNG_S, lost_after=LOST_S, drain=self.own.replicas.drain_timeout_s,
+            replica=back["actor"] - NOTICED_S, router=back["router"] / REPLICAS, linked=back["linked"],
+            ordered=back["ordered"], hung_after=HUNG_S, lost_after=LOST_S, drain=self.own.replicas.drain_timeout_s,
         )  # fmt: skip
         return known, step_s, before_s, percentile(times)
 
     async def run(
-        self, drill: str, firsts: list[float] | None = None, gaps: list[float] | None = None
+        self, drill: str, firsts: list[float] | None = None, steps: list[tuple[int, float]] | None = None
     ) -> tuple[list[float], int, float]:
         """Run the load with a drill in it. Returns the times of answered requests, the number of dropped ones, and the
-        replica-seconds lost."""
+        replica-seconds lost.
+
+        Args:
+            firsts: gets the time to the first token of each request.
+            steps: gets the number of further tokens of each request, and the seconds that they took.
+        """
         asked, leaving = requests(drill)
         times: list[float] = []
         dropped = 0
@@ -107,16 +111,13 @@ class Measured:
         async def one(client: Any, number: int, each: Asked) -> None:
             nonlocal dropped
             await asyncio.sleep(max(0.0, began + each.at - time.monotonic()))
-            last = None
+            first = last = 0.0
 
             def seen(answer: Answer) -> None:
-                nonlocal last
-                now = time.monotonic()
-                if last is not None and gaps is not None and not answer.clean:
-                    gaps.append(now - last)
-                elif last is None and firsts is not None:
-                    firsts.append(now - began - each.at)
-                last = now
+                nonlocal first, last
+                if not answer.clean:
+                    last = time.monotonic()
+                    first = first or last
 
             body = {"prompt": [65 + (number * 7 + n * n) % 26 for n in range(each.prompt_tokens)], "stream": True}
             body |= {"seed": number, "max_tokens": each.output_tokens, "ignore_eos": True}
@@ -129,6 +130,9 @@ class Measured:
                 return
             if answer.clean and answer.status == 200:
                 times.append(time.monotonic() - began - each.at)
+                if firsts is not None and steps is not None:
+                    firsts.append(first - began - each.at)
+                    steps.append((each.output_tokens - 1, last - first))
             else:
                 dropped += 1
 
@@ -222,6 +226,29 @@ class Measured:
         await self.load.until_ready(REPLICAS)
         return REPLICAS * (time.monotonic() - began)
 
+    # Parts of drills, in a calm fleet.
+
+    async def ordered(self) -> float:
+        """Return the seconds from an order to scale down until a replica gets no more requests."""
+        began = time.monotonic()
+        order = asyncio.create_task(asyncio.to_thread(ray_cluster.scale, self.own, REPLICAS - 1, print))
+        while len(await self._pids()) == REPLICAS:
+            await asyncio.sleep(0.02)
+        took = time.monotonic() - began
+        await order
+        return took
+
+    async def linked(self) -> float:
+        """Return the seconds from the end of a host's silence, which has cost it its link, until it is back."""
+        pid = (await self._pids())[0]
+        actor = psutil.Process(pid).ppid()
+        os.kill(actor, signal.SIGSTOP)
+        try:
+            await self.load.until_ready(REPLICAS - 1, frozenset({pid}))
+        finally:
+            os.kill(actor, signal.SIGCONT)
+        return await self.load.until_ready(REPLICAS)
+
     async def whole(self) -> None:
         """Wait until the fleet is as it was."""
         until = time.monotonic() + RETRY_S
@@ -294,6 +321,7 @@ def fleet(own: FleetSettings, more: bool) -> Iterator[tuple[str, int | None]]:
 async def compare(own: FleetSettings, url: str, second: int | None, drills: Sequence[str], out: Path) -> None:
     """Predict and cause each drill, and record it."""
     fleet = Measured(own, url, second)
+    load = os.getloadavg()[0]
     times, step_s, before_s, calm_p99 = await fleet.calibrate()
     for drill in drills:
         before = predicted(drill, times, step_s, before_s)
@@ -303,7 +331,7 @@ async def compare(own: FleetSettings, url: str, second: int | None, drills: Sequ
         after = Effect(p99, p99 - calm_p99, lost, dropped)
         found = {
             "predicted": dataclasses.asdict(before), "measured": dataclasses.asdict(after), "calm_p99_s": calm_p99,
-            "step_s": step_s, "times": dataclasses.asdict(times),
+            "step_s": step_s, "times": dataclasses.asdict(times), "load_average": load,
         }  # fmt: skip
         print(f"  measured {after}; {ratios(found)}", flush=True)
         keep(out, drill, found)
@@ -312,10 +340,13 @@ async def compare(own: FleetSettings, url: str, second: int | None, drills: Sequ
 
 
 def keep(out: Path, drill: str, found: dict[str, Any]) -> None:
-    """Record one drill beside those that the file has."""
+    """Add one round of a drill to those that the file has of this commit."""
     before = json.loads(out.read_text()) if out.exists() else {}
+    environment = record.environment()
+    drills = before.get("drills", {}) if before.get("commit") == environment["commit"] else {}
+    drills.setdefault(drill, []).append(found)
     result = {"command": "python benchmarks/cluster/predicted.py", "replicas": REPLICAS, "rate": RATE}
-    record.write(out, result | {"drills": before.get("drills", {}) | {drill: found}} | record.environment())
+    record.write(out, result | {"drills": drills} | environment)
 
 
 def ratios(result: dict[str, Any]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import statistics
 import subprocess
 import sys
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "ray_layer.json")
     arguments = parser.parse_args()
     prepare(STEP_S)
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         replicas = {"min": 1, "max": 1}
         own = fleet_settings(Path(folder), arguments.model, stub=True, replicas=replicas)
@@ -138,6 +140,7 @@ def main() -> None:
                 urls["proxy"] = "http://127.0.0.1:8000"
             found = compare(asyncio.run(measure(urls, arguments.rounds)))
     result = {"command": record.command("benchmarks/cluster/ray_layer.py"), "step_s": STEP_S, "streams": STREAMS}
+    result["load_average"] = load
     record.write(arguments.out, result | record.environment() | found)
     print(found)
 

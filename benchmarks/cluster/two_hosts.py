@@ -313,6 +313,7 @@ def main() -> None:
         print(f"not run: {reason}")
         return
     prepare(0.01)
+    load = os.getloadavg()[0]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name, hosts():
         folder = Path(name)
@@ -332,6 +333,7 @@ def main() -> None:
             print(f"  {found[each]}", flush=True)
         links = {name: " ".join(words) for name, words in kinds().items()}
     result = {"command": record.command("benchmarks/cluster/two_hosts.py"), "hosts": 2, "link": links}
+    result["load_average"] = load
     record.write(arguments.out, result | record.environment() | found)
 
 

@@ -133,7 +133,7 @@ def xla() -> dict[str, Any]:
 
     jax = Jax("cpu", 2, 0).jax
     work = Work("softmax", SIZES)
-    lowered = jax.jit(function(jax, work)).lower(jax.ShapeDtypeStruct(tuple(SIZES.values()), "float32"))
+    lowered = jax.jit(function(jax, work, "cpu")).lower(jax.ShapeDtypeStruct(tuple(SIZES.values()), "float32"))
     compiled = lowered.compile()
     text = re.sub(r", metadata=\{[^}]*\}", "", compiled.as_text())
     text = re.sub(r"(?<=\])\{[\d,]*\}|(?m:, backend_config=.*$)", "", text)

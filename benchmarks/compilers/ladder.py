@@ -1,7 +1,7 @@
 """A ladder of operators by compilers: torch eager, torch.compile, JAX under jit, TVM for the product, and this project.
 
     python benchmarks/compilers/ladder.py [--rounds 5] [--tuning 128] [--jax PYTHON] [--tvm PYTHON]
-    python benchmarks/compilers/ladder.py --device cuda --out RESULTS
+    python benchmarks/compilers/ladder.py --device cuda --jax python3 --tuning 0 --out RESULTS
 
 Each peer is one file of ``benchmarks/peers`` and runs in a process of its own, by the interpreter that has its
 packages: ``--jax`` and ``--tvm`` name those of environments made with
@@ -10,9 +10,11 @@ packages: ``--jax`` and ``--tvm`` name those of environments made with
     python -m venv /tmp/peers-tvm && /tmp/peers-tvm/bin/pip install apache-tvm \
         apache-tvm-ffi==0.1.14.post0 xgboost-cpu psutil cloudpickle tornado   # a newer ffi crashes 0.27's search
 
-Every result is compared with float64 before it is timed. The peers take turns, ``--rounds`` times at each rung; a
-time is the median over rounds. The floor of a rung is the larger of its FLOPs at the rate of multiply-adds and its
-bytes at the read bandwidth, both measured on this machine in this run. ``--ladder small`` is a quick check of all.
+Every result is compared with float64 before it is timed. All peers keep the memory that they free: glibc would hand
+results of 32 MiB back to the system, and the page faults of the next one would take longer than the operator. The peers
+take turns, ``--rounds`` times at each rung; a time is the median over rounds. The floor of a rung is the larger of its
+FLOPs at the rate of multiply-adds and its bytes at the read bandwidth, both measured on this machine in this run.
+``--ladder small`` is a quick check of all.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ PEERS = {
     "transect_operators": "Transect",
 }
 HERE = Path(__file__).parent
+KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""Settings of glibc, by which a process keeps the memory that it frees."""
 
 
 class Worker:
@@ -52,7 +56,7 @@ class Worker:
         try:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
-                env={**os.environ, **threads},
+                env={**os.environ, **threads, **KEPT},
             )  # fmt: skip
             self.hello = self._answer()
         except OSError as error:

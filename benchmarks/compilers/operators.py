@@ -59,7 +59,7 @@ class Work:
     def copies(self) -> int:
         """Count the sets of data to use in turn."""
         own = sum(array.size for array in self.data(0).values()) * self.itemsize
-        return 1 if self.weights() else max(1, min(8, ROTATE_BYTES // own))
+        return 1 if self.operator == "decoder_step" else max(2, min(8, ROTATE_BYTES // own))
 
     def exact(self, weights: Arrays, data: Arrays) -> np.ndarray:
         """Compute the result in float64."""

@@ -136,17 +136,20 @@ def bits_of_codes() -> Iterator[tuple[str, int, int]]:
             yield f"{name} int4, {parts} parts: tiles", 9, differing
         whole = call(x, weight, n, bias)
         yield f"{name} int4: the product", 1, int((call(x[:33], weight, n, bias) != whole[:33]).sum())
-    for fp8 in (True, False):
+    for kind in (scaled8_hopper.FP8, scaled8_hopper.WHOLE, scaled8_hopper.BLOCKS):
+        fp8 = kind is not scaled8_hopper.WHOLE
         n, k, _ = SIZES["8B qkv"]
         values, x, bias = torch.randn(n, k, device="cuda"), torch.randn(600, k, **BF16), torch.randn(n, **BF16)
         codes, scale = scaled8_rounding.rounded(values, fp8)
-        product = scaled8_tiles.Tiles8(hopper=scaled8_hopper.HopperRows8() if fp8 else None, unsplit=True)
+        if kind is scaled8_hopper.BLOCKS:
+            scale = torch.rand(-(-n // 128), -(-k // 128), device="cuda") / 64 + 1e-3
+        product = scaled8_tiles.Tiles8(hopper=scaled8_hopper.HopperRows8(kind=kind), unsplit=True)
         whole = product(x, codes, scale, bias, fp8)
         differing = sum(
             not torch.equal(product(x[:m].contiguous(), codes, scale, bias, fp8), whole[:m])
             for m in (1, 16, 17, 32, 64, 128, 200, 256, 257, 512)
         )
-        yield "8B qkv fp8" if fp8 else "8B qkv int8", 10, differing
+        yield f"8B qkv {kind.name}", 10, differing
 
 
 DECODES = {

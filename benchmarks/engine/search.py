@@ -1,14 +1,20 @@
 """Search beside single requests and beside optillm: speed, accuracy on exact tasks, tokens of adaptive stopping.
 
     python benchmarks/engine/search.py [--model MODEL] [--dummy] [--device cpu] [--parts speed tasks server]
-                                       [--tasks 100] [--served 24] [--rounds 5] [--optillm PROGRAM] [--out FILE]
+                                       [--tasks 100] [--served 24] [--rounds 5] [--optillm PROGRAM]
+                                       [--only RACE ...] [--resume] [--out FILE]
 
 ``speed``: tokens per second of ``--branches`` branches of one prompt, beside as many requests that find the prompt in
 the prefix cache, and the most KV blocks that each held. Contenders take turns.
 ``tasks``: accuracy of methods beside one greedy answer and beside guessing, with 95% intervals, in an ``LLM``.
 ``server``: the same tasks over HTTP, and through optillm in front of the same server, one task at a time. Install
 optillm 0.3.20 in an environment of its own, and name its program: ``--optillm /path/to/bin/optillm``. Both draw at
-temperature 1, which optillm fixes.
+temperature 1, which optillm fixes. Its mixture also has the model write a critique of up to 512 tokens, so a task takes
+it 15 to 30 seconds with the default model on two cores, where the votes take 2 to 8: ``--only "mixture of 3" --served 8
+--rounds 3`` runs this race alone, on less.
+
+The file is written after each family of tasks and each race. ``--resume`` keeps what the file has of this commit, and
+measures the rest.
 
 With ``--device cuda --dummy --model MODEL --parts speed`` the shape of a large model is measured for speed alone.
 """
@@ -35,7 +41,7 @@ from search_tasks import FAMILIES, Family, Task
 import _paths  # noqa: F401
 from benchmarks import record
 from transect import LLM, SamplingParams, Search
-from transect.bench.search_gain import Accuracy, Gain
+from transect.bench.search_gain import Gain
 from transect.search.extract import extract
 
 MAX_TOKENS = 24
@@ -147,20 +153,25 @@ def methods(family: Family) -> dict[str, Search]:
     return found
 
 
-def tasks(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the accuracy of methods on families of tasks."""
+def tasks(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[None]:
+    """Measure the accuracy of methods on the families of tasks that ``found`` lacks; yields after each."""
+    left = [name for name in options.families if name not in found]
+    if not left:
+        return
     llm = engine(options, max_num_seqs=max(options.branches, 64))
     checker: dict[str, Any] = {}
     exec(VERIFIER, checker)  # the text of the file that a server is given
-    found: dict[str, Any] = {}
-    for name in options.families:
+    for name in left:
         family = FAMILIES[name]
         asked = family.tasks(options.tasks, 0)
         said = [task.messages for task in asked]
         greedy = llm.chat(said, SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0))
         single = [right(output.outputs[0].text, task, family) for output, task in zip(greedy, asked, strict=True)]
         guess = family.guessing(asked)
-        found[name] = {"guess": guess, "greedy_tokens": sum(len(each.outputs[0].token_ids) for each in greedy)}
+        part: dict[str, Any] = {
+            "guess": guess,
+            "greedy_tokens": sum(len(each.outputs[0].token_ids) for each in greedy),
+        }
         params = SamplingParams(max_tokens=MAX_TOKENS, temperature=options.temperature, seed=1)
         for title, search in methods(family).items():
             began = time.perf_counter()
@@ -168,11 +179,11 @@ def tasks(options: argparse.Namespace) -> dict[str, Any]:
             seconds = time.perf_counter() - began
             gain = Gain([right(r.text, t, family) for r, t in zip(results, asked, strict=True)], single, guess)
             drawn = sum(result.drawn for result in results)
-            found[name][title] = {**gain.to_dict(), "tokens": drawn, "seconds": seconds}
+            part[title] = {**gain.to_dict(), "tokens": drawn, "seconds": seconds}
             print(f"{name}: {title}: {gain}; {drawn} tokens", flush=True)
-        whole, adaptive = found[name]["majority of 32"], found[name]["adaptive, at most 32"]
-        found[name]["adaptive_share_of_tokens"] = adaptive["tokens"] / whole["tokens"]
-    return found
+        part["adaptive_share_of_tokens"] = part["adaptive, at most 32"]["tokens"] / part["majority of 32"]["tokens"]
+        found[name] = part
+        yield
 
 
 # ---- server
@@ -220,10 +231,14 @@ CONTENDERS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def served(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure wall time and accuracy over HTTP, with and without optillm in between."""
+def served(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[None]:
+    """Measure wall time and accuracy over HTTP, with and without optillm in between, in the races that ``found`` lacks;
+    yields after each."""
+    left = [title for title in options.only if title not in found]
+    if not left:
+        return
     family = FAMILIES["sum"]
-    asked = family.tasks(options.served, 1)
+    asked = family.tasks(options.served * options.rounds, 1)
     command = [sys.executable, "-m", "transect", "serve", options.model, "--port", "0", "--served-model-name", "m"]
     with tempfile.TemporaryDirectory() as folder:
         verifier = Path(folder) / "checks.py"
@@ -236,17 +251,25 @@ def served(options: argparse.Namespace) -> dict[str, Any]:
                 for task in asked
             ]
             guess = family.guessing(asked)
-            found: dict[str, Any] = {"guess": guess, "greedy": Accuracy(sum(single), len(single)).value}
-            if not options.optillm:
-                print("no --optillm: only transect is measured", flush=True)
-                return found | _race({"transect": url}, asked, family, single, guess, options.rounds)
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            words = [options.optillm, "--base-url", f"{url}/v1", "--port", str(port), "--best-of-n", "8"]
-            with process(words, "Running on", OPENAI_API_KEY="none"):
-                urls = {"transect": url, "optillm": f"http://127.0.0.1:{port}"}
-                return found | _race(urls, asked, family, single, guess, options.rounds)
+            with optillm(options.optillm, url) as urls:
+                for title in left:
+                    found[title] = _race(title, urls, asked, family, single, guess, options.rounds)
+                    yield
+
+
+@contextmanager
+def optillm(program: str | None, url: str) -> Iterator[dict[str, str]]:
+    """Run optillm in front of a server, if there is a program. Yields the addresses of the contenders."""
+    if program is None:
+        print("no --optillm: only transect is measured", flush=True)
+        yield {"transect": url}
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [program, "--base-url", f"{url}/v1", "--port", str(port), "--best-of-n", "8"]
+    with process(words, "Running on", OPENAI_API_KEY="none"):
+        yield {"transect": url, "optillm": f"http://127.0.0.1:{port}"}
 
 
 def _body(task: Task, fields: dict[str, Any]) -> dict[str, Any]:
@@ -258,27 +281,29 @@ def _text(reply: dict[str, Any]) -> str:
 
 
 def _race(
-    urls: dict[str, str], asked: list[Task], family: Family, single: list[bool], guess: float, rounds: int
+    title: str, urls: dict[str, str], asked: list[Task], family: Family, single: list[bool], guess: float, rounds: int
 ) -> dict[str, Any]:
-    """Let contenders take turns over all tasks."""
+    """Let contenders take turns; each round has tasks of its own."""
+    contenders = CONTENDERS[title]
     found: dict[str, Any] = {}
-    for title, contenders in CONTENDERS.items():
-        seconds: dict[str, list[float]] = {name: [] for name in urls}
-        answers: dict[str, list[bool]] = {name: [] for name in urls}
-        for turn in range(rounds):
-            for name in sorted(urls, reverse=bool(turn % 2)):
-                began = time.perf_counter()
-                texts = [_text(post(urls[name], _body(task, contenders[name]))) for task in asked]
-                seconds[name].append(time.perf_counter() - began)
-                answers[name] += [right(text, task, family) for text, task in zip(texts, asked, strict=True)]
-        found[title] = {}
-        for name in urls:
-            gain = Gain(answers[name], single * rounds, guess)
-            found[title][name] = {**gain.to_dict(), "seconds": record.summary(seconds[name])}
-            print(f"{title}: {name}: {statistics.median(seconds[name]):.1f} s; {gain}", flush=True)
-        if "optillm" in urls:
-            ratios = [own / other for own, other in zip(seconds["transect"], seconds["optillm"], strict=True)]
-            found[title]["transect_over_optillm"] = record.summary(ratios)
+    seconds: dict[str, list[float]] = {name: [] for name in urls}
+    answers: dict[str, list[bool]] = {name: [] for name in urls}
+    each = len(asked) // rounds
+    for turn in range(rounds):
+        part = asked[turn * each : (turn + 1) * each]
+        for name in sorted(urls, reverse=bool(turn % 2)):
+            began = time.perf_counter()
+            texts = [_text(post(urls[name], _body(task, contenders[name]))) for task in part]
+            seconds[name].append(time.perf_counter() - began)
+            answers[name] += [right(text, task, family) for text, task in zip(texts, part, strict=True)]
+            print(f"{title}: {name}: round {turn + 1} of {rounds}: {seconds[name][-1]:.1f} s", flush=True)
+    for name in urls:
+        gain = Gain(answers[name], single, guess)
+        found[name] = {**gain.to_dict(), "seconds": record.summary(seconds[name]), "tasks": each}
+        print(f"{title}: {name}: {statistics.median(seconds[name]):.1f} s; {gain}", flush=True)
+    if "optillm" in urls:
+        ratios = [own / other for own, other in zip(seconds["transect"], seconds["optillm"], strict=True)]
+        found["transect_over_optillm"] = record.summary(ratios)
     return found
 
 
@@ -296,24 +321,49 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tasks", type=int, default=100)
-    parser.add_argument("--served", type=int, default=24, help="tasks over HTTP")
+    parser.add_argument("--served", type=int, default=24, help="tasks over HTTP in a round")
     parser.add_argument("--families", nargs="+", default=["add", "puzzle", "lot"], choices=sorted(FAMILIES))
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--optillm", help="program of optillm 0.3.20 in an environment of its own")
+    parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS), help="races to run")
+    parser.add_argument("--resume", action="store_true", help="keep what the file has of this commit")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found: dict[str, Any] = {}
-    for part, measure in (("speed", speed), ("tasks", tasks), ("server", served)):
-        if part in options.parts:
-            found[part] = measure(options)
-    found |= {name: getattr(options, name) for name in ("model", "device", "dummy", "rounds", "temperature")}
-    found |= {"environment": record.environment(), "command": record.command("benchmarks/engine/search.py")}
-    if options.device != "cpu":
+    device = options.device
+    if device != "cpu":
         import torch
 
-        found["device"] = torch.cuda.get_device_name()
-    where = "cpu" if options.device == "cpu" else "h200"
-    record.write(options.out or record.RESULTS / where / "search.json", found)
+        device = torch.cuda.get_device_name()
+    where = "cpu" if options.device == "cpu" else "h200" if "H200" in device else "h100"
+    out = options.out or record.RESULTS / where / "search.json"
+    settings = {name: getattr(options, name) for name in ("model", "dummy", "rounds", "temperature")}
+    head = {**settings, "device": device, "environment": record.environment()}
+    head["command"] = record.command("benchmarks/engine/search.py")
+    found: dict[str, Any] = {}
+    if options.resume and out.exists():
+        found = begun(json.loads(out.read_text()), head)
+    if "speed" in options.parts and "speed" not in found:
+        found["speed"] = speed(options)
+        record.write(out, found | head)
+    for part, measure in (("tasks", tasks), ("server", served)):
+        if part in options.parts:
+            for _ in measure(options, found.setdefault(part, {})):
+                record.write(out, found | head)
+
+
+def begun(recorded: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of a file that a run with the same model at the same commit has written.
+
+    Raises:
+        ValueError: it was another run.
+    """
+    for name in ("model", "dummy", "device", "temperature"):
+        if recorded[name] != head[name]:
+            raise ValueError(f"the file is of {name} {recorded[name]}, not {head[name]}: give another --out")
+    commits = [each["environment"]["commit"] for each in (recorded, head)]
+    if commits[0] != commits[1]:
+        raise ValueError(f"the file is of commit {commits[0]}, not {commits[1]}: give another --out")
+    return {part: recorded[part] for part in ("speed", "tasks", "server") if part in recorded}
 
 
 if __name__ == "__main__":

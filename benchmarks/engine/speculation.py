@@ -40,6 +40,7 @@ from transect.engine.scheduling.policies.model_speculation import speculation_of
 from transect.models.context import VarlenContext
 
 FIXED = (2, 4, 8)
+"""Fixed numbers of drafts of the grid."""
 CHANCES = ("0", "0.3", "0.6", "0.9", "1", "shift")
 CODE = '''def area_of_circle(radius):
     """Return the area of a circle."""
@@ -190,7 +191,7 @@ def grid(llm: LLM, options: argparse.Namespace, keep: Callable[[dict[str, Any]],
         core.executor = Told(getattr(core.executor, "_executor"), known)  # noqa: B009
         for chance in options.chances:
             contenders = {"off": off, "chosen": Contender(llm, {"method": "ngram", "num_speculative_tokens": 8})}
-            for count in FIXED:
+            for count in options.fixed:
                 fixed = {"method": "ngram", "num_speculative_tokens": count, "adaptive": False}
                 contenders[f"fixed {count}"] = Contender(llm, fixed)
             for name, contender in contenders.items():
@@ -297,7 +298,7 @@ def grid_table(result: dict[str, Any]) -> str:
         rows, chance = name.split(" x ")
         chosen = cell["chosen"]["over_off"]
         ratios = [f"{chosen['median']:.2f} ({chosen['low']:.2f} to {chosen['high']:.2f})"]
-        ratios += [f"{cell[column]['over_off']['median']:.2f}" for column in columns[1:]]
+        ratios += [f"{cell[column]['over_off']['median']:.2f}" if column in cell else "" for column in columns[1:]]
         lines.append(f"| {rows} | {chance} | {' | '.join(ratios)} | {chosen['median'] / cell['best']:.0%} |")
     return "\n".join(lines) + "\n\n" + _made(result)
 
@@ -326,6 +327,7 @@ def main() -> None:
     parser.add_argument("--dummy", action="store_true", help="random weights")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--chances", nargs="+", default=CHANCES)
+    parser.add_argument("--fixed", type=int, nargs="+", default=FIXED, help="fixed numbers of drafts to compare with")
     parser.add_argument("--draft", help="the model that drafts, of pair")
     parser.add_argument("--temperatures", type=float, nargs="+", default=(0.0, 0.5, 1.0, 1.5))
     parser.add_argument("--prompt", type=int, default=32)
@@ -348,9 +350,11 @@ def main() -> None:
     )
     device = "cuda" if torch.cuda.is_available() and llm.config.device != "cpu" else "cpu"
     out = options.out or record.RESULTS / ("h200" if device == "cuda" else "cpu") / f"speculation_{options.what}.json"
-    found: dict[str, Any] = {"model": options.model, "tokens": options.tokens, "cells": {}}
+    found: dict[str, Any] = {"model": Path(options.model).name, "tokens": options.tokens, "cells": {}}
     found["environment"] = record.environment()
-    found["command"] = record.command("benchmarks/engine/speculation.py")
+    command = record.command("benchmarks/engine/speculation.py")
+    command = command.replace(options.model, Path(options.model).name).replace(str(options.out), "FILE")
+    found["command"] = command.replace(str(options.draft), "DIRECTORY")
     if device == "cuda":
         found["device"] = torch.cuda.get_device_name()
     others: dict[str, Any] = {}

@@ -1,12 +1,14 @@
-"""Products of 17 to 256 rows in fp8 on one Hopper GPU: every tiling of ``scaled8_hopper.cu``, beside the Triton kernel.
+"""Products of 17 to 256 rows in 8 bits on one Hopper GPU: tilings of ``scaled8_hopper.py``, beside the Triton kernel.
 
     python benchmarks/ops/products_fp8.py OUT.json [NAME ...] [--rows 32,48,64,96,128,160,192,224,256] [--seconds S]
+    python benchmarks/ops/products_fp8.py OUT.json --kind int8 [...]
     python benchmarks/ops/products_fp8.py OUT.json --short FILE
 
 NAME: of ``MODELS``; default: all. Both sides are rounded before, and each launch begins while the one before ends, on
 copies of the weight that do not fit into the L2 cache. With a gate the Triton kernel's time is that of the product
 alone; ``gate`` and ``round`` are what follows either. Every time is kept, because the rule by shape is fitted to them.
-``--short``: write of OUT.json, which is there, the quickest and what the rule takes into FILE.
+``--kind``: fp8, int8 or blocks (fp8 with scales of blocks). The first result of each size is compared with the Triton
+kernel's. ``--short``: write of OUT.json, which is there, the quickest and what the rule takes into FILE.
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ from torch import Tensor
 import _paths  # noqa: F401
 from benchmarks import record
 from benchmarks.ops.graph_time import graph_times
-from transect.ops.linear.few_rows.hopper import HopperTiling, candidates
+from transect.ops.activation import swiglu
+from transect.ops.linear.few_rows.hopper import MOST_ROWS, HopperTiling, candidates
 from transect.ops.linear.few_rows.rule import MOST_PARTS
 from transect.ops.linear.packed.eight_bit import scaled8_hopper, scaled8_rounding, scaled8_tiles
+from transect.ops.linear.packed.eight_bit.scaled8_hopper import BLOCKS, FP8, WHOLE, HopperRows8, Kind
+from transect.ops.linear.packed.eight_bit.scaled8_rounding import BLOCK
 
 READ, RATE = 4.35e12, 1.3e15
 """Bytes and FLOPs a second."""
@@ -43,6 +48,7 @@ MODELS = {
     "llama-3.2-1b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
 }
 """N and K of QKV, the output, gate over up, and down."""
+KINDS = {"fp8": FP8, "int8": WHOLE, "blocks": BLOCKS}
 GATED = 2
 """Which of them has the gate."""
 REPLAYS = 3
@@ -57,23 +63,37 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def size(
-    kernel: scaled8_hopper.HopperRows8, weights: Sequence[Sequence[Tensor]], m: int, gated: bool
-) -> dict[str, Any]:
+def weight_of(n: int, k: int, kind: Kind) -> tuple[Tensor, Tensor]:
+    """Generate codes and scales."""
+    codes, scale = scaled8_rounding.rounded(random(n, k), kind is not WHOLE)
+    if kind is BLOCKS:
+        scale = torch.rand(-(-n // BLOCK), -(-k // BLOCK), device="cuda") / 64 + 1e-3
+    return codes, scale
+
+
+def size(kernel: HopperRows8, weights: Sequence[Sequence[Tensor]], m: int, gated: bool) -> dict[str, Any]:
     """Measure the microseconds of one size by tiling, and of its peers."""
     n, k = weights[0][0].shape
     columns = n // 2 if gated else n
-    rows = scaled8_rounding.triton_rounded(random(m, k), True)
+    form = (kernel.kind is not WHOLE, kernel.kind is BLOCKS)
+    rows = scaled8_rounding.triton_rounded(random(m, k), *form)
     tiles = scaled8_tiles.Tiles8(dependent_launch=True)
     found: dict[str, Any] = {"m": m, "n": n, "k": k, "gated": gated}
-    found["tiles"] = microseconds([partial(tiles.product, *rows, *weight) for weight in weights])
+    product = partial(tiles.product, *rows, fp8=form[0])
+    found["tiles"] = microseconds([partial(product, *weight) for weight in weights])
     if gated:
         both, half = random(m, n), random(m, columns)
         after = {"gate": (scaled8_rounding.gate_rounded, both), "round": (scaled8_rounding.triton_rounded, half)}
         for name, (call, x) in after.items():
-            found[name] = microseconds([partial(call, x, True, dependent_launch=True)] * 12)
+            found[name] = microseconds([partial(call, x, *form, dependent_launch=True)] * 12)
     found["us"] = []
-    for tiling in candidates(m, columns, k // 2, gated=gated, kernels=scaled8_hopper.COMPILED):
+    tried = candidates(m, columns, k // 2, gated=gated, kernels=kernel.kind.kernels)
+    want = product(*weights[0])
+    want = swiglu.by_exp(*want.double().chunk(2, 1)) if gated else want.double()
+    got = kernel(*rows, *weights[0], tiling=tried[0], gated=gated)
+    if (got.double() - want).norm() > 0.02 * want.norm():
+        raise ValueError(f"{tried[0]} is wrong for {m} x {k} by {n} x {k}")
+    for tiling in tried:
         if tiling.ranks >= -MOST_PARTS:
             run = partial(kernel, *rows, tiling=tiling, gated=gated, dependent_launch=True)
             us = microseconds([partial(run, *weight) for weight in weights])
@@ -92,7 +112,8 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
         m, n, k, gated = (row[name] for name in ("m", "n", "k", "gated"))
         timed = {HopperTiling(*fields): us for fields, us in row["us"]}
         best = min(timed, key=lambda tiling: timed[tiling])
-        taken = scaled8_hopper.choose_tiling(m, n, k, gated, 132)
+        kind = KINDS[result.get("kind", "fp8")]
+        taken = scaled8_hopper.choose_tiling(m, n, k, gated, 132, kind=kind._replace(most_rows=MOST_ROWS))
         rows.append(
             {name: row[name] for name in ("m", "n", "k", "gated", "tiles", "gate", "round") if name in row}
             | {"best": name_of(best), "best_us": timed[best]}
@@ -107,15 +128,18 @@ def page(result: dict[str, Any]) -> str:
     order = [(n, k, gated) for i, (n, k) in enumerate(MODELS["llama-3.1-8b"]) for gated in (False, i == GATED)]
     known = {(row["n"], row["k"], row["gated"], row["m"]): row for row in result["rows"]}
     lines = ["| rows | " + " | ".join(names) + " |", "|---" * (1 + len(names)) + "|"]
-    for m in ROWS:
+    for m in sorted({row["m"] for row in result["rows"]}):
         cells = [known[n, k, gated, m] for n, k, gated in dict.fromkeys(order)]
         lines.append(f"| {m} | " + " | ".join(f"{row['rule_us']:.1f} ({row['tiles']:.1f})" for row in cells) + " |")
     ratios = [row["rule_us"] / min(row["best_us"], row["tiles"]) for row in result["rows"] if not row["gated"]]
     ratios += [row["rule_us"] / row["best_us"] for row in result["rows"] if row["gated"]]
     against = statistics.mean(row["rule_us"] / row["tiles"] for row in result["rows"])
     versions = ", ".join(f"{name} {version}" for name, version in result["environment"]["packages"].items())
+    sizes = {(row["n"], row["k"]) for row in result["rows"]}
+    models = sum(sizes.issuperset(each) for each in MODELS.values())
+    over = f"{models} models' matrices" if models > 1 else "these matrices"
     lines.append(
-        f"\nOver {len(MODELS)} models' matrices and these rows the rule takes {statistics.mean(ratios) - 1:.1%} longer "
+        f"\nOver {over} and these rows the rule takes {statistics.mean(ratios) - 1:.1%} longer "
         f"than the fastest candidate on average, {max(ratios) - 1:.0%} at most, and {1 - against:.0%} less than "
         "the Triton kernel.\n"
     )
@@ -130,6 +154,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}; default: all")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--kind", choices=KINDS, default="fp8")
     parser.add_argument("--short", type=Path)
     asked = parser.parse_args()
     if asked.short:
@@ -137,9 +162,11 @@ def main() -> None:
         return
     began = time.monotonic()
     torch.manual_seed(0)
-    kernel = scaled8_hopper.HopperRows8()
+    kind = KINDS[asked.kind]
+    kernel = HopperRows8(kind=kind)
     result: dict[str, Any] = {
-        "command": "python benchmarks/ops/products_fp8.py OUT.json",
+        "command": f"python benchmarks/ops/products_fp8.py OUT.json{'' if kind is FP8 else f' --kind {asked.kind}'}",
+        "kind": asked.kind,
         "environment": record.environment(("torch", "triton")),
         "gpu": torch.cuda.get_device_name(),
         "rows": [],
@@ -147,7 +174,7 @@ def main() -> None:
     for name in asked.names or MODELS:
         for index, (n, k) in enumerate(MODELS[name]):
             copies = min(24, max(3, 300_000_000 // (n * k)))
-            weights = [scaled8_rounding.rounded(random(n, k), True) for _ in range(copies)]
+            weights = [weight_of(n, k, kind) for _ in range(copies)]
             for m in map(int, asked.rows.split(",")):
                 for gated in (False, True) if index == GATED else (False,):
                     if time.monotonic() - began > asked.seconds:

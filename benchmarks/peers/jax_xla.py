@@ -18,9 +18,10 @@ class Jax:
 
     def __init__(self, device: str, threads: int, tuning: int) -> None:
         os.environ["JAX_PLATFORMS"] = device
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # other peers are on the GPU too
         import jax
 
-        self.jax, self.threads = jax, threads
+        self.jax, self.device, self.threads = jax, device, threads
         if len(os.sched_getaffinity(0)) > threads:  # XLA asks for as many threads as it may run on
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
 
@@ -41,7 +42,7 @@ class Jax:
 
         own, sets = placed(weights), [placed(each) for each in data]
         if work.operator != "decoder_step":
-            run = jax.jit(partial(function(jax, work)))
+            run = jax.jit(function(jax, work, self.device))
             made = run.lower(**own, **sets[0]).compile()
             last: list[Any] = [None]
 
@@ -77,14 +78,17 @@ def rms_norm(jax: Any, x: Any, weight: Any) -> Any:
     return (wide * scale * weight.astype("float32")).astype(x.dtype)
 
 
-def function(jax: Any, work: Work) -> Any:
-    """Return the function of a rung."""
+def function(jax: Any, work: Work, device: str) -> Any:
+    """Return the function of a rung; attention on a GPU is cuDNN's."""
+    attention = partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation="cudnn" if device == "cuda" else "xla"
+    )
     return {
         "matmul": lambda x, w: x @ w.T,
         "gelu": lambda x: jax.nn.gelu(x, approximate=True),
         "softmax": lambda x: jax.nn.softmax(x, axis=-1),
         "rms_norm": lambda x, norm: rms_norm(jax, x, norm),
-        "attention": lambda q, k, v: jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0],
+        "attention": lambda q, k, v: attention(q[None], k[None], v[None])[0],
     }[work.operator]
 
 

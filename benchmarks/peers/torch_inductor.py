@@ -1,5 +1,5 @@
-"""``torch.compile`` with Inductor in its best setting: ``max-autotune``, weights frozen, static shapes; on a GPU with
-CUDA graphs."""
+"""``torch.compile`` with Inductor in its best setting: ``max-autotune``, static shapes; on a CPU with frozen weights,
+on a GPU with CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Inductor(Torch):
 
     def __init__(self, device: str, threads: int, tuning: int) -> None:
         super().__init__(device, threads, tuning)
-        settings.freezing = True
+        settings.freezing = device == "cpu"  # on a GPU inputs at fixed addresses would be folded as weights are
         settings.compile_threads = threads
         settings.cpp.enable_kernel_profile = False
 

@@ -13,8 +13,8 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 ADAMW = {"lr": 1e-5, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 
-def model_of(values: Mapping[str, Any], **settings: Any) -> Any:
-    """Return transformers' model of a ``config.json`` in bfloat16 on the GPU, with random weights."""
+def model_of(values: Mapping[str, Any], device: str = "cuda", **settings: Any) -> Any:
+    """Return transformers' model of a ``config.json`` in bfloat16 on a device, with random weights."""
     import torch
     import transformers
 
@@ -26,7 +26,7 @@ def model_of(values: Mapping[str, Any], **settings: Any) -> Any:
     if family.endswith("moe"):
         config._experts_implementation = EXPERTS
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
+    with torch.device(device):
         model = getattr(transformers, f"{made}ForCausalLM")(config)
     torch.set_default_dtype(torch.float32)
     return model.train()

@@ -214,6 +214,23 @@ def measure(rounds: int, only: str) -> dict[str, Any]:
     return result
 
 
+def beside_table(result: dict[str, Any]) -> str:
+    """Format the gaps of a stream beside heavy work, or the command that records them while there are none."""
+    found = result["after"]
+    if not found["beside"]:
+        return "Not recorded yet: `python benchmarks/server/fair_sharing.py --only beside` writes this table.\n"
+    lines = ["| beside | median alone | median | p99 | p99 / alone | longest |", "|---|---|---|---|---|---|"]
+    for name, row in found["beside"].items():
+        ms = [f"{1e3 * row[each]['median']:.0f} ms" for each in ("alone", "beside", "p99")]
+        ratio, longest = row["p99_over_alone"]["median"], 1e3 * row["longest"]["median"]
+        lines.append(f"| {name} | {' | '.join(ms)} | {ratio:.2f} | {longest:.0f} ms |")
+    machine, runs = found["environment"], next(iter(found["beside"].values()))["alone"]["runs"]
+    return "\n".join(lines) + (
+        f"\n\n`{result['command']}`: gaps between the tokens of a stream, medians of {runs} interleaved rounds; "
+        f"{BUILTIN}, {machine['processor']}, {machine['cores']} cores, {record.made_at([machine])}.\n"
+    )
+
+
 def vary(fields: dict[str, Any], number: int) -> dict[str, Any]:
     """Return the same work without the help of the prefix cache."""
 
@@ -242,7 +259,7 @@ def main() -> None:
     old = kept.get(options.name, {})
     merged = {part: {**old.get(part, {}), **figures[part]} for part in figures}
     kept["command"] = "python benchmarks/server/fair_sharing.py"
-    kept[options.name] = {"environment": record.environment("llguidance"), **merged}
+    kept[options.name] = {"environment": record.environment(("llguidance",)), **merged}
     record.write(options.out, kept)
 
 

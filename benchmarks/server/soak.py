@@ -204,6 +204,22 @@ def soak(minutes: float, users: int, window_s: float, names: list[str]) -> dict[
     }
 
 
+def table(result: dict[str, Any]) -> str:
+    """Format the latencies of ordinary users with and without attackers."""
+    lines = ["| | without attackers, p50 and p99 | with, p50 and p99 | p99, ratio |", "|---|---|---|---|"]
+    for name, title in (("first_token_s", "first token"), ("between_tokens_s", "between tokens")):
+        quiet, attacked = (result[name][each] for each in ("quiet", "attacked"))
+        cells = [f"{1e3 * each['p50']:.0f} and {1e3 * each['p99']:.0f} ms" for each in (quiet, attacked)]
+        lines.append(f"| {title} | {' | '.join(cells)} | {attacked['p99'] / quiet['p99']:.2f} |")
+    machine, memory = result["environment"], {name: each / 1e6 for name, each in result["memory_bytes"].items()}
+    return "\n".join(lines) + (
+        f"\n\n`{result['command']}`: {result['users']} users and all attackers for {result['minutes']:g} minutes, in "
+        f"turns of {result['window_s']:g} s. Largest memory of the server {memory['first_third']:.0f} MB in the first "
+        f"third and {memory['last_third']:.0f} MB in the last. {BUILTIN}, {machine['processor']}, {machine['cores']} "
+        f"cores for server, users and attackers, {record.made_at([machine])}.\n"
+    )
+
+
 def main() -> None:
     """Soak, and record the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -214,7 +230,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "soak.json")
     options = parser.parse_args()
     result = soak(options.minutes, options.users, options.window, options.attacks)
-    result = {"command": "python benchmarks/server/soak.py", "environment": record.environment("llguidance"), **result}
+    result = {
+        "command": record.command("benchmarks/server/soak.py"),
+        "environment": record.environment(("llguidance",)),
+        **result,
+    }
     record.write(options.out, result)
     print(json.dumps({name: value for name, value in result.items() if name != "environment"}, indent=2))
 

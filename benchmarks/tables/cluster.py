@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import record
@@ -28,8 +29,17 @@ def _spread(value: Mapping[str, Any], digits: int = 2) -> str:
     return f"{value['median']:.{digits}f} ({value['min']:.{digits}f} to {value['max']:.{digits}f})"
 
 
-def _made(result: Mapping[str, Any], more: str = "") -> str:
-    return f"On {result['processor']}{more}, {record.made_at([result])}."
+def _made(result: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Name the machine and the commit. ``rounds``: what has a load average, taken before it began."""
+    loads = [each["load_average"] for each in rounds if "load_average" in each]
+    cores = f"{result['cores']} cores"
+    if len(loads) < len(rounds):
+        cores += ", whose other work was not recorded"
+    elif loads:
+        least, most = min(loads), max(loads)
+        cores += f", load average before {'the run' if len(loads) == 1 else 'the rounds'} {least:.1f}"
+        cores += f" to {most:.1f}" if most - least >= 0.1 else ""
+    return f"On {result['processor']} ({cores}), {record.made_at([result])}."
 
 
 def drills(result: Mapping[str, Any]) -> str:
@@ -44,7 +54,7 @@ def drills(result: Mapping[str, Any]) -> str:
     return "\n".join([
         *lines, "",
         f"`{result['command']}`: three replicas of {engine} on a Ray cluster of one machine with six clients. Dropped "
-        f"answers are those that ended with an error. {_made(result, ', which had other work too')}",
+        f"answers are those that ended with an error. {_made(result, list(result['drills'].values()))}",
     ])  # fmt: skip
 
 
@@ -52,21 +62,27 @@ def predicted(result: Mapping[str, Any]) -> str:
     """Render predictions of drills beside their measurements."""
     lines = [
         "| drill | p99, predicted | measured | added, predicted | measured "
-        "| replica-seconds lost, predicted | measured | dropped, predicted | measured |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| replica-seconds lost, predicted | measured | dropped, predicted | measured | rounds |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, (title, *_) in DRILL_TITLES.items():
         if name in result["drills"]:
-            each = result["drills"][name]
-            pair = each["predicted"], each["measured"]
+            rounds = result["drills"][name]
+            pair = [_medians([each[side] for each in rounds]) for side in ("predicted", "measured")]
             cells = [f"{side['p99']:.2f} s" for side in pair] + [f"{side['added_p99']:+.2f} s" for side in pair]
-            cells += [f"{side['lost']:.1f}" for side in pair] + [str(side["dropped"]) for side in pair]
+            cells += [f"{side['lost']:.1f}" for side in pair] + [f"{side['dropped']:.0f}" for side in pair]
+            cells.append(str(len(rounds)))
             lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join([
         *lines, "",
         f"`{result['command']}`: three replicas on Ray with engines that make tokens up, {result['rate']:g} requests a "
-        f"second, which is more than two replicas can serve. {_made(result, ', which had other work too')}",
+        "second, which is more than two replicas can serve; medians of rounds, each with its own prediction. "
+        f"{_made(result, [each for rounds in result['drills'].values() for each in rounds])}",
     ])  # fmt: skip
+
+
+def _medians(effects: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(each[name] for each in effects) for name in effects[0]}
 
 
 def two_hosts(result: Mapping[str, Any]) -> str:
@@ -100,7 +116,7 @@ def two_hosts(result: Mapping[str, Any]) -> str:
     link = result["link"]
     lines += [
         "",
-        f"`{result['command']}`: slow is `tc {link['slow']}`. On {result['processor']}, {record.made_at([result])}.",
+        f"`{result['command']}`: slow is `tc {link['slow']}`. {_made(result, [result])}",
     ]
     return "\n".join(lines)
 
@@ -123,5 +139,5 @@ def ray_layer(result: Mapping[str, Any]) -> str:
     return "\n".join([
         *lines, "",
         f"`{result['command']}`: an engine without a model, whose steps take {1e3 * result['step_s']:.0f} ms; median "
-        f"and extremes of {result['alone']['first_token_ms']['runs']} rounds. {_made(result)}",
+        f"and extremes of {result['alone']['first_token_ms']['runs']} rounds. {_made(result, [result])}",
     ])  # fmt: skip

@@ -128,7 +128,14 @@ SUPPORT = """| | measured | emulated or compiled in the tests | untested | not s
 def support() -> str:
     """Format the table of hardware; the rows of processors and GPUs come from recorded results."""
     sets = json.loads((record.RESULTS / "cpu" / "instruction_sets.json").read_text())
-    return SUPPORT.format(cpu=instruction_sets.row(sets, _cpu()["kernels"]), gpu=cards.supported())
+    kernels, processors = _cpu()["kernels"], [_cpu()["environment"]["processor"]]
+    other = record.RESULTS / "cpu" / "cpu_sets.json"
+    if other.exists():
+        found = json.loads(other.read_text())
+        kernels += "".join(f", {row['isa']}" for row in found["rows"] if row.get("medians"))
+        with_amx = " with AMX, which is not used" if "amx_tile" in found["features"] else ""
+        processors.append(f"{found['environment']['processor']}{with_amx}".replace("(R)", "").replace(" Processor", ""))
+    return SUPPORT.format(cpu=instruction_sets.row(sets, kernels, processors), gpu=cards.supported())
 
 
 def _row(name: str, ours: float, peer: str, ratio: float, share: str) -> str:

@@ -23,6 +23,23 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*found, f"`{result['command']}`: {where}, commit {record.cited(machine['commit'])}."])
 
 
+def stopping(result: dict[str, Any]) -> str:
+    """Format the replay of votes that stop early (``benchmarks/engine/search_stopping.py``)."""
+    lines = _head("task", "certainty", "answer of the full vote", "accuracy", "of the full vote", "tokens")
+    for family, found in result["families"].items():
+        for certainty, each in found["certainties"].items():
+            shares = (f"{each[name]:.1%}" for name in ("equal", "accuracy", "full_accuracy"))
+            lines.append(_row(family, certainty, *shares, f"{each['share_of_tokens']:.0%}"))
+    sizes = {(each["tasks"], each["n"], each["orders"]) for each in result["families"].values()}
+    tasks, n, orders = max(sizes)
+    machine = result["environment"]
+    return "\n".join([
+        *lines, "",
+        f"`{result['command']}`: {tasks} tasks of each kind, {n} answers of {result['model']} to each, in {orders} "
+        f"orders; {machine['processor']}, commit {record.cited(machine['commit'])}.",
+    ])  # fmt: skip
+
+
 def _row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -62,12 +79,15 @@ def _tasks(families: dict[str, Any]) -> list[str]:
 
 
 def _server(server: dict[str, Any]) -> list[str]:
-    lines = _head("over HTTP, one task at a time", "seconds", "accuracy (95%)", "time, Transect over optillm")
+    lines = _head("over HTTP, one task at a time", "tasks", "seconds", "accuracy (95%)", "time, Transect over optillm")
     for title, found in server.items():
         for name in ("transect", "optillm"):
             if isinstance(found, dict) and name in found:
                 ratio = found.get("transect_over_optillm")
                 cell = f"{ratio['median']:.2f}" if ratio is not None and name == "transect" else ""
                 seconds, share = _spread(found[name]["seconds"], ".1f"), _share(found[name]["searched"])
-                lines.append(_row(f"{title}: {name}", seconds, share, cell))
-    return [*lines, ""]
+                lines.append(_row(f"{title}: {name}", found[name]["tasks"], seconds, share, cell))
+    said = "Seconds are of a round over these tasks; the accuracy is that of all rounds, which have different tasks."
+    if "mixture of 3" in server:
+        said += " optillm's mixture also has the model write a critique of the proposals."
+    return [*lines, "", said, ""]

@@ -1,8 +1,11 @@
 """Manifests are made from the fleet file, and each is valid by the schema of its kind."""
 
+import os
 import shutil
 import subprocess
+from pathlib import Path
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -10,6 +13,8 @@ import yaml
 from transect.cluster import settings
 from transect.cluster.manifests import KEY, manifests
 
+CRD = os.environ.get("TRANSECT_KUBERAY_CRD")
+"""File with KubeRay's definition of a RayService: ``ray.io_rayservices.yaml`` of its Helm chart."""
 TEXT = f"""
 name = "chat"
 [engine]
@@ -83,6 +88,33 @@ def test_the_rayservice_has_valid_pods_and_a_valid_application():
         spec = {"selector": {"matchLabels": labels}, "template": template}
         pod = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "x"}, "spec": spec}
         kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+
+
+def closed(schema):
+    """Return a schema of a custom resource that refuses unknown fields, as ``kubectl apply --validate=strict`` does."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    made = {name: closed(each) for name, each in schema.items()}
+    if "properties" in made and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(CRD is None, reason="TRANSECT_KUBERAY_CRD does not name KubeRay's ray.io_rayservices.yaml")
+def test_the_rayservice_fits_kuberays_own_schema():
+    versions = yaml.safe_load(Path(CRD).read_text())["spec"]["versions"]
+    schema = closed(next(each for each in versions if each["name"] == "v1")["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {"type": "object"}
+    service = documents("kuberay")[1]
+    jsonschema.validate(service, schema)
+    service["spec"]["rayClusterConfig"]["workerGroupSpec"] = []
+    with pytest.raises(jsonschema.ValidationError, match="workerGroupSpec"):
+        jsonschema.validate(service, schema)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,10 @@
 """Presets: cards as sold, one file each; each says where its figures are from, and floors follow from them."""
 
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
-from shutil import copytree, ignore_patterns
 
 import pytest
+from changed_package import ChangedPackage
 
 from transect.cli import main
 from transect.costs import presets
@@ -115,16 +111,10 @@ def test_what_a_user_can_get_wrong() -> None:
 
 def test_the_guide_adds_one_in_one_file(tmp_path: Path) -> None:
     """Apply what the guide shows to a copy of the package, and plan with the new device there."""
-    root = Path(__file__).parents[2]
-    copytree(root / "src", tmp_path / "src", ignore=ignore_patterns("__pycache__"))
-    (change,) = re.findall(r"```diff\n(.*?)```", (root / "docs/extend/gpu-preset.md").read_text(), re.DOTALL)
-    subprocess.run(["git", "apply", "-"], input=change, text=True, cwd=tmp_path, check=True)
+    package = ChangedPackage(tmp_path, "docs/extend/gpu-preset.md")
     asked = ["memory", "qwen3-8b", "--serve", "--context", "8192", "--quantization", "int4", "--gpu", "a30", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "transect", *asked],
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "src")}, cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = package.transect(*asked)
+    package.close()
     assert json.loads(done.stdout)["budget"] == 24576 * 2**20 and json.loads(done.stdout)["fits"]
 
 

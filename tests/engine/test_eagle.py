@@ -42,6 +42,18 @@ def test_answers_are_the_same(pair, native, lag):
         assert llm.stats().drafted_tokens > 0
 
 
+def test_an_engine_for_one_sequence_drafts(pair):
+    """A step verifies more rows than the engine has sequences."""
+    large, head = pair
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=4, ignore_eos=True)
+    settings = SETTINGS | {"max_num_seqs": 1, "enable_prefix_caching": False}
+    plain = LLM(large, **settings).generate("abcabc", params)[0].outputs[0].token_ids
+    for spec in (drafting(head, adaptive=False), {"method": "ngram", "prompt_lookup_min": 1}):
+        llm = LLM(large, speculative_config=spec, **settings)
+        assert llm.generate("abcabc", params)[0].outputs[0].token_ids == plain
+        assert llm.stats().drafted_tokens > 0
+
+
 @pytest.mark.parametrize("native", [False, None], ids=["torch", "C++"])
 def test_drafts_are_those_of_the_formulas(pair, native):
     """Also in chunks, after steps with wrong drafts, and where the prompt comes from the prefix cache."""

@@ -23,7 +23,9 @@ from transect.engine.scheduling.drafters.model import ModelDrafter
 from transect.engine.scheduling.drafters.registry import METHODS, SpeculativeConfig
 from transect.engine.scheduling.outputs import EngineOutput
 from transect.engine.scheduling.policies.admission import QueueFull
+from transect.engine.scheduling.policies.budget import PAUSES
 from transect.engine.scheduling.policies.model_speculation import ModelSpeculation
+from transect.engine.scheduling.policies.turns import LEAST, MOST_OWED
 from transect.engine.scheduling.request import Rank, Request, RequestState, Sequence, Status
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler import Scheduler
@@ -38,7 +40,7 @@ def _stall_limit(lag: int) -> int:
 
 
 def _begun(state: RequestState) -> bool:
-    """Whether the answers of a request were begun elsewhere."""
+    """Return True if the answers of a request were begun elsewhere."""
     return state.spec.output_token_ids is not None
 
 
@@ -220,7 +222,7 @@ def preempted_failures(draw: st.DrawFn) -> Workload:
 
 @dataclass
 class _Record:
-    """What came out for one choice."""
+    """Output of one choice."""
 
     tokens: list[int]
     begun: int  # tokens that it had when it came
@@ -267,7 +269,8 @@ class Run:
         self._sequence_ids: dict[int, tuple[Arrival, int]] = {}
         self._choices: dict[int, Sequence] = {}
         self._leader: tuple | None = None
-        self._stalled = 0
+        self._waits: dict[str, int] = {}
+        self._stalled = self._held = 0
 
     def _drafter(self, config: SchedulerConfig) -> DrawnDrafts:
         """A small model on a checking device, with a pool that may be too small for all sequences; or a head, in the
@@ -397,6 +400,7 @@ class Run:
             self._take(output)
         self._check_pool()
         self._check_order(waiting)
+        self._check_waits(before[0])
         self._check_progress()
         idle = not outputs and (self.scheduler._step, len(self.scheduler._in_flight)) == before
         check(not (idle and self.core.has_work), "work, but a step without batch, result and output: livelock")
@@ -471,7 +475,7 @@ class Run:
         check(places == self.scheduler._places <= self.workload.config.max_num_seqs, "places are counted wrongly")
 
     def _check_order(self, waiting: list[tuple[Sequence, int, Rank]]) -> None:
-        """What was admitted now was ahead of all that wait; or, where time sizes steps, shorter, and the first fits."""
+        """Admitted sequences were ahead of all that wait; or, where time sizes steps, shorter, and the first fits."""
         admitted = [each for each in waiting if each[0].status is Status.RUNNING]
         left = [each for each in waiting if each[0].status is Status.WAITING]
         left.sort(key=lambda each: each[0].rank)
@@ -487,23 +491,36 @@ class Run:
             if not passed:
                 continue
             check(self.workload.config.itl_target is not None, "a waiting sequence was overtaken")
-            # Where many wait at once, short ones may use up their share before a longer one does.
+            # Others go before clients that are limited.
             limited = self.scheduler.budget.rooms.limited
-            held = [tokens for s, tokens in passed if s.request.spec.client not in limited]
+            held = [(s, tokens) for s, tokens in passed if s.request.spec.client not in limited]
+            if not held:
+                continue
+            # Where many wait at once, short ones may use up their share before a longer one does.
             many = bool(self.workload.breaks) or any(_begun(each.request) for each in (seq, *(s for s, _ in passed)))
-            shorter = not held or length < min(held) or many
+            shorter = length < min(tokens for _, tokens in held) or many
             check(shorter, "a waiting sequence was overtaken by one that is no shorter")
-            blocks = self.scheduler.blocks.blocks_for(passed[0][1])
+            blocks = self.scheduler.blocks.blocks_for(held[0][1])
             check(blocks <= self.scheduler.cache.num_free, "a waiting sequence was overtaken and has no room now")
 
+    def _check_waits(self, step: int) -> None:
+        """Prompts of a client that owes time wait for a bounded number of steps."""
+        if self.scheduler._step > step:
+            limited = self.scheduler.budget.rooms.limited
+            self._waits = {client: 1 + self._waits.get(client, 0) for client, part in limited.items() if not part}
+            check(all(steps < MOST_OWED / LEAST for steps in self._waits.values()), "a client waits for too long")
+
     def _check_progress(self) -> None:
-        """The running sequence of the best rank moves on."""
+        """The running sequence of the best rank moves on, unless prompts wait because others were long."""
         running = self.scheduler.running
         first = running[0] if running else None
         leader = first and (first.seq_id, first.scheduled, first.length, len(first.output_token_ids))
-        self._stalled = self._stalled + 1 if leader is not None and leader == self._leader else 0
+        waits = first is not None and self.scheduler._held_prompt and first.length - first.scheduled > 1
+        stands = leader is not None and leader == self._leader
+        self._stalled, self._held = (self._stalled + (not waits), self._held + waits) if stands else (0, 0)
         self._leader = leader
         check(self._stalled <= _stall_limit(self.workload.lag), f"{first} has stood still for {self._stalled} steps")
+        check(self._held < MOST_OWED / LEAST + 2 * PAUSES, f"{first} has waited for {self._held} steps")
 
     def _check_end(self) -> None:
         for (name, index), record in self.records.items():

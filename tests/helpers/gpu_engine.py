@@ -57,7 +57,7 @@ def runner_for(model: Decoder, config: SchedulerConfig, *, graphs: bool = True) 
     return GPURunner(
         model,
         *caches,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.max_rows,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         graphs=graphs,

@@ -209,7 +209,7 @@ class CheckingExecutor:
         check(bool(batch.rows), "a batch without rows")
         check(batch.num_tokens <= config.max_num_batched_tokens, f"{batch.num_tokens} tokens exceed the budget")
         drafts = sum(len(row.drafts) for row in batch.rows)
-        check(not drafts or len(batch.rows) + drafts <= config.max_num_seqs, f"{drafts} drafts are too many rows")
+        check(not drafts or len(batch.rows) + drafts <= config.max_rows, f"{drafts} drafts are too many rows")
         decodes = any(
             row.draws
             and row.num_tokens - len(row.drafts) == 1

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 from commands import run_here
+from effort import quick_first
 
 from transect.learn.classroom import Graded, grade_class, students, table
 from transect.learn.grade import sandbox
 from transect.learn.grade.grader import grade
 from transect.learn.grade.verdict import Verdict
-from transect.learn.ladder import map_page
 from transect.learn.portfolio import page
 from transect.learn.progress import climbed
 from transect.learn.record import Rung
 from transect.learn.registry import get
+from transect.learn.template import rung_of
 from transect.learn.template_sources import SOURCES
 from transect.learn.texts import with_hole
-
-ROOT = Path(__file__).resolve().parents[2]
+from transect.ops.registry import all_ops
 
 
 @pytest.fixture
@@ -103,11 +103,14 @@ def test_without_a_sandbox_strangers_are_refused(tmp_path: Path, monkeypatch: py
     assert "| b |" in table(get("line"), [Graded("b", Verdict("line", False, "a|b"))])
 
 
-@pytest.mark.parametrize("name", ["gelu", "operator:rotary", *SOURCES])
+NEW = [*SOURCES, "objective:next_token", *(f"operator:{op.name}" for op in all_ops())]
+
+
+@pytest.mark.parametrize("name", quick_first(NEW, ["policy:routing", "objective:distill", "operator:kv_cache_write"]))
 def test_a_new_rung_grades_its_own_reference_right(shop, tmp_path: Path, name: str) -> None:
+    """From every operator of the registry, and every policy and objective that has a source."""
     file = tmp_path / "mine.py"
-    made = run_here("learn", "new", *(("--from", name) if ":" in name else (name,)), "-o", str(file))
-    assert made.returncode == 0, made.stderr
+    file.write_text(rung_of(name))
     rung = runpy.run_path(str(file))["RUNG"]
     assert isinstance(rung, Rung) and len(rung.holes) >= 1
     path = tmp_path / rung.file
@@ -118,12 +121,24 @@ def test_a_new_rung_grades_its_own_reference_right(shop, tmp_path: Path, name: s
     assert "hole is still open" in grade(rung, path, shop=shop).reason
 
 
+def test_a_teacher_makes_a_rung_that_students_climb(own_cache: Path) -> None:
+    """The file of ``learn new`` is started and checked like a rung of the ladder, and grades a class."""
+    file, folder = str(own_cache / "mine.py"), own_cache / "class" / "anna"
+    assert run_here("learn", "new", "swiglu", "-o", file).returncode == 0
+    assert run_here("learn", "start", file, "--dir", str(folder)).returncode == 0
+    assert f"transect learn check {file} --dir ." in (folder / "README.md").read_text()
+    wrong = run_here("learn", "check", file, "--dir", str(folder))
+    assert wrong.returncode == 1 and "the hole is still open" in wrong.stdout
+    run_here("learn", "start", file, "--dir", str(folder), "--solution", "--force")
+    right = run_here("learn", "check", file, "--dir", str(folder))
+    assert right.returncode == 0 and "right: example 0" in right.stdout, right.stdout + right.stderr
+    assert "is not there" in run_here("learn", "show", "gone.py").stderr
+    (own_cache / "empty.py").write_text("")
+    assert "has no RUNG" in run_here("learn", "show", str(own_cache / "empty.py")).stderr
+
+
 def test_a_new_rung_from_nothing_is_refused(tmp_path: Path) -> None:
     out = str(tmp_path / "mine.py")
     assert "there are policy:order" in run_here("learn", "new", "--from", "policy:none", "-o", out).stderr
     assert "cannot become a rung" in run_here("learn", "new", "--from", "cake:order", "-o", out).stderr
     assert "--from policy:order" in run_here("learn", "new", "-o", out).stderr
-
-
-def test_the_map_in_the_docs_is_the_one_of_the_records() -> None:
-    assert map_page() in (ROOT / "docs" / "learn" / "ladder.md").read_text()

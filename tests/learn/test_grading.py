@@ -30,7 +30,7 @@ from transect.learn.texts import excerpt, with_hole
         (True, 1.0, "a number is expected"),
         ([1, 2], [1, 2, 3], "2 entries instead of 3"),
         (None, [1], "NoneType"),
-        ({"a": 1}, {"a": 2}, "'a' of the result is 1 instead of 2"),
+        ({"a": 1}, {"a": 2}, "a is 1 instead of 2"),
         (1, True, "instead of True"),
         (torch.zeros(2), torch.zeros(2), ""),
         (torch.full((2,), 0.1), torch.zeros(2), "off by"),
@@ -101,6 +101,11 @@ def test_a_verdict_says_what_happened() -> None:
                     reference_count=5, counted="steps", bound="bytes")  # fmt: skip
     text = "\n".join(right.lines())
     assert "50.0% of the floor" in text and "2.00 times" in text and "the shipped solution 2 ms" in text
+    assert "try next: fewer passes" in text
+    spilled = {"kernel": "k", "target": "sm_90", "registers": 255, "spilled_bytes": 8, "loads": {"4": 2}}
+    assert "spills" in Verdict("line", True, kernels=[spilled]).try_next()
+    assert "takes 25% of your time" in Verdict("line", True, seconds=4.0, reference_seconds=1.0).try_next()
+    assert not Verdict("line", True, seconds=1.0, floor_seconds=0.9, bound="bytes").try_next()
     assert "not graded" in Verdict("line", False, cheats=["opens a socket"]).lines()[0]
     assert Verdict("line", False, "why", "where", passed=["a"]).lines() == [
         "not right yet: why",

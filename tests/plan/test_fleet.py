@@ -82,6 +82,15 @@ def test_a_killed_engine_loses_no_request():
     assert run.sizes[3:5] == [(1.0, 2), (1.0, 3)]
 
 
+def test_begun_requests_of_a_killed_engine_rank_before_those_that_wait():
+    asked = [Asked(0.0, 20, 40) for _ in range(24)]
+    run = Fleet(model(max_num_seqs=4), 2, kills=[Kill(at=0.1, engine=1, back=float("inf"))]).run(asked)
+    moved = [record for record in run.records if record.moments[0] < 0.1 < record.moments[-1]]
+    waited = [record for record in run.records if record.moments[0] > 0.1]
+    assert len(moved) == 8 and len(waited) == 16
+    assert max(record.ended for record in moved) < min(record.ended for record in waited)
+
+
 def test_until_a_failure_is_noticed_requests_go_to_the_silent_engine():
     asked = MIX.generate(250.0, 500)
     quick, slow = (

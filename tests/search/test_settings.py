@@ -1,5 +1,6 @@
 """Settings of searches: what is accepted, and what is refused by name."""
 
+import random
 import re
 
 import pytest
@@ -57,10 +58,31 @@ def test_prefixes():
     assert len(set(every)) == len(every)
 
 
-def test_certainty_is_the_tail_of_a_beta_distribution():
-    assert certainty({}) == 0.5 and certainty({"a": 3.0, "b": 3.0}) == 0.5
-    assert certainty({"a": 1.0}) == 0.75  # P(Beta(2, 1) > 1/2)
-    assert certainty({"a": 4.0}) == 1 - 1 / 32
+def test_certainty_is_the_chance_that_the_leader_of_a_vote_wins_it():
+    assert certainty({}, 8) == pytest.approx(0.5) and certainty({"a": 3.0, "b": 3.0}, 9) == pytest.approx(0.5)
+    assert certainty({"a": 4.0}, 5000) == pytest.approx(1 - 1 / 32, abs=1e-3)  # P(Beta(5, 1) > 1/2)
+    assert certainty({"a": 2.0, "b": 1.0}, 1) == pytest.approx(1 - (2 / 5) / 2)  # a tie, if it is b's
+    assert certainty({"a": 9.0, "b": 5.0}, 0) == pytest.approx(1)
+    assert certainty({"a": 9.0, "b": 5.0, "c": 9.0}, 9) > certainty({"a": 9.0, "b": 5.0}, 9)  # fewer are contested
+
+
+def test_a_vote_that_stops_early_has_the_answer_of_the_full_vote_as_often_as_it_says():
+    """Answers of questions of all kinds, drawn from the prior that the certainty assumes."""
+    rng = random.Random(1)
+    same = votes = 0
+    for _ in range(1500):
+        weights = [rng.expovariate(1.0) for _ in range(3)]
+        drawn = rng.choices("abc", weights, k=16)
+        counts: dict[str, float] = {}
+        for number, answer in enumerate(drawn, 1):
+            counts[answer] = counts.get(answer, 0.0) + 1
+            ranked = dict(sorted(counts.items(), key=lambda item: -item[1]))
+            if certainty(ranked, 16 - number) >= 0.9:
+                break
+        full = {each: drawn.count(each) for each in drawn}
+        same += full[next(iter(ranked))] == max(full.values())
+        votes += number
+    assert same >= 0.9 * 1500 and votes < 0.6 * 16 * 1500
     assert settled({"a": 3.0, "b": 1.0}, 1) and not settled({"a": 3.0, "b": 1.0}, 2) and not settled({}, 0)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ from stub_server import StubServer
 from tiny_llm import save_tiny_llm
 
 from transect.server.hand_over import Inherited, Successor
+from transect.server.process import _leave_socket
 
 TAKER = """
 import sys
@@ -79,6 +81,30 @@ def test_several_sockets_and_other_descriptors_are_refused(tmp_path):
         passed.sockets = [os.dup(datagrams.fileno())]
         with pytest.raises(ValueError, match="is not a stream socket"):
             passed.listening()
+
+
+class Greeter(asyncio.Protocol):
+    def connection_made(self, transport):
+        transport.write(b"old")
+
+
+@pytest.mark.parametrize("passes", range(5))
+async def test_a_connection_is_accepted_or_left_to_the_successor_but_never_dropped(listening, passes):
+    """The moments between a connection's acceptance and its first callback are passes of the event loop."""
+    with listening.dup() as successor, socket.socket() as client:
+        server = await asyncio.get_running_loop().create_server(Greeter, sock=listening)
+        await asyncio.sleep(0)
+        client.connect(successor.getsockname())
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        await _leave_socket(SimpleNamespace(servers=[server]), SimpleNamespace())
+        try:
+            with successor.accept()[0] as connection:
+                connection.sendall(b"new")
+        except BlockingIOError:
+            assert passes > 0
+        client.settimeout(60)
+        assert client.recv(3) in (b"old", b"new")
 
 
 class Clients(threading.Thread):

@@ -38,6 +38,10 @@ export class ReportView extends PageElement {
     this.addEventListener('drop', this.dropped)
   }
 
+  protected override firstUpdated(): void {
+    for (const event of ['key-changed', 'found']) this.api.addEventListener(event, this.again)
+  }
+
   override disconnectedCallback(): void {
     clearTimeout(this.timer)
     super.disconnectedCallback()
@@ -46,6 +50,14 @@ export class ReportView extends PageElement {
   protected override updated(changed: Map<string, unknown>): void {
     if (!changed.has('active')) return
     clearTimeout(this.timer)
+    if (this.active) void this.look()
+  }
+
+  /** Read once more: with another key, or from a server that is back. */
+  private readonly again = (): void => {
+    clearTimeout(this.timer)
+    this.served = []
+    this.problems = []
     if (this.active) void this.look()
   }
 

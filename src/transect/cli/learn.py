@@ -14,7 +14,7 @@ from .settings import output_file
 
 application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
-Name = Annotated[str, typer.Argument(help="Rung, as `transect learn list` names it.")]
+Name = Annotated[str, typer.Argument(help="Rung, as in `transect learn list`, or a file of `transect learn new`.")]
 Folder = Annotated[Path, typer.Option("--dir", help="The folder of your program.")]
 
 
@@ -80,8 +80,9 @@ def check(
     from ..hardware.measured import ceilings
     from ..learn.folder import program
     from ..learn.grade.grader import check as graded
+    from ..learn.ladder import advice
     from ..learn.progress import note
-    from ..learn.registry import get, unlocks
+    from ..learn.registry import get
 
     found = get(rung)
     path = program(found, folder)
@@ -92,9 +93,7 @@ def check(
     if as_json:
         print(json.dumps({**asdict(verdict), "percent": verdict.percent}, indent=1))
     else:
-        print("\n".join(verdict.lines()))
-        if verdict.right and (following := unlocks(rung)):
-            print(f"unlocked: {', '.join(following)}")
+        print("\n".join([*verdict.lines(), *advice(found, folder, verdict.right)]))
     if not verdict.right:
         raise typer.Exit(1)
 
@@ -183,7 +182,7 @@ def new(
     if (name is None) == (source is None):
         raise ValueError("name what the rung is made from: `transect learn new gelu`, or --from policy:order")
     output.write_text(rung_of(name or source or ""), encoding="utf-8")
-    print(f"{output}: put it into a folder of src/transect/learn/rungs/, and `transect learn list` shows it")
+    print(f"{output}: edit it, then try it: transect learn start {output} --dir FOLDER --solution")
 
 
 @application.command("class")

@@ -57,6 +57,11 @@ class StepLoad(NamedTuple):
         return cls(tokens, keys, pairs, count, chunks, tokens, scored=scored, context=context)
 
 
+def joined(one: StepLoad, other: StepLoad) -> StepLoad:
+    """Return the work of two parts of a step together."""
+    return StepLoad._make(a + b for a, b in zip(one, other, strict=True))
+
+
 def launch_bound_tokens(config: ModelConfig) -> int:
     """Return the tokens up to which launching a step with prompts kernel by kernel takes longer than computing it."""
     weights = config.n_layers * (

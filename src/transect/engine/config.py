@@ -376,6 +376,11 @@ class EngineConfig:
             self._check_steps(seqs)
         return seqs, max(DEFAULT_BATCHED_TOKENS[device], seqs) if tokens is None else tokens
 
+    def max_rows(self, device: str) -> int:
+        """Return the most rows of a decode step, those of drafts included, with the defaults of a device type."""
+        seqs, tokens = self.limits(device)
+        return seqs if self.speculation is None else self.speculation.rows(seqs, tokens)
+
     def for_server(self) -> EngineConfig:
         """Return this configuration with a server's defaults: a time limits steps."""
         if self.mixed_step_limit is not None or self.batching == "static":

@@ -328,7 +328,7 @@ def _own_logits(mesh: Mesh, config: EngineConfig) -> str:
     from .executors.gpu.step_sizes import row_bucket
 
     vocab = resolve(config.model, load_format=config.load_format, revision=config.revision).config.vocab_size
-    rows = row_bucket(config.limits("cuda")[0])
+    rows = row_bucket(config.max_rows("cuda"))
     found = spread_logits(world, group, vocab, rows, kv_dtype(config.dtype))
     if isinstance(found, str):
         return f"are gathered for every draw: {found}"

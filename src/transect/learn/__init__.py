@@ -5,10 +5,11 @@
 * ``texts``      programs as texts: excerpts of this package, and programs with a hole
 * ``grade/``     the grader
 * ``folder``     the folder that a student works in
-* ``ladder``     the path: the list, and the map of what unlocks what
+* ``ladder``     the path: the list, advice after a check, the map of what unlocks what, and the chapters of the docs
 * ``progress``   what a student has climbed; ``portfolio`` makes a page of it
 * ``live``       puts a student's piece into a command of the product, and counts its calls; ``hook`` does it in each
   process, ``live_scheduler`` translates for the engine, ``live_training`` writes a short training run
 * ``classroom``  grades submissions of a class in a sandbox
-* ``template``   makes a new rung from an operator, or from a policy or an objective (``template_sources``)
+* ``template``   makes a new rung from an operator, or from a policy or an objective (``template_sources``);
+  ``closure`` finds all that a function needs
 """

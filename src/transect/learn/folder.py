@@ -34,7 +34,7 @@ def write(rung: Rung, folder: Path, *, solution: bool = False, force: bool = Fal
     if program.exists() and not force:
         raise ValueError(f"{program} is there already: choose another folder, or --force to write over it")
     program.write_text(rung.solution if solution else with_hole(rung.solution, rung.holes))
-    texts = {"README.md": page(rung), "test.py": TEST.format(file=rung.file, name=rung.name)}
+    texts = {"README.md": page(rung), "test.py": TEST.format(file=rung.file, name=rung.called)}
     texts |= {f"hints/{number}.txt": f"{hint}\n" for number, hint in enumerate(rung.hints, start=1)}
     for name, text in texts.items():
         target = folder / name
@@ -57,11 +57,11 @@ def page(rung: Rung) -> str:
         f"{task} Then grade it, as often as you like:",
         "",
         "```",
-        f"transect learn check {rung.name} --dir .",
+        f"transect learn check {rung.called} --dir .",
         "```",
         "",
         f"It is tried on: {'; '.join(case.name for case in rung.cases)}. Stuck? Open `hints/1.txt`, and the next one "
-        f"only if that does not help. `transect learn show {rung.name}` has the shipped solution, for when "
+        f"only if that does not help. `transect learn show {rung.called}` has the shipped solution, for when "
         f"yours is right.",
     ]
     if following := unlocks(rung.name):
@@ -77,5 +77,5 @@ def program(rung: Rung, folder: Path) -> Path:
     """
     path = folder / rung.file
     if not path.is_file():
-        raise ValueError(f"{path} is not there: `transect learn start {rung.name} --dir {folder}` writes it")
+        raise ValueError(f"{path} is not there: `transect learn start {rung.called} --dir {folder}` writes it")
     return path

@@ -148,11 +148,18 @@ class Rung:
     """Reason that it has none, for ``learn use``; empty for a step on the way."""
     page: str = ""
     """Filled in by the registry from the docstring of the file."""
+    own_file: str = ""
+    """Path of the record, filled in by the registry if a teacher keeps it outside this package."""
 
     @property
     def entry(self) -> str:
         """The entry of cases that name none."""
         return next(iter(self.answers))
+
+    @property
+    def called(self) -> str:
+        """The rung as commands name it: its name, or the path of a teacher's own file."""
+        return self.own_file or self.name
 
     @property
     def file(self) -> str:
@@ -162,7 +169,8 @@ class Rung:
     @property
     def counts(self) -> str:
         """The work that is counted to tell a slow solution: ``lines`` of Python that ran, ``bytes`` that torch's
-        operators read and wrote, or ``traffic``: bytes of memory sectors that a kernel touched."""
+        operators read and wrote, ``traffic``: bytes of memory sectors that a kernel touched, or ``lines of cache`` that
+        a C++ program fetched."""
         if self.speed is not None and self.speed.measure is not None:
             return ""
-        return {"torch": "bytes", "triton": "traffic", "python": "lines"}.get(self.kind, "")
+        return {"torch": "bytes", "triton": "traffic", "python": "lines", "cpp": "lines of cache"}.get(self.kind, "")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import pkgutil
+import runpy
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 
 from . import rungs
 from .record import ROADS, Rung
@@ -36,17 +38,34 @@ def all_rungs() -> Mapping[str, Rung]:
 
 
 def get(name: str) -> Rung:
-    """Find the rung called ``name``.
+    """Find the rung called ``name``, or load it from a teacher's own file ``NAME.py``.
 
     Raises:
         ValueError: there is none; the message has the nearest name.
     """
+    if name.endswith(".py"):
+        return _own(Path(name).resolve())
     rungs = all_rungs()
     if name not in rungs:
         near = difflib.get_close_matches(name, rungs, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}?" if near else "`transect learn list` shows all"
         raise ValueError(f"no rung {name!r}; {hint}")
     return rungs[name]
+
+
+def _own(path: Path) -> Rung:
+    """Load a rung from a file outside this package.
+
+    Raises:
+        ValueError: there is no such file, or it has no rung.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is not there: `transect learn new` writes such files")
+    space = runpy.run_path(str(path))
+    found = next((each for each in space.values() if isinstance(each, Rung)), None)
+    if found is None:
+        raise ValueError(f"{path} has no RUNG: `transect learn new` writes files that have one")
+    return replace(found, page=(space.get("__doc__") or "").strip(), own_file=str(path))
 
 
 def unlocks(name: str) -> list[str]:

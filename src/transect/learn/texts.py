@@ -64,4 +64,6 @@ def _named(tree: ast.Module) -> dict[str, ast.stmt]:
                     found[f"{node.name}.{inner.name}"] = inner
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             found[node.targets[0].id] = node
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = node
     return found

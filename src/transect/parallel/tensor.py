@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,6 @@ from ..spec.numbers.layouts import MatrixLayout
 from ..spec.numbers.number_format import WeightFormat
 from .differentiable import scattered, summed
 from .group import Group
-
-if TYPE_CHECKING:
-    pass
 
 
 class ShardKind(Weight):

@@ -26,15 +26,18 @@ class FleetTimes:
     Attributes:
         noticed: from the death of an engine until the router knows of it.
         engine: start of an engine by its host.
+        ordered: from an order to scale down or to roll until the cluster carries it out: a replica gets no more
+            requests, or a new one begins to start.
         replica: start of a whole replica by the cluster, until the router has linked it; ``inf`` if there is no room.
         hung_after: silence of an engine after which its host kills it.
         lost_after: silence of a host after which the router gives it up.
-        linked: from the router's start, or a machine's return, until replicas have dialled in.
+        linked: from the end of a host's silence until the replica takes requests again.
         router: from the router's death until another one takes requests.
         drain: longest time for the streams of a replica that leaves.
     """
 
     noticed: float = 0.05
+    ordered: float = 1.0
     engine: float = 10.0
     replica: float = 15.0
     hung_after: float = 20.0
@@ -88,16 +91,15 @@ def _lost(times: FleetTimes, at: float, hit: int) -> tuple[Sequence[Disturbance]
 
 
 def _rolled(times: FleetTimes, at: float, hit: int) -> tuple[Sequence[Disturbance], float]:
-    return [Roll(at, times.replica, times.drain)], 0.0
+    return [Roll(at + times.ordered, times.replica, times.drain)], 0.0
 
 
 def _fewer(times: FleetTimes, at: float, hit: int) -> tuple[Sequence[Disturbance], float]:
-    return [Leave(at, hit, times.drain)], 0.0
+    return [Leave(at + times.ordered, hit, times.drain)], 0.0
 
 
 def _router(times: FleetTimes, at: float, hit: int) -> tuple[Sequence[Disturbance], float]:
-    back = times.router + times.linked
-    return [RouterDeath(at, back)], back
+    return [RouterDeath(at, times.router)], times.router
 
 
 def _nothing(times: FleetTimes, at: float, hit: int) -> tuple[Sequence[Disturbance], float]:

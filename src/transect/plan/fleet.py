@@ -290,7 +290,7 @@ class Fleet(Disturbed):
 
     # Requests
 
-    def _send(self, number: int, asked: Asked, now: float, known: Sequence[float] = ()) -> None:
+    def _send(self, number: int, asked: Asked, now: float, known: Sequence[float] | None = None) -> None:
         if now < self._down_until:
             self._dropped += 1
             return
@@ -298,18 +298,18 @@ class Fleet(Disturbed):
         if not ready:  # the service is down: requests wait for the next engine
             place = min((m.ready_at, i) for i, m in enumerate(self._members) if m.alive)[1]
             ready, now = [place], self._members[place].ready_at
-        name = f"{number}" if not known else f"{number}+{len(known)}"
-        request = self._tokens.request(name, asked, len(known))
+        name = f"{number}" if known is None else f"{number}+{len(known)}"
+        request = self._tokens.request(name, asked, None if known is None else len(known))
         ticket, place = None, ready[0]
         if self._routes:
-            outputs = min(asked.output_tokens - len(known), TYPICAL_OUTPUT)
+            outputs = min(asked.output_tokens, TYPICAL_OUTPUT)
             ticket = self._router.send(request.prompt_token_ids, outputs, ready)
             place = ticket.engine
         member = self._members[place]
         if not member.silent:
             member.engine.run(now)
         member.engine.add(request, [repeat(self._tokens.answer(asked))])
-        sent = Sent(number, asked, ticket, member.engine.lines[name, 0], before=list(known))
+        sent = Sent(number, asked, ticket, member.engine.lines[name, 0], before=list(known or ()))
         member.sent[name] = sent
         self._gauges.look(member.engine)
 

@@ -31,17 +31,17 @@ class Tokens:
     _known: dict[str, int] = field(default_factory=dict)
     _private: Any = field(default_factory=lambda: count(PRIVATE))
 
-    def request(self, name: str, asked: Asked, done: int = 0) -> Request:
-        """Build a request called ``name``; ``done`` tokens of its answer are known and part of the prompt."""
+    def request(self, name: str, asked: Asked, done: int | None = None) -> Request:
+        """Build a request called ``name``. ``done``: tokens of its answer that an engine has drawn before it failed, so
+        that the request ranks before new ones; None for a new request."""
         tokens: list[int] = []
         for key, length in asked.pieces:
             tokens.extend(repeat(self._number(key), length))
         del tokens[asked.prompt_tokens :]
         tokens.extend(repeat(next(self._private), asked.prompt_tokens - len(tokens)))
-        if done:
-            tokens.extend(repeat(self.answer(asked), done))
-        params = SamplingParams(max_tokens=asked.output_tokens - done, ignore_eos=True)
-        return Request(name, tuple(tokens), params, arrival_time=asked.at)
+        params = SamplingParams(max_tokens=asked.output_tokens, ignore_eos=True, seed=0)
+        known = None if done is None else ((self.answer(asked),) * done,)
+        return Request(name, tuple(tokens), params, arrival_time=asked.at, output_token_ids=known)
 
     def answer(self, asked: Asked) -> int:
         """Return the token that the answer consists of."""

@@ -175,8 +175,8 @@ class LocalSearch:
             if not run.done:
                 self._submit(number, run, operation)
         elif isinstance(operation, EndChoice):
-            name = self._ids[number, operation.key]
-            if name in self._owners:
+            name = self._ids.get((number, operation.key))  # None if the search ended before its request was submitted
+            if name is not None and name in self._owners:
                 self._llm.abort(name, operation.choice)
                 for update in self._processor.finish(name, choice=operation.choice):
                     if update.final is not None:

@@ -46,6 +46,8 @@ ACCEPTED_AT_ONCE = 32
 """Connections that are accepted in one pass of the event loop."""
 SILENT_S = 1.0
 """Seconds that a new connection gets for its first byte when the server ends and another one follows."""
+PASSES = 3
+"""Passes of the event loop from a connection's acceptance until it is among those of the server."""
 RED_S = 1.0
 """Seconds for which /health reports 503 after the engine's death, so that a probe can see it."""
 
@@ -321,6 +323,7 @@ async def _serve(
     server = _Uvicorn(config)
     running = asyncio.create_task(server.serve(sockets=[sock]))
     death = asyncio.create_task(_death(engine))
+    tls = options.ssl_certfile is not None
     try:
         while not server.started:
             await asyncio.sleep(0.005)
@@ -339,13 +342,13 @@ async def _serve(
             await asyncio.sleep(RED_S)
         elif succession.done() and not signals.first.done():
             code = DRAINED
-            _leave_socket(server, serving)
-            open_ones = _until_none(server.server_state.connections)
+            await _leave_socket(server, serving)
+            open_ones = _until_none(server.server_state.connections, tls)
             await _drain(serving, engine, signals, death, options.drain_timeout_s, open_ones)
             server.force_exit = True
         elif held and (code := _code(signals)) == DRAINED:
-            _leave_socket(server, serving)
-            open_ones = _until_none(server.server_state.connections, closing=True)
+            await _leave_socket(server, serving)
+            open_ones = _until_none(server.server_state.connections, tls, closing=True)
             server.force_exit = not await _drain(serving, engine, signals, death, options.grace_s, open_ones)
         else:
             code = _code(signals)
@@ -372,18 +375,30 @@ async def _death(engine: Engine) -> str | None:
     return health.detail
 
 
-def _leave_socket(server: uvicorn.Server, serving: Serving) -> None:
-    """Accept no more connections, in this process alone, and close each connection after its answer."""
+async def _leave_socket(server: uvicorn.Server, serving: Serving) -> None:
+    """Accept no more connections, in this process alone, and close each connection after its answer.
+
+    asyncio accepts a connection in one pass of its loop, attaches it to its server in the next one, and tells the
+    protocol in the third. A server that is closed in between drops the connection without a message. So leave the
+    accepted connections these passes before closing.
+    """
+    loop = asyncio.get_running_loop()
+    for each in server.servers:
+        for sock in each.sockets:
+            loop.remove_reader(sock.fileno())
+    for _ in range(PASSES):
+        await asyncio.sleep(0)
     for each in server.servers:
         each.close()
     serving.handed_over = True
 
 
-async def _until_none(connections: set[Any], closing: bool = False) -> None:
+async def _until_none(connections: set[Any], tls: bool, closing: bool = False) -> None:
     """Wait until there are no connections: those of idle clients are closed after ``keep_alive_s``, or with ``closing``
-    at once, and those without a request after ``SILENT_S``."""
+    at once, and those without a request after ``SILENT_S``. That is also the least wait with ``tls``, since connections
+    are unknown during their handshakes."""
     began = time.monotonic()
-    while connections:
+    while connections or (tls and time.monotonic() - began < SILENT_S):
         for each in list(connections) if closing else ():
             if each.idle or (each.silent and time.monotonic() - began > SILENT_S):
                 each.shutdown()

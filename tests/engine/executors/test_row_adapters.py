@@ -94,7 +94,8 @@ def executor(model: Decoder, config: SchedulerConfig, *, device: bool = False):
     caches = model.new_kv_cache(blocks, config.block_size, torch.float32)
     for cache in caches:
         cache.zero_()
-    limits = {name: getattr(config, name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
+    limits = {name: getattr(config, name) for name in ("max_num_batched_tokens", "max_model_len")}
+    limits["max_num_seqs"] = config.max_rows
     made = GPURunner(model, *caches, **limits, prune_last_layer=True) if device else Runner(model, *caches)
     prepared = {name: model.adapters.prepare(factors(number)) for number, name in enumerate(IDS)}
     made.adapters = AdapterSlots(model.adapters, prepared.__getitem__)
@@ -134,7 +135,7 @@ def alone(model: Decoder, config: SchedulerConfig, arrivals: list) -> dict:
     return found
 
 
-@pytest.mark.parametrize("seed", quick_first(range(20), 2))
+@pytest.mark.parametrize("seed", quick_first(range(20), 1))
 def test_a_mixed_batch_gives_what_each_gets_alone(model, seed: int) -> None:
     rng = random.Random(seed)
     config = limits(rng)
@@ -147,7 +148,7 @@ def test_a_mixed_batch_gives_what_each_gets_alone(model, seed: int) -> None:
             assert_same(expected, found, arrivals)
 
 
-@pytest.mark.parametrize("seed", quick_first(range(8), 2))
+@pytest.mark.parametrize("seed", quick_first(range(8), 1))
 def test_drafts_are_verified_with_the_request_s_adapter(model, seed: int) -> None:
     rng = random.Random(seed)
     config = limits(rng)

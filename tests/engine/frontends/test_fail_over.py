@@ -82,7 +82,7 @@ async def test_kills_and_stops_at_random_tokens_change_no_byte(start):
     rng = random.Random(1)
     async with await start(hung_after_s=0.6) as engines:
         whole = {kind: (await run(engines, kind, **params))[0] for kind, params in KINDS.items()}
-        for turn in range(50 if proving() else 8):
+        for turn in range(50 if proving() else 5):
             await until(lambda: len(engines.alive()) >= 2)
             victim, at = rng.choice(list(KINDS)), rng.randint(1, 30)
             how = signal.SIGSTOP if turn % 4 == 3 else signal.SIGKILL

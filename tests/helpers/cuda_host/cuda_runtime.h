@@ -35,6 +35,7 @@ inline uint32_t __float_as_uint(float v) { return numbers::bits_of(v); }
 inline float __uint_as_float(uint32_t bits) { return numbers::of_bits(bits); }
 inline float __fdividef(float a, float b) { return a / b; }
 #define __expf expf  // a name that libraries of C know too
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float rsqrtf(float v) { return 1 / sqrtf(v); }
 
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
@@ -52,6 +53,9 @@ T __ldcg(const T* from) {
 }
 
 template <typename T>
+T __ldg(const T* from) { return __ldcg(from); }
+
+template <typename T>
 void __stcg(T* to, const T& v) {
   *to = v;
 }
@@ -62,6 +66,8 @@ inline size_t __cvta_generic_to_shared(const void* pointer) {
 
 inline void __syncthreads() { machine::all_threads(); }
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { machine::exchanged(mask, 0); }
+template <typename T>
+T __shfl_sync(unsigned mask, T v, int from) { return machine::exchanged(mask, v)[from]; }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T v, int lanes) {
   const T* all = machine::exchanged(mask, v);
@@ -89,7 +95,8 @@ inline int __popc(unsigned v) { return __builtin_popcount(v); }
 
 inline void __threadfence() {}
 [[noreturn]] inline void __trap() { machine::fail("a trap"); }
-inline unsigned atomicAdd(unsigned* at, unsigned v) {
+template <typename T>
+T atomicAdd(T* at, std::type_identity_t<T> v) {
   machine::release(at);
   machine::acquire(at);
   return std::exchange(*at, *at + v);

@@ -36,6 +36,7 @@ inline void max_u16x2(uint32_t& to, uint32_t a, uint32_t b) {
 }
 inline void st_shared_f32(uint32_t to, float v) { *(float*)shared(to, 4, 4) = v; }
 inline void st_shared_u32(uint32_t to, uint32_t v) { *(uint32_t*)shared(to, 4, 4) = v; }
+inline void st_shared_b32(uint32_t to, uint32_t v) { st_shared_u32(to, v); }
 inline void st_shared_v2_f32(uint32_t to, float a, float b) {
   float* at = (float*)shared(to, 8, 8);
   at[0] = a, at[1] = b;
@@ -43,6 +44,10 @@ inline void st_shared_v2_f32(uint32_t to, float a, float b) {
 inline void st_shared_v2_u32(uint32_t to, uint32_t a, uint32_t b) {
   uint32_t* at = (uint32_t*)shared(to, 8, 8);
   at[0] = a, at[1] = b;
+}
+inline void st_shared_v4_f32(uint32_t to, float a, float b, float c, float d) {
+  float* at = (float*)shared(to, 16, 16);
+  at[0] = a, at[1] = b, at[2] = c, at[3] = d;
 }
 inline void st_shared_v4_u32(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   uint32_t* at = (uint32_t*)shared(to, 16, 16);
@@ -65,6 +70,7 @@ inline void red_release_gpu_global_add_u32(unsigned* at, unsigned v) {
   machine::release(at);
   *at += v;
 }
+inline void red_release_gpu_global_add_s32(int* at, int v) { red_release_gpu_global_add_u32((unsigned*)at, v); }
 inline void st_release_gpu_global_s32(int* to, int v) {
   machine::release(to);
   *to = v;
@@ -111,8 +117,16 @@ inline void mbarrier_arrive_shared__cluster_b64(uint32_t at) {
   machine::turn_if_complete(block, barrier);
 }
 
+template <typename T>
+void ld_shared__cluster_v4_f32(T& a, T& b, T& c, T& d, uint32_t at) {
+  const float* from = (const float*)(machine::of_cluster(at >> 24).memory + (at & 0xFFFFFF));
+  if (at % 16) machine::fail("a read of 16 bytes of another block that is no multiple of 16");
+  a = from[0], b = from[1], c = from[2], d = from[3];
+}
+
 // All threads of a cluster meet where they wait: none does anything between its arrival and that.
 inline void barrier_cluster_arrive_relaxed_aligned() {}
+inline void barrier_cluster_arrive_aligned() {}
 inline void barrier_cluster_wait_aligned() { machine::all_threads_of_cluster(); }
 
 inline void mbarrier_try_wait_parity_shared__cta_b64(bool& done, uint32_t barrier, int parity) {
@@ -225,6 +239,10 @@ void cvt_rn_f16x2_e4m3x2(T& to, uint16_t from) {
   to = numbers::half_bits(numbers::of_e4m3(from & 255)) | (uint32_t)numbers::half_bits(numbers::of_e4m3(from >> 8)) << 16;
 }
 
+template <typename T>
+void ex2_approx_f32(T& to, float v) { to = exp2f(v); }
+template <typename T>
+void rsqrt_approx_f32(T& to, float v) { to = 1 / sqrtf(v); }
 template <typename T>
 void lop3_b32(T& to, uint32_t a, uint32_t b, uint32_t c, int table) {
   if (table != 0xEA) machine::fail("lop3 with another table than (a & b) | c");
@@ -355,5 +373,52 @@ TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n32k16_f32_bf16_bf16, 32)
 TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n64k16_f32_bf16_bf16, 64)
 TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n128k16_f32_bf16_bf16, 128)
 TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n256k16_f32_bf16_bf16, 256)
+
+// The same with both operands in shared memory: 64 rows by 32 bytes of k, of numbers that ``number`` reads.
+template <int N, int EACH, typename C, typename Number>
+void multiply_shared(C* const (&c)[N / 2], uint64_t left, uint64_t right, bool keep, Number number) {
+  const int row = machine::now->index.x % 128 / 32 * 16 + machine::lane() / 4, q = machine::lane() % 4;
+  auto all = [&](uint64_t matrix, int r, C (&k)[32 / EACH]) {
+    if ((matrix >> 32 & 0x3FFF) != 64 || matrix >> 62 != 1) machine::fail("rows of another order than eights of 128 bytes");
+    for (int piece = 0; piece < 2; piece++) {
+      const unsigned char* bytes = shared(swizzled(((matrix & 0x3FFF) << 4) + r * 128 + piece * 16), 16, 16);
+      for (int e = 0; e < 16 / EACH; e++) k[piece * 16 / EACH + e] = number(bytes + e * EACH);
+    }
+  };
+  C a[2][32 / EACH], b[32 / EACH];
+  all(left, row, a[0]), all(left, row + 8, a[1]);
+  for (int n = 0; n < N; n++) {
+    if (n / 2 % 4 != q) continue;
+    all(right, n, b);
+    for (int h = 0; h < 2; h++) {
+      C sum = 0, &to = *c[n / 8 * 4 + h * 2 + n % 2];
+      for (int i = 0; i < 32 / EACH; i++) sum += a[h][i] * b[i];
+      to = keep ? to + sum : sum;
+    }
+  }
+  machine::exchanged_in_group(0);  // all four warps have read the operands
+}
+template <int N, int EACH, typename C, typename Number, typename... Rest, size_t... I>
+void multiply_shared(std::index_sequence<I...>, Number number, std::tuple<Rest...> all) {
+  C* const c[] = {&std::get<I>(all)...};
+  multiply_shared<N, EACH>(c, std::get<N / 2>(all), std::get<N / 2 + 1>(all), std::get<N / 2 + 2>(all), number);
+}
+
+inline float e4m3_at(const unsigned char* from) { return numbers::of_e4m3(*from); }
+inline int whole_at(const unsigned char* from) { return (signed char)*from; }
+
+#define TRANSECT_WGMMA_SHARED(NAME, N, EACH, C, NUMBER)                                                   \
+  template <typename... All>                                                                               \
+  void NAME(All&&... all) {                                                                                \
+    multiply_shared<N, EACH, C>(std::make_index_sequence<N / 2>(), NUMBER,                                \
+                                std::tuple<All&&...>(std::forward<All>(all)...));                          \
+  }
+TRANSECT_WGMMA_SHARED(wgmma_mma_async_sync_aligned_m64n32k32_f32_e4m3_e4m3, 32, 1, float, e4m3_at)
+TRANSECT_WGMMA_SHARED(wgmma_mma_async_sync_aligned_m64n64k32_f32_e4m3_e4m3, 64, 1, float, e4m3_at)
+TRANSECT_WGMMA_SHARED(wgmma_mma_async_sync_aligned_m64n96k32_f32_e4m3_e4m3, 96, 1, float, e4m3_at)
+TRANSECT_WGMMA_SHARED(wgmma_mma_async_sync_aligned_m64n112k32_f32_e4m3_e4m3, 112, 1, float, e4m3_at)
+TRANSECT_WGMMA_SHARED(wgmma_mma_async_sync_aligned_m64n128k32_f32_e4m3_e4m3, 128, 1, float, e4m3_at)
+TRANSECT_WGMMA_SHARED(wgmma_mma_async_sync_aligned_m64n32k32_s32_s8_s8, 32, 1, int, whole_at)
+TRANSECT_WGMMA_SHARED(wgmma_mma_async_sync_aligned_m64n96k32_s32_s8_s8, 96, 1, int, whole_at)
 
 }  // namespace ptx

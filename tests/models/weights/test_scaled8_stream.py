@@ -138,7 +138,9 @@ def test_a_step_of_prompts_on_a_gpu(monkeypatch, tokens, wanted):
 @pytest.mark.parametrize("by_hopper", [False, True])
 def test_on_a_gpu(name, m, by_hopper):
     few = loaded(scaled8_rows.CudaRows8)
-    hopper = loaded(scaled8_hopper.HopperRows8) if by_hopper else None
+    fp8, blocks = FORMATS[name]
+    kind = scaled8_hopper.kind_of(fp8, blocks)
+    hopper = loaded(lambda: scaled8_hopper.HopperRows8(kind=kind)) if by_hopper else None
     many = scaled8_tiles.Tiles8(dependent_launch=True, hopper=hopper)
     compare(layer(name, Products8(few, many, True), "cuda"), m, "cuda")
 
@@ -147,7 +149,7 @@ def test_on_a_gpu(name, m, by_hopper):
 def test_a_gate_within_the_product_leaves_its_rows_to_the_next_product(monkeypatch):
     """The kernels of few rows, which would take them sixteen at a time, are never asked."""
     many = scaled8_tiles.Tiles8()
-    monkeypatch.setattr(many, "gated", lambda a, s, codes, scale: torch.ones(len(a), FFN, dtype=torch.bfloat16))
+    monkeypatch.setattr(many, "gated", lambda a, s, codes, scale, fp8: torch.ones(len(a), FFN, dtype=torch.bfloat16))
     o, gate_up, down, _ = layer("fp8", Products8(object(), many), "cpu")
     first, second, third = (Stream8(weight._products.few, many, weight) for weight in (o, gate_up, down))
     stream = first.add(rows(17, D, "cpu"), rows(17, D, "cpu", 2), rows(1, D, "cpu", 3)[0], 1e-5)

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from transect.ops.cpu.adamw import HostKernels, HostStep, TorchKernels, corrections, host_kernels
-from transect.ops.cpu.library import Library
 
 SIZES = (1, 15, 16, 37, 16384, 16384 * 3 + 7)
 
 
-@pytest.fixture(scope="module", params=["native", "x86-64-v3", "x86-64"])
-def kernels(request):
-    return HostKernels(Library(2, request.param))
+@pytest.fixture(scope="module")
+def kernels(library):
+    return HostKernels(library)
 
 
 def numbers(size, seed, dtype=torch.float32):

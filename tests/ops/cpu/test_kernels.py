@@ -21,7 +21,6 @@ from transect.ops.cpu.library import Kind, Library, PackedWeight, empty_cache, l
 from transect.ops.registry import Unavailable
 from transect.spec.numbers.gguf import BLOCK_TYPES
 
-MARCHES = ("native", "x86-64-v3", "x86-64")
 QUANTIZED = {
     Kind.Q4_HALF: (4, 32, True),
     Kind.Q4_FLOAT: (4, 32, False),
@@ -30,21 +29,6 @@ QUANTIZED = {
     Kind.Q8_FLOAT_G16: (8, 16, False),
 }
 BLOCKS = tuple(kind for kind in Kind if kind.name in BLOCK_TYPES and kind > Kind.F32)
-
-
-def _supports(march: str) -> bool:
-    flags = build._processor().split()
-    return march != "x86-64-v3" or all(flag in flags for flag in ("avx2", "fma", "f16c"))
-
-
-@pytest.fixture(scope="module", params=MARCHES)
-def library(request: pytest.FixtureRequest) -> Library:
-    if not _supports(request.param):
-        pytest.skip(f"this processor cannot run code for {request.param}")
-    try:
-        return load(2, request.param)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
 
 
 def _random_weight(

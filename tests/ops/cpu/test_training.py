@@ -5,8 +5,7 @@ import torch
 
 from transect.ops import opset  # noqa: F401
 from transect.ops.attention.packed import attention
-from transect.ops.cpu import build
-from transect.ops.cpu.library import load
+from transect.ops.cpu.library import Library
 from transect.ops.cpu.training import Kernels
 from transect.ops.loss import linear_cross_entropy_cpu, linear_cross_entropy_torch
 from transect.ops.registry import Unavailable, get
@@ -15,15 +14,9 @@ from transect.ops.tools.accuracy import check
 OPERATORS = ("rms_norm", "swiglu", "rotary", "attention")
 
 
-@pytest.fixture(scope="module", params=["native", "x86-64-v3", "x86-64"])
-def native(request: pytest.FixtureRequest) -> Kernels:
-    flags = build._processor().split()
-    if request.param == "x86-64-v3" and not all(flag in flags for flag in ("avx2", "fma", "f16c")):
-        pytest.skip("this processor cannot run code for x86-64-v3")
-    try:
-        return Kernels(load(2, request.param))
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+@pytest.fixture(scope="module")
+def native(library: Library) -> Kernels:
+    return Kernels(library)
 
 
 @pytest.fixture(autouse=True)

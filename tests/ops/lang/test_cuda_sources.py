@@ -32,7 +32,8 @@ BUILDS = [
     for target in cuda_build.CUDA_TARGETS
     for costly in [
         source.name in ("scaled8.cu", "int4_matmul.cu", "gguf_tiles.cu", "int4_tiles.cu")
-        or (source.name, target) == ("small_matmul.cu", "sm_80")
+        or source.name in ("scaled8_hopper_int8.cu", "scaled8_hopper_blocks.cu")
+        or ((source.name == "small_matmul.cu" or "hopper" in source.name) and target == "sm_80")
         or target not in ("sm_80", "sm_90")
     ]
 ]

@@ -39,7 +39,8 @@ def functions() -> dict[str, ast.FunctionDef]:
     """All functions of the package's kernels that are compiled, by file and name."""
     found = {}
     for path in sorted(OPS.rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
+        text = path.read_text()
+        for node in ast.parse(text).body if re.search(r"^@.*kernel", text, re.MULTILINE) else ():
             if isinstance(node, ast.FunctionDef) and any("kernel" in ast.unparse(d) for d in node.decorator_list):
                 found[f"{path.parent.name}/{path.name}:{node.name}"] = node
     return found
@@ -163,5 +164,5 @@ def sources() -> list[Path]:
 def test_each_cuda_kernel_waits(path: Path) -> None:
     for kernel in path.read_text().split("__global__")[1:]:
         found = re.findall(r"^ *(?:if \((.*)\) )?wait_for_previous\(\);", kernel.split("\n}\n")[0], re.MULTILINE)
-        more = {"SCALES"}  # those that read scales, which nobody fetches for them, wait as well
+        more = {"SCALES", "SCALES || BLOCKED"}  # those that read scales, which nobody fetches for them, wait as well
         assert set(found) & {"", "!waited", "number == 0"} or set(found) - more == {"ahead", "!ahead"}

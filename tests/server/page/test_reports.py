@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 import uvicorn
 from accessible import check_accessible
+from page_engine import PageEngine, PageServer
 from training_runs import tiny_run
+from typer.testing import CliRunner
 
 from transect.cli.board import Reports
+from transect.cli.plan import application
 from transect.explain.program.split import PARTS
 from transect.flow.chain import StepState
 from transect.flow.folder import FlowFolder
@@ -214,6 +217,58 @@ def test_files_are_opened_in_the_page_of_a_server(new_page, server, tmp_path):
     page.get_by_text("<img src=x onerror").wait_for()
     assert page.evaluate("window.hacked") is None
     assert page.locator(".controls option").count() == 3
+
+
+def test_a_flow_of_a_server_is_shown_to_its_operator_while_it_runs(new_page, tmp_path):
+    write_flow(tmp_path / "flow", watched=False)
+    keys = {"api_keys": ("theirs",), "admin_api_keys": ("own",)}
+    server = PageServer(PageEngine(), flow_dirs=(str(tmp_path / "flow"),), **keys)
+    try:
+        for key, shown in (("theirs", False), ("own", True)):
+            with FlowFolder(tmp_path / "flow").locked():
+                page = new_page(f"{server.url}/#/reports")
+                page.get_by_label("Key", exact=True).fill(key)
+                page.keyboard.press("Enter")
+                if not shown:
+                    page.get_by_text("Drop files here").wait_for()
+                    assert page.get_by_role("list", name="Steps of the flow").count() == 0
+                    continue
+                page.get_by_role("heading", name="flow units").wait_for()
+                assert "running" in page.get_by_role("list", name="Steps of the flow").inner_text()
+        write_flow(tmp_path / "flow", watched=True)
+        page.get_by_text("Last decision, by promote:").wait_for()
+    finally:
+        server.stop()
+
+
+def test_plans_of_a_training_run_are_drawn(new_page, server, tmp_path):
+    """The ranking of layouts, and the schedules of a pipeline, as the commands print them."""
+    commands = {
+        "layouts.json": "training llama-3.1-8b --gpus 8 --gpu h100 --json",
+        "schedules.json": "schedule --pp 4 --microbatches 8 --json",
+    }
+    found = {}
+    for name, words in commands.items():
+        result = CliRunner().invoke(application, words.split())
+        assert result.exit_code == 0, result.output
+        (tmp_path / name).write_text(result.stdout)
+        found[name] = json.loads(result.stdout)
+    page = new_page(f"{server.url}/#/reports")
+    page.locator("report-view input[type=file]").set_input_files([tmp_path / name for name in commands])
+    page.get_by_role("heading", name="Pipeline schedules").wait_for()
+    schedules = found["schedules.json"]
+    assert page.locator("svg.schedule").count() == len(schedules) > 1
+    passes = sum(len(actions) for each in schedules.values() for actions in each["actions"])
+    assert page.locator(".schedule .forward, .schedule .backward").count() == passes
+    check_accessible(page, "schedules")
+    page.locator(".controls select").select_option("layouts.json")
+    ranked = page.get_by_role("region", name="Layouts by speed").locator("tbody tr")
+    best = found["layouts.json"]["layouts"][0]
+    ranked.first.wait_for()
+    assert best["layout"] in ranked.first.inner_text()
+    assert ranked.count() == min(40, len(found["layouts.json"]["layouts"]))
+    assert found["layouts.json"]["why"][0] in page.locator("report-view").inner_text()
+    check_accessible(page, "layouts")
 
 
 def test_the_page_knows_all_parts_of_a_program():

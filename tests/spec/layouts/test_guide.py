@@ -1,17 +1,11 @@
 """The guide's pipeline schedule, added in one file to a copy of the package: planned with, trained by, and used."""
 
 import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-from shutil import copytree, ignore_patterns
 
 import pytest
+from changed_package import ChangedPackage
 from tiny_llm import save_tiny_llm
 
-ROOT = Path(__file__).parents[3]
 RUN = """
 model = "model"
 steps = 3
@@ -26,24 +20,17 @@ data = {train = ["text.txt"], seq_len = 32, micro_batch = 64}
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     """A copy of the package with the change that the guide shows, a model and a text."""
-    folder = tmp_path_factory.mktemp("package")
-    copytree(ROOT / "src", folder / "src", ignore=ignore_patterns("__pycache__"))
-    (change,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/extend/layout.md").read_text(), re.DOTALL)
-    assert change.count("diff --git") == 1 and "new file" in change
-    subprocess.run(["git", "apply", "-"], input=change, text=True, cwd=folder, check=True)
-    (folder / "model").mkdir()
-    save_tiny_llm(folder / "model", num_hidden_layers=4)
-    (folder / "text.txt").write_text("The cat sat on the mat. " * 200)
-    (folder / "run.toml").write_text(RUN)
-    return folder
+    made = ChangedPackage(tmp_path_factory.mktemp("package"), "docs/extend/layout.md")
+    (made / "model").mkdir()
+    save_tiny_llm(made / "model", num_hidden_layers=4)
+    (made / "text.txt").write_text("The cat sat on the mat. " * 200)
+    (made / "run.toml").write_text(RUN)
+    yield made
+    made.close()
 
 
 def transect(package, *arguments, code=0):
-    done = subprocess.run(
-        [sys.executable, "-m", "transect", *arguments], cwd=package, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(package / "src")},
-    )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
+    done = package.transect(*arguments, code=code)
     return done.stdout + done.stderr
 
 
@@ -71,7 +58,7 @@ def test_two_ranks_train_by_it_as_one_does(package):
     one = losses(package, "alone")
     two = losses(package, "staged", "parallel.pipeline=2", 'parallel.schedule="eager"')
     assert len(one) == 3 and two == pytest.approx(one, abs=1e-5)
-    assert "tok/s" in transect(package, "generate", "staged/last", "The", "--max-tokens", "4")
+    assert package.answer("staged/last", "The", 4)
 
 
 def test_a_name_that_is_none_is_refused_with_all_there_are(package):

@@ -1,19 +1,15 @@
 """The guide's format, added in one file to a copy of the package: rounded, written, loaded, served, accounted for."""
 
 import json
-import os
-import re
 import subprocess
 import sys
-from pathlib import Path
-from shutil import copytree, ignore_patterns
 
 import httpx
 import pytest
+from changed_package import ChangedPackage
 from safetensors import safe_open
 from tiny_llm import save_tiny_llm
 
-ROOT = Path(__file__).parents[3]
 BITS = 4 + 16 / 32
 """Bits of a number in the guide's format."""
 LOGITS = """
@@ -37,27 +33,15 @@ torch.save(found, "found.pt")
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     """A copy of the package with the change that the guide shows."""
-    folder = tmp_path_factory.mktemp("package")
-    copytree(ROOT / "src", folder / "src", ignore=ignore_patterns("__pycache__"))
-    (change,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/extend/number-format.md").read_text(), re.DOTALL)
-    assert change.count("diff --git") == 1 and "new file" in change
-    subprocess.run(["git", "apply", "-"], input=change, text=True, cwd=folder, check=True)
-    save_tiny_llm(folder / "plain", hidden_size=128, intermediate_size=192)
-    return folder
-
-
-def run(package, *arguments, program=("-m", "transect")):
-    done = subprocess.run(
-        [sys.executable, *program, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(package / "src")}, cwd=package, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+    made = ChangedPackage(tmp_path_factory.mktemp("package"), "docs/extend/number-format.md")
+    save_tiny_llm(made / "plain", hidden_size=128, intermediate_size=192)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module")
 def written(package):
-    run(package, "quantize", "plain", "-o", "few", "--format", "e2m1")
+    package.transect("quantize", "plain", "-o", "few", "--format", "e2m1")
     return package / "few"
 
 
@@ -65,7 +49,7 @@ def test_a_model_is_rounded_and_loaded_in_its_bits(package, written):
     """Rounded when it is loaded, and read from its checkpoint: the same codes, so the same logits to the bit."""
     import torch
 
-    run(package, program=("-c", LOGITS))
+    package.python(LOGITS)
     found = torch.load(package / "found.pt", weights_only=False)
     (exact, _, dense), (rounded, bits, values), (stored, same_bits, _) = found
     assert bits == same_bits == {BITS}
@@ -86,25 +70,23 @@ def test_memory_is_accounted(package):
     asked = ("memory", "qwen3-8b", "--serve", "--context", "4096", "--gpu", "h200", "--json")
     weights = []
     for more in ((), ("--quantization", "e2m1"), ("--quantization", "int4")):
-        terms = json.loads(run(package, *asked, *more))["terms"]
+        terms = json.loads(package.transect(*asked, *more).stdout)["terms"]
         weights.append(next(term["bytes"] for term in terms if term["name"] == "weights"))
     plain, few, int4 = weights
     assert (plain - few) / (plain - int4) == pytest.approx((16 - BITS) / (16 - 4.25), rel=1e-6)
 
 
 def test_options_and_errors_name_it(package):
-    assert "--quantization int4|e2m1|fp8|int8" in run(package, "generate", "--help")
-    assert "e2m1" in run(package, "quantize", "--help")
+    assert "--quantization int4|e2m1|fp8|int8" in package.transect("generate", "--help").stdout
+    assert "e2m1" in package.transect("quantize", "--help").stdout
     check = "from transect.spec.numbers.page import page; print(page())"
-    assert "| `e2m1` | 4-bit float (e2m1), a scale for each 32 numbers of a row | 4.5 |" in run(
-        package, program=("-c", check)
-    )
+    assert "| `e2m1` | 4-bit float (e2m1), a scale for each 32 numbers of a row | 4.5 |" in package.python(check).stdout
 
 
 def test_it_is_served(package, written):
     command = ["-m", "transect", "serve", "few", "--port", "0", "--served-model-name", "m", "--no-native"]
     process = subprocess.Popen(
-        [sys.executable, *command], env={**os.environ, "PYTHONPATH": str(package / "src")}, cwd=package,
+        [sys.executable, *command], env=package.environment, cwd=package.folder,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

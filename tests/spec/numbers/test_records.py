@@ -179,6 +179,8 @@ COMPARED = {"ops/linear/packed/gguf/gguf_layout.py"}
 def names_compared(text: str, names: set[str]) -> set[str]:
     """The names that a source compares something with, by ``==``, ``in`` or ``match``."""
     found: set[str] = set()
+    if not any(f'"{name}"' in text for name in names):
+        return found
     for node in ast.walk(ast.parse(text)):
         sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
         sides += [node.value] if isinstance(node, ast.MatchValue) else []

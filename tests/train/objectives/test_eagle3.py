@@ -9,9 +9,12 @@ from training_runs import tiny_run
 from transformers import LlamaForCausalLM
 
 from transect import LLM, SamplingParams
+from transect.ops.lang.jit import INTERPRETED
 from transect.train.loop.checkpoint import newest
 from transect.train.loop.trainer import Trainer
-from transect.train.objectives.head_loss import DraftContext, targets_of
+from transect.train.objectives import draft_attention
+from transect.train.objectives.draft_attention import DraftContext
+from transect.train.objectives.head_loss import targets_of
 
 OWN = {"vocabulary": 120, "steps": 3}
 
@@ -60,7 +63,7 @@ def test_each_step_is_what_drafting_would_compute(folder):
     head, model = trainer.trainable.head, trainer.model
     with torch.no_grad():
         targets = targets_of(model, head, batch)
-        hidden, context = head.fc(targets.features_TD), DraftContext(batch.cu_seqlens.diff().tolist())
+        hidden, context = head.fc(targets.features_TD), DraftContext(batch.cu_seqlens, head.ops)
         steps = []
         for step in range(3):
             ahead = (torch.arange(batch.num_tokens) + 1 + step).clamp(max=batch.num_tokens - 1)
@@ -80,6 +83,30 @@ def test_each_step_is_what_drafting_would_compute(folder):
                 output = naive_layer(weights, plain, entries, torch.stack(features))[-1]
                 torch.testing.assert_close(steps[step][begin + row], output, atol=2e-4, rtol=2e-4)
                 features.append(output)
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "triton"])
+def test_fused_attention_of_drafting_steps_is_that_of_whole_scores(implementation):
+    """Results and gradients, of several steps."""
+    if implementation == "triton" and not INTERPRETED:
+        pytest.skip("needs Triton's interpreter")
+    torch.manual_seed(3)
+    cu_seqlens = torch.tensor([0, 5, 6, 40], dtype=torch.int32)
+    inputs = [torch.randn(40, heads, 16, requires_grad=True) for heads in (4, *(6 * (2,)))]
+    steps = list(zip(inputs[1:4], inputs[4:], strict=True))
+    for count in (1, 3):
+        found = []
+        for fused in (False, True):
+            if fused:
+                flat = [k for k, _ in steps[1:count]] + [v for _, v in steps[1:count]]
+                kernels = draft_attention.KERNELS[implementation]()
+                out = draft_attention._Fused.apply(kernels, cu_seqlens, 0.3, inputs[0], *steps[0], *flat)
+            else:
+                out = draft_attention.by_document(inputs[0], steps[:count], cu_seqlens, 0.3)
+            used = [inputs[0], *(x for step in steps[:count] for x in step)]
+            found.append([out, *torch.autograd.grad((out * torch.arange(16.0)).sum(), used)])
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
 def test_a_trained_head_is_served_and_accepted(folder, trained):

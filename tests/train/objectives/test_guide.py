@@ -1,17 +1,11 @@
 """The guide's objective, added in one file to a copy of the package: trained by, continued, and used."""
 
 import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-from shutil import copytree, ignore_patterns
 
 import pytest
+from changed_package import ChangedPackage
 from tiny_llm import save_tiny_llm
 
-ROOT = Path(__file__).parents[3]
 RUN = """
 model = "model"
 objective = "simpo"
@@ -34,25 +28,18 @@ gamma = 0.5
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     """A copy of the package with the change that the guide shows, a model and pairs."""
-    folder = tmp_path_factory.mktemp("package")
-    copytree(ROOT / "src", folder / "src", ignore=ignore_patterns("__pycache__"))
-    (change,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/extend/objective.md").read_text(), re.DOTALL)
-    assert change.count("diff --git") == 1 and "new file" in change
-    subprocess.run(["git", "apply", "-"], input=change, text=True, cwd=folder, check=True)
-    (folder / "model").mkdir()
-    save_tiny_llm(folder / "model")
+    made = ChangedPackage(tmp_path_factory.mktemp("package"), "docs/extend/objective.md")
+    (made / "model").mkdir()
+    save_tiny_llm(made / "model")
     rows = [{"prompt": f"{i} + 1?", "chosen": f"It is {i + 1}.", "rejected": "No idea!"} for i in range(24)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "run.toml").write_text(RUN)
-    return folder
+    (made / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (made / "run.toml").write_text(RUN)
+    yield made
+    made.close()
 
 
 def transect(package, *arguments, code=0):
-    done = subprocess.run(
-        [sys.executable, "-m", "transect", *arguments], cwd=package, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(package / "src")},
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
+    done = package.transect(*arguments, code=code)
     return done.stdout + done.stderr
 
 
@@ -69,7 +56,7 @@ def test_a_run_by_an_objective_that_is_one_file(package):
     assert config["own"] == {"beta": 2.0, "gamma": 0.5} and config["optimizer"]["learning_rate"] == 1e-6
     transect(package, "train", "--resume", "--run", "run", "--steps", "6", "--set", "simpo.beta=2.5")
     assert len(steps(package)) == 6
-    assert "tok/s" in transect(package, "generate", "run/last", "2 + 1?", "--max-tokens", "4")
+    assert package.answer("run/last", "2 + 1?", 4)
 
 
 def test_what_is_wrong_with_its_table_is_said(package):

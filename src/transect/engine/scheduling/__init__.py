@@ -9,8 +9,8 @@
 * ``scheduler_config``: settings of the scheduler. ``limits``: checks that a request can ever fit.
 * ``arrivals``: sequences of a new request, their ranks and seeds.
 * ``waiting_queue``: waiting sequences, their order, and the bound of the queue.
-* ``scheduler``: builds the batch of the next step: admission, preemption, forks. ``bookkeeping``: the state of all
-  requests, and the effects of a step's tokens.
+* ``scheduler``: builds the batch of the next step: admission, preemption, forks. ``plan``: a step in the making.
+  ``bookkeeping``: the state of all requests, and the effects of a step's tokens.
 * ``decisions``: the decision log, in memory and on disk. ``snapshot``: block tables and the queue at one moment.
 * ``jump_ahead``: tokens that a grammar forces. ``constraint``: allowed next tokens, as bits.
 * ``clock``: the wall clock and a virtual one.

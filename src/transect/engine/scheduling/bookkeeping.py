@@ -319,6 +319,8 @@ class Bookkeeping:
         if not state.num_live:
             del self.requests[state.spec.request_id]
             self.arrivals.order.ended(state.turn, state.computed_tokens)
+            if not state.spec.in_one_piece:
+                self.budget.recent.ended(state.spec.client, max(each.last_step for each in state.choices))
             if not self.requests:
                 self.arrivals.order.reset()
             if state.leader.status is not Status.GONE:

@@ -54,9 +54,10 @@ def leap(core: EngineCore, device: VirtualDevice, until: float, seconds: DecodeS
     running, waiting = list(scheduler.running), scheduler.waiting
     left = [seq.max_length - seq.length for seq in running]
     until_one_ends = len(waiting) > 0
-    if scheduler.arrivals.order.shared and len({seq.request.spec.client for seq in (*running, *waiting)}) > 1:
-        until_one_ends = True  # it may change whose turn it is
-        if len(waiting) or scheduler.budget.rows(running, waiting).seconds < math.inf:
+    if scheduler.arrivals.order.shared:
+        several = len({seq.request.spec.client for seq in (*running, *waiting)}) > 1
+        until_one_ends = until_one_ends or several  # it may change whose turn it is
+        if (several and len(waiting)) or scheduler.budget.rows(running, waiting).seconds < math.inf:
             return None
     most = min((min if until_one_ends else max)(left) - 1 + lag, MOST)
     if most < 1 or (most := _room(scheduler, running, left, most)) < 1:

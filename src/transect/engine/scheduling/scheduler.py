@@ -27,14 +27,15 @@ that sequence.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import islice
 from operator import attrgetter
 
 from . import limits
 from .batch import Draw, ScheduledBatch, ScheduledRow
 from .bookkeeping import Bookkeeping
-from .policies.budget import Budget, Coming
+from .plan import Plan
+from .policies.budget import Coming
 from .policies.places import LOOKED_AT, exchange
 from .request import Rank, Sequence, Status
 
@@ -45,51 +46,6 @@ BEHIND = 2**32
 them."""
 BARRED = ("kv", "places", "adapters")
 """Reasons that hold back the queue's head at any step size."""
-
-
-class Plan:
-    """A step in the making."""
-
-    __slots__ = ("chunk", "copies", "forks", "rooms", "rows", "sequences", "shares", "step", "taken")
-
-    def __init__(self, step: int, budget: Budget) -> None:
-        self.step = step
-        self.chunk = budget.chunk
-        self.shares = [list(share) for share in budget.shares]
-        """Remaining tokens of each share, see ``Share``."""
-        self.rooms = dict(budget.rooms)
-        """Remaining prompt tokens of each limited client."""
-        self.taken: dict[str, int] = {}
-        """Prompt tokens of each client."""
-        self.rows: list[ScheduledRow] = []
-        self.sequences: list[Sequence] = []
-        """The sequence of each row."""
-        self.copies: list[tuple[int, int]] = []
-        self.forks: list[Sequence] = []
-        """Choices that begin with this step and are not yet among the running."""
-
-    def sizes(self) -> tuple[int, int]:
-        """Count the rows of several tokens, which are prompts, and the tokens of all rows."""
-        counts = [row.num_tokens for row in self.rows]
-        return sum(count > 1 for count in counts), sum(counts)
-
-    def allows(self, count: int, client: str) -> int:
-        """Return the tokens that a client's prompt with ``count`` tokens to compute may take of the step."""
-        left = next((tokens for over, tokens in self.shares if count > over), count)
-        return min(count, left, self.chunk, self.rooms.get(client, count))
-
-    def take(self, count: int, most: int, client: str) -> int:
-        """Give a client's prompt with ``count`` tokens to compute what it may take, one token to ``most``. Returns how
-        many."""
-        taken = max(1, min(self.allows(count, client), most))
-        self.taken[client] = self.taken.get(client, 0) + taken
-        if client in self.rooms:
-            self.rooms[client] = max(0, self.rooms[client] - taken)
-        for share in self.shares:
-            if count > share[0]:
-                share[1] = max(0, share[1] - taken)
-                break
-        return taken
 
 
 class Scheduler(Bookkeeping):
@@ -114,10 +70,9 @@ class Scheduler(Bookkeeping):
         """Plan the next step; None if nothing can run now (no work, or all sequences wait for the step in flight). Each
         batch must be returned through ``commit``, in order."""
         shared = self.arrivals.order.shared
-        if shared and self.held_back == "places":
-            self._yield_places()
+        if shared and len(self.waiting) and self._share_out():
+            self.held_back = ""
         paused = self.budget.rows(self.running, self.waiting).paused if shared else ()
-        self._held_prompt = False
         batch = self._schedule(paused)
         # Sequences whose turn it is may all lack memory.
         return self._schedule((), pause=False) if batch is None and (paused or self._held_prompt) else batch
@@ -131,11 +86,12 @@ class Scheduler(Bookkeeping):
         active = [seq for seq in running if seq.seq_id not in paused] if paused else running
         state = None if paused else self._state_of_budget()
         budget = self.budget.of_next(active, self.waiting, self._cut, self.held_back in BARRED, state)
-        spare = budget.tokens - len(active)
+        spare = budget.tokens - len(active) + budget.held
         others_wait = len(self.waiting) > 0 and self.arrivals.order.shared and self.held_back not in BARRED
         plan = Plan(self._step + 1, budget)
         step, rows, sequences = plan.step, plan.rows, plan.sequences
         drafts = self._draft(spare, most) if self.speculation is not None and spare > 0 else None
+        self._held_prompt = False
         again = True  # as long as all rows are of the kind that most are
         starved = False
         for seq in running:  # preemption takes sequences from the end of this list while it is walked
@@ -184,14 +140,14 @@ class Scheduler(Bookkeeping):
                 seq.length = length + 1
                 seq.last_step = step
                 continue
-            if pause and budget.pause and take > 1:
+            if pause and take > 1 and (budget.pause or plan.rooms.get(seq.request.spec.client) == 0):
                 self._held_prompt = True
-                spare += 1
+                spare += budget.pause
                 continue
             again = False
             if take > 1:
-                ahead = self._ahead(seq) if others_wait else 0
-                take = plan.take(take, 1 + max(0, spare - ahead), seq.request.spec.client)
+                ahead = self._ahead(seq, plan) if others_wait else 0
+                take = plan.take(seq, 1 + max(0, spare - ahead))
                 spare -= take - 1
             end = seq.scheduled + take
             if (seq.shared_block is not None or end > len(seq.block_ids) * block_size) and not self._make_room(
@@ -221,7 +177,7 @@ class Scheduler(Bookkeeping):
         self._step = step
         again = again and len(rows) == decoding and len(self._last) == depth and sequences == self._last[0]
         batch = ScheduledBatch(step, tuple(rows), tuple(plan.copies), again)
-        self._cut = budget.pause or (not batch.again and not all(row.draws for row in rows))
+        self._cut = self._held_prompt or (not batch.again and not all(row.draws for row in rows))
         drafting = not batch.again and any(row.drafts for row in rows)
         self.drafting = drafting and depth == 1  # in a pipeline the next steps have other sequences
         if drafting:
@@ -260,7 +216,7 @@ class Scheduler(Bookkeeping):
         if not decoding or others or len(self.waiting):  # prompts fill steps to their best size already
             self.speculation.worthwhile = False
             return {}
-        room = min(spare, self.config.max_num_seqs - len(decoding))
+        room = min(spare, self.config.max_rows - len(decoding))
         found = self.speculation.drafts(decoding, room, known=all_known)
         return found if all_known else {}
 
@@ -341,23 +297,50 @@ class Scheduler(Bookkeeping):
             if victim is seq:
                 return False
 
-    def _yield_places(self) -> None:
-        """Give places of clients above their share to clients below (``policies/places``). The next sequence that gets
-        one moves to the head of the queue, and the one that loses its place waits right behind it."""
-        most, front = self.config.max_num_seqs, self.waiting.in_order()[:LOOKED_AT]
-        found = exchange(self.running, front, self._places_of, most)
-        if found is None:
-            return
-        newcomer, loser = found
-        if newcomer is not front[0]:
-            self.waiting.move(newcomer, (*front[0].rank[:4], newcomer.seq_id - BEHIND))
-        while self._places + self._places_of(newcomer) > most:
+    def _share_out(self) -> bool:
+        """Give places, or KV blocks, of clients above their share to clients below, if there are too few for the queue
+        (``policies/places``). Sequences that get them move to the head of the queue, and those that lose theirs wait
+        right behind. Returns True if one of them can be admitted now."""
+        front, blocks = self.waiting.in_order()[:LOOKED_AT], self.blocks
+        granted: list[Sequence] = []
+        if self._places + sum(map(self._places_of, front)) > self.config.max_num_seqs:
+            while self._grant(granted, front, self._places_of, self.config.max_num_seqs, self._lacks_places):
+                pass
+        if self.held_back == "kv" and not (granted or blocks.returns_pending):
+            self._grant(granted, front, blocks.held_or_needed, self.config.num_blocks, self._lacks_blocks)
+        return bool(granted) and not blocks.returns_pending
+
+    def _grant(
+        self,
+        granted: list[Sequence],
+        front: list[Sequence],
+        amount_of: Callable[[Sequence], int],
+        most: int,
+        lacks: Callable[[Sequence, list[Sequence]], bool],
+    ) -> bool:
+        """Give one more waiting sequence what it lacks, beside those of ``granted``, which it joins. Returns False if
+        there is none."""
+        newcomer: Sequence | None = None
+        while True:
+            left = [seq for seq in front if seq not in granted]
+            found = exchange([*self.running, *granted], left, amount_of, most)
+            if found is None or newcomer not in (None, found[0]):
+                return False
+            if newcomer is None and found[0] is not front[0]:
+                self.waiting.move(found[0], (*front[0].rank[:4], found[0].seq_id - BEHIND))
+            newcomer, loser = found
+            if not lacks(newcomer, granted):
+                granted.append(newcomer)
+                return True
             loser.rank = self._rank_of_loser(loser, newcomer)
             self._preempt(loser)
-            found = exchange(self.running, front, self._places_of, most)
-            if found is None or found[0] is not newcomer:
-                return
-            loser = found[1]
+
+    def _lacks_places(self, seq: Sequence, granted: list[Sequence]) -> bool:
+        return self._places + sum(map(self._places_of, (*granted, seq))) > self.config.max_num_seqs
+
+    def _lacks_blocks(self, seq: Sequence, granted: list[Sequence]) -> bool:
+        """Return True if ``seq`` lacks KV blocks, and will lack them when the steps in flight have returned theirs."""
+        return self.blocks.blocks_for(seq.length) + self._watermark > self.cache.num_free + self.blocks.num_pending
 
     def _rank_of_loser(self, loser: Sequence, newcomer: Sequence) -> Rank:
         """Return the rank of a sequence that loses its place: before the others of its client that wait, or as a new
@@ -370,14 +353,16 @@ class Scheduler(Bookkeeping):
         start = self.arrivals.order.key(client, 0, 0)[0]
         return (max(start, newcomer.rank[0]), *newcomer.rank[1:4], BEHIND + loser.seq_id)
 
-    def _ahead(self, seq: Sequence) -> int:
+    def _ahead(self, seq: Sequence, plan: Plan) -> int:
         """Return the tokens of a step that a started prompt leaves to prompts of other clients in front of it."""
-        tokens = 0
+        counts: dict[str, int] = {}
         for other in islice(self.waiting, LOOKED_AT):
             if other.rank > seq.rank:
                 break
-            tokens += other.to_compute if other.request.spec.client != seq.request.spec.client else 0
-        return tokens
+            client = other.request.spec.client
+            counts[client] = counts.get(client, 0) + other.to_compute
+        counts.pop(seq.request.spec.client, None)
+        return sum(min(count, plan.rooms.get(client, count)) for client, count in counts.items())
 
     def _preempt(self, seq: Sequence) -> None:
         """Free the blocks of a running sequence, which then waits to be recomputed."""
@@ -403,7 +388,8 @@ class Scheduler(Bookkeeping):
                 break
             if not plan.allows(seq.to_compute, seq.request.spec.client):
                 # Its like, or its client, have taken their share: it does not hold up others.
-                passed = passed or seq
+                if seq.request.spec.client not in plan.rooms:
+                    passed = passed or seq
                 continue
             used = self._try_admit(seq, spare, plan, passed)
             if used is None:
@@ -456,7 +442,7 @@ class Scheduler(Bookkeeping):
             if self.config.enable_prefix_caching and not computes_all:
                 self._prefix_query_tokens += seq.prompt_len
                 self._prefix_hit_tokens += seq.scheduled
-        take = plan.take(seq.length - seq.scheduled, spare, state.spec.client) if spare > 0 else 0
+        take = plan.take(seq, spare) if spare > 0 else 0
         if take:
             self._plan_row(seq, seq.scheduled + take, plan)
         return take

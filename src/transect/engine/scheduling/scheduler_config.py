@@ -131,3 +131,10 @@ class SchedulerConfig:
         if self.batching not in ("continuous", "static"):
             raise ValueError(f'batching must be "continuous" or "static", got {self.batching!r}')
         order_policy(self.scheduling_policy)
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a decode step: those of sequences, and of their drafts."""
+        if not isinstance(self.speculation, SpeculativeConfig):
+            return self.max_num_seqs
+        return self.speculation.rows(self.max_num_seqs, self.max_num_batched_tokens)

@@ -43,6 +43,15 @@ class SequenceBlocks:
         """True if a step in flight holds blocks that are released with its result."""
         return bool(self._after_step)
 
+    @property
+    def num_pending(self) -> int:
+        """References to blocks that are released when the steps in flight are done; some blocks have other users."""
+        return sum(len(block_ids) for waiting in self._after_step.values() for block_ids in waiting)
+
+    def held_or_needed(self, seq: Sequence) -> int:
+        """Return the blocks of a running sequence, or those that a waiting one needs for its tokens."""
+        return len(seq.block_ids) or self.blocks_for(seq.length)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size)

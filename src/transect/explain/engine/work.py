@@ -27,7 +27,7 @@ def padding_of(header: Header) -> StepPadding | None:
         return None
     return StepPadding(
         graph_tokens=known.get("graph_tokens", 0),
-        rows=limits.get("max_num_seqs", 0),
+        rows=known.get("rows", limits.get("max_num_seqs", 0)),
         context=limits.get("max_model_len", 16),
         fine=bool(known.get("fine_rows")),
         multiple=max(1, known.get("multiple", 1)),

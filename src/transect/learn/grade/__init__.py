@@ -13,7 +13,7 @@ In the child's process:
 * ``zygote``   has torch loaded, and forks a child for each program
 * ``session``  loads one program and calls it
 * ``watch``    sees which operators a program calls, and what it reaches for
-* ``counting`` counts work
+* ``counting`` counts work; ``traffic.cpp`` counts that of C++
 * ``compiling`` compiles kernels ahead of time
 
 ``wire`` has the messages between the two.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+MOST_SHOWN = 300
+"""Characters of a call that is shown to the student."""
 
 
 def difference(got: Any, want: Any, tolerance: float, where: str = "the result", *, scale: float | None = None) -> str:
@@ -32,7 +36,7 @@ def difference(got: Any, want: Any, tolerance: float, where: str = "the result",
     if isinstance(want, dict):
         if not isinstance(got, dict) or set(got) != set(want):
             return f"{where} must have the keys {', '.join(map(str, want))}"
-        return next(filter(None, (difference(got[k], want[k], tolerance, f"{k!r} of {where}") for k in want)), "")
+        return next(filter(None, (difference(got[k], want[k], tolerance, _part(k, where)) for k in want)), "")
     if isinstance(want, float):
         if isinstance(got, Tensor) and got.numel() == 1:
             got = got.item()
@@ -42,6 +46,10 @@ def difference(got: Any, want: Any, tolerance: float, where: str = "the result",
     if type(got) is not type(want) or got != want:
         return f"{where} is {_short(got)} instead of {_short(want)}"
     return ""
+
+
+def _part(key: Any, whole: str) -> str:
+    return f"{key}" if whole == "the result" else f"{key!r} of {whole}"
 
 
 def _close(got: float, want: float, tolerance: float) -> bool:
@@ -85,3 +93,19 @@ def _first(wrong: Tensor, got: Tensor, want: Tensor) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def call_text(entry: str, arguments: Sequence[Any]) -> str:
+    """Write a call as Python, with tensors as shapes; empty if it is longer than ``MOST_SHOWN`` characters."""
+    text = f"{entry}({', '.join(map(_argument, arguments))})"
+    return text if len(text) <= MOST_SHOWN else ""
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype)[6:]} {list(value.shape)}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_argument, value))}]"
+    return repr(value)

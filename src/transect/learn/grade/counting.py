@@ -3,6 +3,7 @@
 ``lines``: lines of the student's Python that ran. ``bytes``: bytes that torch's operators read and wrote, views left
 out. ``traffic``: bytes of the 32-byte sectors of memory that a kernel's loads and stores touched, counted in Triton's
 interpreter; it grows where threads read again, and where neighbours read places that are apart (not coalesced).
+``lines of cache``: bytes that a C++ program fetches through a small cache, counted by ``traffic.cpp``.
 """
 
 from __future__ import annotations

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+NEAR = 1.5
+"""Multiple of the shipped solution's time up to which the two count as equal: a busy machine makes such differences."""
+FAR = 60.0
+"""Percent of the floor below which there is advice."""
+
 
 @dataclass(slots=True)
 class Verdict:
@@ -16,6 +21,8 @@ class Verdict:
     """A teacher's sentence: why it is wrong, or why it is slow."""
     detail: str = ""
     """The numbers behind the reason."""
+    call: str = ""
+    """The call of the first unsolved case, if it is short."""
     slow: bool = False
     cheats: list[str] = field(default_factory=list)
     """The program's ways around the exercise; it is not right if there are any."""
@@ -50,10 +57,11 @@ class Verdict:
         if self.cheats:
             return [f"not graded: the program {each}" for each in self.cheats]
         if not self.right:
-            solved = f"solved: {', '.join(self.passed)}" if self.passed else ""
-            lines = (f"not right yet: {self.reason}", self.detail and f"  {self.detail}", solved)
+            solved = f"solved: {'; '.join(self.passed)}" if self.passed else ""
+            call = self.call and f"  the call: {self.call}"
+            lines = (f"not right yet: {self.reason}", self.detail and f"  {self.detail}", call, solved)
             return [line for line in lines if line]
-        found = [f"right: {', '.join(self.passed)}"]
+        found = [f"right: {'; '.join(self.passed)}"]
         if self.seconds is not None:
             text = f"time: {time_text(self.seconds)}"
             if self.percent is not None:
@@ -73,7 +81,24 @@ class Verdict:
         found += [_kernel(each) for each in self.kernels]
         if self.slow:
             found.append(f"slow: {self.reason}")
+        elif advice := self.try_next():
+            found.append(f"try next: {advice}")
         return found
+
+    def try_next(self) -> str:
+        """Say in a sentence where a right program is furthest from the floor; empty if nothing is known."""
+        for each in self.kernels:
+            if each.get("spilled_bytes"):
+                return f"{each['kernel']} spills registers: a smaller tile keeps all values in them"
+        if self.seconds and self.reference_seconds and self.seconds > NEAR * self.reference_seconds:
+            share = self.reference_seconds / self.seconds
+            return f"the shipped solution takes {share:.0%} of your time: compare the two"
+        if self.percent is not None and self.percent < FAR:
+            return {
+                "bytes": "fewer passes over memory, wider loads, and more of them under way at a time",
+                "FLOPs": "use each loaded number more often: a larger tile in registers, and vector instructions",
+            }.get(self.bound, "")
+        return ""
 
 
 def time_text(seconds: float | None) -> str:

@@ -18,6 +18,13 @@ TENSOR = 1
 MOST_BYTES = 1 << 30
 
 
+class _Sent(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    stride: list[int]
+    data: memoryview
+
+
 class Ended(Exception):
     """The other side has closed the connection."""
 
@@ -25,7 +32,8 @@ class Ended(Exception):
 def send(connection: socket.socket, message: Any) -> None:
     """Send one message. Raises TypeError if it holds anything but plain values and tensors."""
     data = msgspec.msgpack.encode(message, enc_hook=_encode)
-    connection.sendall(struct.pack("<Q", len(data)) + data)
+    connection.sendall(struct.pack("<Q", len(data)))
+    connection.sendall(data)
 
 
 def receive(connection: socket.socket) -> Any:
@@ -62,7 +70,7 @@ def _encode(value: Any) -> Any:
         span = sum((n - 1) * s for n, s in zip(held.shape, held.stride(), strict=True)) + 1 if held.numel() else 0
         flat = held.as_strided((span,), (1,)).contiguous().view(torch.uint8) if span else held.new_empty(0)
         head = {"dtype": str(held.dtype)[6:], "shape": list(held.shape), "stride": list(held.stride())}
-        return msgspec.msgpack.Ext(TENSOR, msgspec.msgpack.encode({**head, "data": flat.numpy().tobytes()}))
+        return msgspec.msgpack.Ext(TENSOR, msgspec.msgpack.encode({**head, "data": flat.numpy().data}))
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be sent")
@@ -71,9 +79,8 @@ def _encode(value: Any) -> Any:
 def _decode(code: int, data: memoryview) -> Any:
     if code != TENSOR:
         raise ValueError(f"unknown kind {code}")
-    head = msgspec.msgpack.decode(data)
-    dtype = getattr(torch, head["dtype"])
-    if not head["data"]:
-        return torch.empty(head["shape"], dtype=dtype)
-    flat = torch.frombuffer(bytearray(head["data"]), dtype=torch.uint8).clone().view(dtype)  # aligned
-    return flat.as_strided(head["shape"], head["stride"])
+    head = msgspec.msgpack.decode(data, type=_Sent)
+    dtype = getattr(torch, head.dtype)
+    flat = torch.empty(head.data.nbytes, dtype=torch.uint8)  # aligned, and the only copy
+    flat.numpy()[:] = np.frombuffer(head.data, np.uint8)
+    return flat.view(dtype).as_strided(head.shape, head.stride) if head.data else torch.empty(head.shape, dtype=dtype)

@@ -7,6 +7,7 @@ import inspect
 import os
 import secrets
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,11 +16,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..record import PLACES, Rung
 from . import sandbox, wire
+from .session import COMPILERS
 
 TIMEOUT_S = 60.0
 START_S = 120.0
@@ -74,7 +77,7 @@ class Submission:
         """Send a message and wait for the answer.
 
         Raises:
-            Failed: the program raised, ended its process, took too long, or wrote into the grader's connection.
+            ProgramFailed: the program raised, ended its process, took too long, or wrote into the grader's connection.
         """
         nonce = secrets.token_hex(8)
         self._connection.settimeout(self.timeout)
@@ -109,12 +112,12 @@ class Submission:
 
         Args:
             rounds: times that all are made; the results are those of the last, and the seconds those of one round.
-            warm: make the calls once before the clock starts (a kernel is compiled at its first launch).
+            warm: make as many before the clock starts: the first launch compiles the kernel, and an idle GPU is slow.
             inputs: return the arguments as they are after the calls.
         """
         self.ask("inputs", calls=[[entry, list(arguments)] for entry, arguments in calls], reuse=reuse)
         if warm:
-            self.ask("go", count="", rounds=1)
+            self.ask("go", count="", rounds=rounds)
         idle = min(self._timed("", dry=True)[0] for _ in range(3))
         seconds, reply = self._timed(count, rounds=rounds)
         found = self.ask("outputs", inputs=inputs)
@@ -198,7 +201,14 @@ class Workshop:
 
     def open(self, rung: Rung, path: Path, device: str = "") -> Submission:
         """Load a program in a child of its own. Kernels get their inputs on the workshop's device, others on the
-        CPU, unless ``device`` says otherwise. Raises Failed if it does not load."""
+        CPU, unless ``device`` says otherwise.
+
+        Raises:
+            ProgramFailed: it does not load.
+            ValueError: this machine lacks Triton or a C++ compiler, which the rung needs.
+        """
+        if lacks := lacking(rung):
+            raise ValueError(lacks)
         return Submission(self, rung, path, device or (self.device if rung.kind == "triton" else "cpu"))
 
     def close(self) -> None:
@@ -225,6 +235,15 @@ def workshop(given: Workshop | None, **options: Any) -> Iterator[Workshop]:
         return
     with Workshop(**options) as made:
         yield made
+
+
+def lacking(rung: Rung) -> str:
+    """Say what a rung needs and this machine does not have; empty if nothing."""
+    if rung.kind == "triton" and find_spec("triton") is None:
+        return f"the kernels of {rung.name} need Triton: pip install '.[learn]' in the checkout, or pip install triton"
+    if rung.kind == "cpp" and not any(map(shutil.which, COMPILERS)):
+        return f"{rung.name} needs a C++ compiler ({', '.join(COMPILERS)}): install g++, for example by apt-get"
+    return ""
 
 
 def _check_interpreter() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,30 @@ def floats(rng: Any, count: int) -> list[float]:
 
 
 def like(rng: Any, value: Any) -> Any:
-    """Generate new normal numbers in the shape and dtype of a floating-point tensor; every other value stays
-    unchanged."""
+    """Generate new normal numbers in the shape and dtype of a floating-point tensor, and positive ones if it has no
+    negative ones; every other value stays unchanged."""
     if isinstance(value, Tensor) and value.is_floating_point():
-        return normal(rng, *value.shape, dtype=value.dtype)
+        made = normal(rng, *value.shape, dtype=value.dtype)
+        return made.abs() if value.numel() and bool((value >= 0).all()) else made
     return value
+
+
+def flat(value: Any) -> Any:
+    """Return an object of this package as a dict that can be sent to a program: its class, and what makes it again;
+    every other value stays unchanged.
+
+    An argument ``lengths_B`` of a class is read from its attribute ``lengths_B``, or else ``lengths``.
+    """
+    kind = type(value)
+    if not kind.__module__.startswith("transect."):
+        return value
+    names = list(inspect.signature(kind).parameters)
+    fields = {name: getattr(value, name if hasattr(value, name) else name.rpartition("_")[0]) for name in names}
+    return {"module": kind.__module__, "kind": kind.__qualname__, "fields": fields}
+
+
+def built(value: Any) -> Any:
+    """Make the object that ``flat`` took apart; every other value stays unchanged."""
+    if not isinstance(value, dict) or "kind" not in value:
+        return value
+    return getattr(import_module(value["module"]), value["kind"])(**value["fields"])

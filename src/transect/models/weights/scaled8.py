@@ -77,41 +77,56 @@ class Products8:
 
     @classmethod
     def on(
-        cls, device: torch.device | str, *, dependent: bool = False, fp8: bool = True, batch_invariant: bool = False
+        cls,
+        device: torch.device | str,
+        *,
+        dependent: bool = False,
+        fp8: bool = True,
+        blocks: bool = False,
+        batch_invariant: bool = False,
     ) -> Products8:
         """Return the fastest kernels for ``device``.
 
         Args:
             dependent: with dependent launch where the device has it.
-            fp8: there are weights in fp8: the kernel of the chain, which takes no others, is compiled too.
+            fp8: the weights are in fp8, else whole numbers.
+            blocks: their scales are of blocks.
             batch_invariant: rows may not depend on each other.
         """
         device = torch.device(device)
         target = target_of(device)
         if batch_invariant:
-            return cls(many=_invariant_tiles(device, dependent, fp8), dependent=dependent, batch_invariant=True)
+            return cls(many=_invariant_tiles(device, dependent, fp8, blocks), dependent=dependent, batch_invariant=True)
         if target.capability < (8, 0):
             return cls()
         few = hopper = None
         dependent = dependent and target.dependent_launch
         try:
             few = scaled8_rows.CudaRows8(device)
-            hopper = scaled8_hopper.HopperRows8(device) if fp8 and target.hopper else None
+            hopper = _hopper_rows(device, fp8, blocks)
         except Unavailable as reason:
             log.warning("products of few rows in 8 bits decode by a Triton kernel, which is slower: %s", reason)
-        chain = scaled8_chain.CudaChain(device) if few is not None and dependent and fp8 and target.hopper else None
+        chain = None
+        if few is not None and dependent and target.hopper and scaled8_chain.faster(fp8, blocks):
+            chain = scaled8_chain.CudaChain(device)
         many = scaled8_tiles.Tiles8(dependent_launch=dependent, hopper=hopper)
         return cls(few, many if target.fp8_products or not fp8 else None, dependent, chain)
 
 
-def _invariant_tiles(device: torch.device, dependent: bool, fp8: bool) -> scaled8_tiles.Tiles8 | None:
+def _hopper_rows(device: torch.device, fp8: bool, blocks: bool) -> scaled8_hopper.HopperRows8 | None:
+    """Return the kernels for 17 to 256 rows; None if this GPU has none, or none that are faster than others."""
+    kind = scaled8_hopper.kind_of(fp8, blocks)
+    return scaled8_hopper.HopperRows8(device, kind) if target_of(device).hopper and kind.most_rows else None
+
+
+def _invariant_tiles(device: torch.device, dependent: bool, fp8: bool, blocks: bool) -> scaled8_tiles.Tiles8 | None:
     if not target_of(device).hopper:
         return None
     hopper = None
     try:
-        hopper = scaled8_hopper.HopperRows8(device) if fp8 else None
+        hopper = _hopper_rows(device, fp8, blocks)
     except Unavailable as reason:
-        log.warning("products of up to 256 rows in fp8 run a Triton kernel, which is slower: %s", reason)
+        log.warning("products of up to 256 rows in 8 bits run a Triton kernel, which is slower: %s", reason)
     return scaled8_tiles.Tiles8(dependent_launch=dependent, hopper=hopper, unsplit=True)
 
 
@@ -350,8 +365,8 @@ class Stream8:
     def gated(self, stream: ResidualStream) -> Tensor | Rounded:
         if len(stream.total) > scaled8_rows.MOST_ROWS:
             rows, weight = self._rounded(_rows_of(stream)), self._weight
-            if self._many is not None and weight.fp8 and weight.dtype == torch.bfloat16:
-                made = self._many.gated(*rows, weight.codes, weight.scale)
+            if self._many is not None and weight.dtype == torch.bfloat16:
+                made = self._many.gated(*rows, weight.codes, weight.scale, weight.fp8)
                 if made is not None:
                     return made
             both = self._many_rows(rows)
@@ -360,12 +375,13 @@ class Stream8:
 
     def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
         call, parts = self._weight.chained, [self, *(each for each in after if isinstance(each, Stream8))]
-        if call is None or len(parts) < 4 or any(not part._weight.fp8 for part in parts):
+        if call is None or len(parts) < 4:
             return None
 
         def weights(norms: tuple[Tensor, Tensor], eps: tuple[float, float]) -> ChainWeights:
-            o, gate_up, down, qkv = (Matrix8(part._weight.codes, part._weight.scale) for part in parts)
-            bias = parts[-1]._weight.bias
+            held = [part._weight for part in parts]
+            o, gate_up, down, qkv = (Matrix8(each.codes, each.scale, each.fp8) for each in held)
+            bias = held[-1].bias
             return ChainWeights(o, gate_up, down, qkv, norms, eps, bias)
 
         if scaled8_chain.refusal(weights((), ())):  # type: ignore[arg-type]
@@ -403,7 +419,7 @@ class Holder8:
 
     def __init__(self, site: WeightSite) -> None:
         self._site = site
-        self._products: dict[bool, Products8] = {}
+        self._products: dict[tuple[bool, bool], Products8] = {}
 
     def rounded(self, form: NumberFormat) -> WeightKind | None:
         return self._of(form is FP8) if form in (FP8, INT8) else None
@@ -411,12 +427,13 @@ class Holder8:
     def stored(self, layout: MatrixLayout) -> WeightKind | None:
         if not isinstance(layout, ScaledLayout):
             return None
-        return partial(self._of(layout.fp8), blocks=layout.blocks, rounds_inputs=layout.rounds_inputs)
+        return partial(self._of(layout.fp8, layout.blocks), rounds_inputs=layout.rounds_inputs)
 
-    def _of(self, fp8: bool) -> Any:
-        if fp8 not in self._products:
+    def _of(self, fp8: bool, blocks: bool = False) -> Any:
+        form = (fp8, blocks)
+        if form not in self._products:
             site = self._site
-            self._products[fp8] = Products8.on(
-                site.device, dependent=site.dependent, fp8=fp8, batch_invariant=site.batch_invariant
+            self._products[form] = Products8.on(
+                site.device, dependent=site.dependent, fp8=fp8, blocks=blocks, batch_invariant=site.batch_invariant
             )
-        return partial(Scaled8, fp8=fp8, products=self._products[fp8])
+        return partial(Scaled8, fp8=fp8, blocks=blocks, products=self._products[form])

@@ -54,6 +54,13 @@ struct Partial {  // m, l and then head_dim floats of o, for one query row
   float* o() { return at + LANES; }
 };
 
+struct Partials {  // of neighbouring query rows
+  float* at;
+  int floats;
+  Partial operator[](int row) const { return {at + int64_t(row) * floats}; }
+  Partials from(int row) const { return {at + int64_t(row) * floats, floats}; }
+};
+
 inline void merge(Partial into, Partial tile, int head_dim) {
   if (tile.m() == MINUS_INFINITY) return;
   const float m = std::max(into.m(), tile.m());
@@ -88,7 +95,7 @@ inline void score_vectors(const float* q, int p, const int32_t* table, const Cac
 // out_r[d ...] = sum over positions first..last of p_r V, for NV vectors of head components
 template <class E, int R, int NV>
 inline void weigh_values(const float* p, int first, int last, const int32_t* table, const Cache<E>& cache, int head,
-                         int d, Partial* out) {
+                         int d, Partials out) {
   vf acc[R][NV] = {};
   for (int i = first; i <= last; i++) {
     const E* value = cache.v + cache.offset(table[i / cache.block_size], head) + int64_t(i % cache.block_size) * cache.head_dim + d;
@@ -107,7 +114,7 @@ inline void weigh_values(const float* p, int first, int last, const int32_t* tab
 // `table` is the block table from the tile's first block on.
 template <class E, int R>
 void attend_tile(const float* q, const int* first, const int* last, const int32_t* table, const Cache<E>& cache,
-                 int head, Partial* out) {
+                 int head, Partials out) {
   alignas(64) float scores[R * TILE];
   int low = TILE, high = -1;
   for (int r = 0; r < R; r++) {
@@ -148,9 +155,9 @@ void attend_tile(const float* q, const int* first, const int* last, const int32_
 // Any number of rows, in passes of the sizes that are compiled.
 template <class E>
 void attend_rows(int rows, const float* q, const int* first, const int* last, const int32_t* table,
-                 const Cache<E>& cache, int head, Partial* out) {
+                 const Cache<E>& cache, int head, Partials out) {
   auto passes = [&]<int R>() {
-    for (; rows >= R; rows -= R, q += R * cache.head_dim, first += R, last += R, out += R)
+    for (; rows >= R; rows -= R, q += R * cache.head_dim, first += R, last += R, out = out.from(R))
       attend_tile<E, R>(q, first, last, table, cache, head, out);
   };
   if constexpr (MAX_ROWS >= 12) {
@@ -176,6 +183,7 @@ struct Attention {
   const float* q;
   float* out;
   float* partials;
+  std::atomic<int>* finished;  // [kv_heads], zeros before and after: tiles of the only query that are done
 
   int group() const { return heads / cache.kv_heads; }
   int queries_per_task() const { return std::max(1, MAX_ROWS / group()); }
@@ -219,7 +227,7 @@ struct Attention {
   int first_tile(int position) const { return window ? std::max(0, position - window + 1) / TILE : 0; }
 
   // One tile for some rows of (b, head); a group wider than MAX_ROWS goes in several passes.
-  void one_tile(int b, int tile, int head, int begin, int rows, const float* scaled, Partial* result) {
+  void one_tile(int b, int tile, int head, int begin, int rows, const float* scaled, Partials result) {
     for (int r0 = 0; r0 < rows; r0 += MAX_ROWS) {
       const int n = std::min(MAX_ROWS, rows - r0);
       int first[MAX_ROWS], last[MAX_ROWS];
@@ -228,7 +236,7 @@ struct Attention {
         last[r] = at;
         first[r] = window ? at - window + 1 : -tile * TILE;
       }
-      attend_rows<E>(n, scaled + r0 * cache.head_dim, first, last, table(b, tile), cache, head, result + r0);
+      attend_rows<E>(n, scaled + r0 * cache.head_dim, first, last, table(b, tile), cache, head, result.from(r0));
     }
   }
 
@@ -249,15 +257,12 @@ struct Attention {
 
   struct Rows {  // query rows and two sets of partial results, for one task
     std::vector<float> memory;
-    std::vector<Partial> running, tile;
     float* scaled;
+    Partials running, tile;
     Rows(int rows, int head_dim) : memory(size_t(rows) * (head_dim + 2 * Partial::floats(head_dim))), scaled(memory.data()) {
-      float* at = memory.data() + size_t(rows) * head_dim;
-      for (int r = 0; r < rows; r++, at += 2 * Partial::floats(head_dim)) {
-        running.push_back({at});
-        tile.push_back({at + Partial::floats(head_dim)});
-        running[r].m() = MINUS_INFINITY;
-      }
+      running = {scaled + size_t(rows) * head_dim, Partial::floats(head_dim)};
+      tile = running.from(rows);
+      for (int r = 0; r < rows; r++) running[r].m() = MINUS_INFINITY;
     }
   };
 
@@ -266,45 +271,58 @@ struct Attention {
     Rows state(rows, cache.head_dim);
     scale_queries(b, head, begin, rows, state.scaled);
     const int last = position(b, begin + queries - 1) / TILE;
+    const bool alone = batch.query_starts[b + 1] - batch.query_starts[b] == 1;
     for (int t = first_tile(position(b, begin)); t <= last; t++) {
-      one_tile(b, t, head, begin, rows, state.scaled, state.tile.data());
+      if (alone) ask_for_tile(b, t, head);
+      one_tile(b, t, head, begin, rows, state.scaled, state.tile);
       for (int r = 0; r < rows; r++) merge(state.running[r], state.tile[r], cache.head_dim);
     }
     for (int r = 0; r < rows; r++) write(b, head, begin, r, state.running[r]);
   }
 
-  void run_split(Pool& pool) {  // one query: tiles in parallel into `partials`, then merged in order
-    const int rows = group(), floats = Partial::floats(cache.head_dim), skip = first_tile(position(0, 0));
+  // Asks for K and V of a tile: blocks are too short for the processor's own prefetch. Of several queries the first one
+  // leaves them in a cache.
+  void ask_for_tile(int b, int tile, int head) const {
+    const int32_t* blocks = table(b, tile);
+    const int positions = std::min(TILE, batch.seq_lens[b] - tile * TILE), size = cache.head_dim * cache.block_size * int(sizeof(E));
+    for (const E* part : {cache.k, cache.v})
+      for (int i = 0; i * cache.block_size < positions; i++)
+        for (int at = 0; at < size; at += 64) __builtin_prefetch((const char*)(part + cache.offset(blocks[i], head)) + at);
+  }
+
+  // One query: tiles in parallel into `partials`; whoever does the last one of a head merges them in order.
+  void run_split(Pool& pool) {
+    const int rows = group(), floats = Partial::floats(cache.head_dim), skip = first_tile(position(0, 0)), count = tiles(0) - skip;
     auto partial = [&](int tile, int head) { return partials + (int64_t(tile) * heads + head * rows) * floats; };
-    pool.share((tiles(0) - skip) * cache.kv_heads, [&](int item) {
+    pool.share(count * cache.kv_heads, [&](int item) {
       const int head = item % cache.kv_heads, t = skip + item / cache.kv_heads;
       Rows state(rows, cache.head_dim);
+      ask_for_tile(0, t, head);
       scale_queries(0, head, 0, rows, state.scaled);
-      std::vector<Partial> result;
-      for (int r = 0; r < rows; r++) result.push_back({partial(t, head) + r * floats});
-      one_tile(0, t, head, 0, rows, state.scaled, result.data());
-    });
-    pool.share(cache.kv_heads, [&](int head) {
-      Rows state(rows, cache.head_dim);
-      for (int t = skip; t < tiles(0); t++)
-        for (int r = 0; r < rows; r++) merge(state.running[r], Partial{partial(t, head) + r * floats}, cache.head_dim);
+      one_tile(0, t, head, 0, rows, state.scaled, {partial(t, head), floats});
+      if (finished[head].fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
+      finished[head].store(0, std::memory_order_relaxed);
+      for (int tile = skip; tile < tiles(0); tile++)
+        for (int r = 0; r < rows; r++) merge(state.running[r], Partial{partial(tile, head) + r * floats}, cache.head_dim);
       for (int r = 0; r < rows; r++) write(0, head, 0, r, state.running[r]);
     });
   }
 };
 
-// One token's K and V of one head into their slot.
+// One token's K, and its V, of one head into their slot.
 template <class E>
-inline void write_kv(const Cache<E>& cache, int64_t block, int slot, int head, const float* k, const float* v) {
-  const int64_t at = cache.offset(block, head);
-  E* key = cache.k + at + slot;
-  E* value = cache.v + at + int64_t(slot) * cache.head_dim;
+inline void write_key(const Cache<E>& cache, int64_t block, int slot, int head, const float* k) {
+  E* key = cache.k + cache.offset(block, head) + slot;
   for (int d = 0; d < cache.head_dim; d += LANES) {
     alignas(64) E converted[LANES];
     store(converted, load(k + d));
     for (int i = 0; i < LANES; i++) key[int64_t(d + i) * cache.block_size] = converted[i];
-    store(value + d, load(v + d));
   }
+}
+template <class E>
+inline void write_value(const Cache<E>& cache, int64_t block, int slot, int head, const float* v) {
+  E* value = cache.v + cache.offset(block, head) + int64_t(slot) * cache.head_dim;
+  for (int d = 0; d < cache.head_dim; d += LANES) store(value + d, load(v + d));
 }
 
 }  // namespace transect

@@ -72,11 +72,15 @@ def _flags() -> tuple[str, ...]:
 
 
 def _compile(compiler: str, march: str, target: Path) -> None:
+    from filelock import FileLock
+
     architecture = f"-march={march}" if platform.machine() in ("x86_64", "AMD64") else f"-mcpu={march}"
     command = [compiler, *_flags(), architecture]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        with FileLock(target.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            if target.exists():  # another process, such as a replica, has compiled it meanwhile
+                return
             print(
                 "transect: compiling the C++ kernels for this processor (once, under a minute)",
                 file=sys.stderr,

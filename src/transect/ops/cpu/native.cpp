@@ -106,9 +106,11 @@ void transect_paged_attention(Pool* pool, int kv, const float* q, float* out, in
   int longest = 1;
   for (int b = 0; b < rows; b++) longest = std::max(longest, seq_lens[b]);
   std::vector<float> partials(Attention<float>::partial_floats(head_dim, heads, longest));
+  std::vector<std::atomic<int>> finished(kv_heads);
   pool->run([&](int) {
     with_kv(kv, [&]<class E>() {
-      Attention<E>{batch, {(E*)k, (E*)v, kv_heads, head_dim, block_size}, heads, scale, window, q, out, partials.data()}.run(*pool);
+      Attention<E>{batch, {(E*)k, (E*)v, kv_heads, head_dim, block_size}, heads, scale, window, q, out, partials.data(), finished.data()}
+          .run(*pool);
     });
   });
 }

@@ -40,6 +40,7 @@ class Stack {
   Stack(const StackConfig& config, const Layer* layers, Pool* pool)
       : c_(config), layers_(layers, layers + config.layers), pool_(*pool) {
     widest_ = std::max({c_.dim, c_.heads * c_.head_dim, c_.ffn});
+    finished_ = std::vector<std::atomic<int>>(c_.kv_heads);
     scratch_.resize(size_t(pool_.threads()) * widest_ * TILE_COLUMNS + 64);
   }
 
@@ -94,10 +95,13 @@ class Stack {
         const int places = i * PLACES;
         const float* normed = normalize(x, tokens, layer.attention_norm, layer.attention_norm_bias, places + QKV, thread);
         project({{layer.q, q_.data()}, {layer.k, k_.data()}, {layer.v, v_.data()}}, normed, tokens, STORE, scratch,
-                places + QKV);
-        pool_.share(tokens, [&](int t) { place(layer, t, positions[t], row_of[t], batch, cache); });
-        Attention<E>{batch, cache, c_.heads, c_.scale, int(layer.window), q_.data(), attended_.data(), partials_.data()}.run(pool_);
-        if (layer.v_scale) pool_.share(tokens, [&](int t) { multiply_heads(attended_.data(), t, c_.heads, layer.v_scale, false); });
+                places + QKV, c_.head_dim / GROUP_ROWS, [&](int part, int first, int count) {
+                  for (int h = first; h < first + count; h++)
+                    for (int t = 0; t < tokens; t++) place(layer, part, h, t, positions[t], row_of[t], batch, cache);
+                });
+        Attention<E>{batch, cache, c_.heads, c_.scale, int(layer.window), q_.data(), attended_.data(), partials_.data(),
+                     finished_.data()}.run(pool_);
+        if (layer.v_scale) pool_.share(tokens, [&](int t) { multiply_heads(attended_.data(), t, layer.v_scale); });
         shrink_all(places + O, attended_.data(), layer.o->k);
         project({{layer.o, x}}, attended_.data(), tokens, ADD, scratch, places + O);
         normed = normalize(x, tokens, layer.mlp_norm, layer.mlp_norm_bias, places + GATE_UP, thread);
@@ -132,11 +136,18 @@ class Stack {
     if (low_stride_) pool_.share(int(runs_.size()), [&](int i) { shrink(runs_[i], place, x, ldx, low_.data(), low_stride_); });
   }
 
-  // Several products of the same rows, their row groups shared out as one list, with the adapters beside them.
   void project(std::initializer_list<Part> parts, const float* x, int tokens, Epilogue epilogue, float* scratch, int place) {
+    project(parts, x, tokens, epilogue, scratch, place, 1, [](int, int, int) {});
+  }
+
+  // Several products of the same rows, their row groups shared out as one list, with the adapters beside them. An item has
+  // whole units of `unit` row groups; `after` gets its part, and its first unit and number of units, once they are there.
+  template <class After>
+  void project(std::initializer_list<Part> parts, const float* x, int tokens, Epilogue epilogue, float* scratch, int place,
+               int unit, After after) {
     int total = 0, items = 0;
     for (const Part& part : parts) total += part.weight->groups();
-    const int chunk = chunk_groups(total, pool_.threads());
+    const int chunk = std::max(1, chunk_groups(total, pool_.threads()) / unit) * unit;
     for (const Part& part : parts) items += (part.weight->groups() + chunk - 1) / chunk;
     pool_.share(items, [&](int item) {
       int index = 0;
@@ -148,6 +159,7 @@ class Stack {
           ask_for(runs_, place, index, first, count);
           linear_span(w, first, count, x, w.k, part.y, w.n, tokens, epilogue, scratch);
           expand(runs_, place, index, first, count, low_.data(), low_stride_, part.y, w.n);
+          after(index, first / unit, count / unit);
           return;
         }
         item -= here;
@@ -156,34 +168,33 @@ class Stack {
     });
   }
 
-  // Per-head norms, rotation, and this token's K and V into their slot.
+  // One head of a token's q, k or v (part 0, 1 or 2): its norm, rotation and scale, and of k and v the way into their slot.
   template <class E>
-  void place(const Layer& layer, int t, int64_t position, int row, const Batch& batch, const Cache<E>& cache) {
-    const int D = c_.head_dim;
-    auto prepare = [&](float* head, const float* norm) {
-      if (norm) rms_norm(head, norm, c_.norm_eps, D, head);
+  void place(const Layer& layer, int part, int h, int t, int64_t position, int row, const Batch& batch, const Cache<E>& cache) {
+    const int D = c_.head_dim, heads = part ? c_.kv_heads : c_.heads;
+    float* head = (part == 0 ? q_ : part == 1 ? k_ : v_).data() + (int64_t(t) * heads + h) * D;
+    if (part < 2) {
+      if (const float* norm = part ? layer.k_norm : layer.q_norm) rms_norm(head, norm, c_.norm_eps, D, head);
       const int64_t at = position * c_.rotary_half;
       if (rotation_.cosine) rotate(head, rotation_.cosine + at, rotation_.sine + at, c_.rotary_half);
-    };
-    for (int h = 0; h < c_.heads; h++) prepare(q_.data() + (int64_t(t) * c_.heads + h) * D, layer.q_norm);
-    if (layer.k_scale) multiply_heads(q_.data(), t, c_.heads, layer.k_scale, false);
-    if (layer.v_scale) multiply_heads(v_.data(), t, c_.kv_heads, layer.v_scale, true);
-    const int64_t block = batch.block_tables[row * batch.table_stride + position / c_.block_size];
-    for (int h = 0; h < c_.kv_heads; h++) {
-      float* k = k_.data() + (int64_t(t) * c_.kv_heads + h) * D;
-      prepare(k, layer.k_norm);
-      if (layer.k_scale) for (int d = 0; d < D; d++) k[d] /= layer.k_scale[h];
-      write_kv(cache, block, int(position % c_.block_size), h, k, v_.data() + (int64_t(t) * c_.kv_heads + h) * D);
     }
+    if (part == 0) {
+      if (layer.k_scale) multiply(head, layer.k_scale[h * c_.kv_heads / heads]);
+      return;
+    }
+    if (const float* scale = part == 1 ? layer.k_scale : layer.v_scale) multiply(head, 1.f / scale[h]);
+    const int64_t block = batch.block_tables[row * batch.table_stride + position / c_.block_size];
+    if (part == 1) write_key(cache, block, int(position % c_.block_size), h, head);
+    else write_value(cache, block, int(position % c_.block_size), h, head);
   }
 
-  // The heads of one token times the scale of their key head, or divided by it.
-  void multiply_heads(float* all, int t, int heads, const float* scale, bool divide) const {
-    for (int h = 0; h < heads; h++) {
-      const float s = scale[h * c_.kv_heads / heads], factor = divide ? 1.f / s : s;
-      float* head = all + (int64_t(t) * heads + h) * c_.head_dim;
-      for (int d = 0; d < c_.head_dim; d++) head[d] *= factor;
-    }
+  void multiply(float* head, float factor) const {
+    for (int d = 0; d < c_.head_dim; d++) head[d] *= factor;
+  }
+
+  // The heads of one token's output times the scale of their key head.
+  void multiply_heads(float* all, int t, const float* scale) const {
+    for (int h = 0; h < c_.heads; h++) multiply(all + (int64_t(t) * c_.heads + h) * c_.head_dim, scale[h * c_.kv_heads / c_.heads]);
   }
 
   // hidden = act(gate) * up, or act(up): the same columns of gate and up go to the same thread, so no barrier between.
@@ -220,6 +231,7 @@ class Stack {
   int widest_;
   Rotation rotation_{};
   std::vector<float> scratch_, normed_, q_, k_, v_, attended_, hidden_, gate_, partials_, low_;
+  std::vector<std::atomic<int>> finished_;  // see Attention
   std::vector<Run> runs_;  // of this step; empty: no token has an adapter
   int low_stride_ = 0;
 };

@@ -1,6 +1,7 @@
 // What kernels with Hopper's own products (wgmma) share: tiles of 64 k of bfloat16 matrices that the bulk copy engine
 // swizzles into shared memory, how wgmma finds them there, and its fences. Sums are asked for by macros that name
-// registers: N0 N1 ... are places of sixteen sums in an instruction, R8 to R64 the operands of an asm statement.
+// registers: N0 N1 ... are places of sixteen sums in an instruction, R8 to R64 the operands of an asm statement, OF8 to
+// OF64 the same of any kind of register.
 
 #pragma once
 
@@ -69,14 +70,24 @@ __device__ __forceinline__ void hold(float (&c)[RM][COUNT]) {
 #pragma unroll
     for (int e = 0; e < COUNT; e++) asm volatile("" : "+f"(c[r][e])::"memory");
 }
+template <int RM, int COUNT>
+__device__ __forceinline__ void hold(int (&c)[RM][COUNT]) {
+#pragma unroll
+  for (int r = 0; r < RM; r++)
+#pragma unroll
+    for (int e = 0; e < COUNT; e++) asm volatile("" : "+r"(c[r][e])::"memory");
+}
 
-#define R4(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
-#define R8(c, i)                                                                                              \
-  "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), \
-      "+f"(c[i + 7])
-#define R16(c, i) R8(c, i), R8(c, i + 8)
-#define R32(c, i) R16(c, i), R16(c, i + 16)
-#define R64(c, i) R32(c, i), R32(c, i + 32)
+#define OF4(KIND, c, i) KIND(c[i]), KIND(c[i + 1]), KIND(c[i + 2]), KIND(c[i + 3])
+#define OF8(KIND, c, i) OF4(KIND, c, i), OF4(KIND, c, i + 4)
+#define OF16(KIND, c, i) OF8(KIND, c, i), OF8(KIND, c, i + 8)
+#define OF32(KIND, c, i) OF16(KIND, c, i), OF16(KIND, c, i + 16)
+#define OF64(KIND, c, i) OF32(KIND, c, i), OF32(KIND, c, i + 32)
+#define R4(c, i) OF4("+f", c, i)
+#define R8(c, i) OF8("+f", c, i)
+#define R16(c, i) OF16("+f", c, i)
+#define R32(c, i) OF32("+f", c, i)
+#define R64(c, i) OF64("+f", c, i)
 #define N00 "%0, %1, %2, %3"
 #define N0H "%0, %1, %2, %3, %4, %5, %6, %7"
 #define N0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"

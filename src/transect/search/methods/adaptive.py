@@ -1,9 +1,10 @@
-"""Majority vote that draws only as many answers as it needs (adaptive consistency: Aggarwal et al. 2023,
+"""Majority vote that draws only as many answers as it needs (after adaptive consistency: Aggarwal et al. 2023,
 arXiv:2305.11860).
 
-Answers are drawn in waves. After each end the vote is looked at: it is decided when the leading answer is the most
-frequent one with probability ``certainty``. Easy questions then take a fraction of n answers. With a budget in seconds
-a wave has only as many branches as are predicted to end in time; the vote stands when there are none.
+Answers are drawn in waves. After each end the vote is looked at: it is decided when the leading answer would also win
+the vote of all n answers with probability ``certainty``. Easy questions then take a fraction of n answers. A wave
+has no more branches than would decide the vote if all of them agreed with the leading answer. With a budget in seconds
+it has only as many as are predicted to end in time; the vote stands when there are none.
 """
 
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ class Adaptive(Voting):
 
     Attributes:
         n: Branches at most.
-        certainty: Probability that the leading answer wins, above which the vote is decided.
-        wave: Branches that run at the same time; a smaller wave draws fewer tokens and takes longer.
+        certainty: Probability that the answer is that of all n branches, above which the vote is decided.
+        wave: Branches that run at the same time, at most; a smaller wave draws fewer tokens and takes longer.
     """
 
     n: Annotated[int, About(least=1, most=MAX_CHOICES)] = 32
@@ -35,9 +36,8 @@ def steps(tree: Tree, options: Adaptive) -> Steps:
     """Keep ``wave`` branches running until the vote is decided."""
     started = 0
     while True:
-        count = min(options.wave - len(tree.alive), options.n - started)
-        if count > 0 and not tree.alive:  # a wave is one request, which computes the prompt once
-            count = tree.affordable(count)
+        if not tree.alive and started < options.n:  # a wave is one request, which computes the prompt once
+            count = tree.affordable(_fewest(votes(tree, options), options, options.n - started))
             if not count:
                 return
             started += count
@@ -48,9 +48,19 @@ def steps(tree: Tree, options: Adaptive) -> Steps:
             return
         found = votes(tree, options)
         still_open = options.n - started + len(tree.alive)
-        if found and (certainty(found) >= options.certainty or settled(found, still_open)):
+        if found and (certainty(found, still_open) >= options.certainty or settled(found, still_open)):
             yield [Drop(branch) for branch in tree.alive]
             return
+
+
+def _fewest(found: dict[str, float], options: Adaptive, left: int) -> int:
+    """Return the size of the next wave: the fewest further votes that decide if all go to the leading answer."""
+    first, *others = [*found.values()] or [0.0]
+    most = min(options.wave, left)
+    for count in range(1, most):
+        if certainty(dict(enumerate([first + count, *others])), left - count) >= options.certainty:
+            return count
+    return most
 
 
 METHOD = SearchMethod(

@@ -28,7 +28,8 @@ class Confident(Voting):
         warmup: Branches that run to their ends before the floor is known.
         keep: Accuracy of the warm-up that reaches the floor.
         window: Tokens whose mean log-probability is compared.
-        certainty: Probability that the leading answer wins, above which the vote is decided; 1 draws all n.
+        certainty: Probability that the answer with most votes would have most votes of all n branches, above which the
+            vote is decided; 1 draws all n.
     """
 
     n: Annotated[int, About(least=1, most=MAX_CHOICES)] = 32
@@ -60,20 +61,20 @@ def steps(tree: Tree, options: Confident) -> Steps:
     first = tree.fork(tree.root, min(options.warmup, options.n))
     yield from draw(first)
     ranked = sorted((options.confidence(branch) for branch in first if branch.complete), reverse=True)
-    if options.n <= len(first) or _decided(tree, options):
+    if options.n <= len(first) or _decided(tree, options, options.n - len(first)):
         return
     floor = None
     if ranked:
         floor = LikelihoodFloor(ranked[max(math.ceil(options.keep * len(ranked)) - 1, 0)], options.window)
     yield [Extend(branch, floor=floor) for branch in tree.fork(tree.root, options.n - len(first))]
-    while tree.alive and not _decided(tree, options):
+    while tree.alive and not _decided(tree, options, len(tree.alive)):
         yield []
     yield [Drop(branch) for branch in tree.alive]
 
 
-def _decided(tree: Tree, options: Confident) -> bool:
+def _decided(tree: Tree, options: Confident, open_votes: int) -> bool:
     counts = count_votes(tree, options.extract)
-    return bool(counts) and options.certainty < 1 and certainty(counts) >= options.certainty
+    return bool(counts) and options.certainty < 1 and certainty(counts, open_votes) >= options.certainty
 
 
 METHOD = SearchMethod(

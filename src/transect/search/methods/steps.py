@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..extract import Extractor, extract
 from ..tree import Action, Assess, Branch, Drop, Extend, Steps, Tree
@@ -95,13 +96,34 @@ def elected(tree: Tree, votes: dict[str, float], score: Callable[[Branch], float
     return max(having, key=lambda branch: (score(branch), -branch.id))
 
 
-def certainty(votes: dict[str, float]) -> float:
-    """Return the probability that the leading answer is more frequent than the second, from their counts a and b with
-    a uniform prior: P(Beta(a + 1, b + 1) > 1/2) (Aggarwal et al. 2023, arXiv:2305.11860)."""
+def certainty(votes: Mapping[Any, float], open_votes: int) -> float:
+    """Return the probability that the leading answer still leads after ``open_votes`` more votes, a tie counted half.
+
+    Prior and posterior are Dirichlet distributions over the first answer, the second, and all others together, with a
+    uniform prior. The two leading answers get their expected share of the open votes, which divides between them as a
+    beta-binomial distribution does. With infinitely many open votes this is P(Beta(a + 1, b + 1) > 1/2), the rule of
+    Aggarwal et al. 2023 (arXiv:2305.11860), which asks for more votes than the full vote would cast.
+
+    Args:
+        votes: number of votes of each answer, largest first.
+    """
     counts = [round(value) for value in votes.values()]
     first, second = (*counts, 0, 0)[:2]
-    draws = first + second + 1
-    return 1.0 - sum(math.comb(draws, k) for k in range(first + 1, draws + 1)) / 2**draws
+    a, b = first + 1, second + 1
+    contested = math.ceil(open_votes * (a + b) / (sum(counts) + 3))
+    lost = 0.0
+    for own in range(contested + 1):
+        lead = first + own - (second + contested - own)
+        if lead > 0:
+            break
+        ways = -math.log(contested + 1) - _log_beta(own + 1, contested - own + 1)
+        log = ways + _log_beta(a + own, b + contested - own) - _log_beta(a, b)
+        lost += math.exp(log) * (0.5 if lead == 0 else 1.0)
+    return 1.0 - lost
+
+
+def _log_beta(a: int, b: int) -> float:
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 
 
 def settled(votes: dict[str, float], open_weight: float) -> bool:

@@ -8,7 +8,8 @@
   ``drawn.py``: in the distribution that drew them; ``rewards.py``: rewards; ``answers.py``: the batches of several
   optimizer steps; ``reference.py``: the model as the run began.
 * ``distill.py``: the distribution of a larger model; ``divergence.py``: distances between two.
-* ``eagle3.py``: a head that drafts for a frozen model; ``head_loss.py``: its loss.
+* ``eagle3.py``: a head that drafts for a frozen model; ``head_loss.py``: its loss,
+  ``draft_attention.py``: with its attention.
 * ``loss.py``: the fused loss; ``balance.py``: losses that keep experts busy; ``share.py``: parts of an evaluation that
   ranks share.
 """

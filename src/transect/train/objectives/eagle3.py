@@ -26,7 +26,7 @@ from ..data.batches import IGNORE, Batch
 from ..data.loader import Loader
 from ..model.build import DTYPES, Trainable, training_ops
 from .base import Evaluation
-from .head_loss import HeadLoss, head_loss, targets_of
+from .head_loss import HeadLoss, head_loss, rows_of, targets_of
 from .next_token import NextToken
 from .share import WHOLE, RolloutShare, Sums
 
@@ -192,9 +192,9 @@ class Eagle3(NextToken):
         return found.loss
 
     def _loss_of(self, batch: Batch) -> HeadLoss:
+        rows = rows_of(batch, self._settings.steps)  # first: the device has nothing to do yet that it would wait for
         targets = targets_of(self._model, self._head, batch)
-        settings = self._settings
-        return head_loss(self._head, targets, batch, batch.cu_seqlens.diff().tolist(), settings.steps, settings.decay)
+        return head_loss(self._head, targets, batch, rows, self._settings.decay)
 
     def metrics(self) -> Sums:
         return _agreement(self._seen)

@@ -18,60 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...models.decoder import Decoder
 from ...models.eagle import EagleHead
 from ..data.batches import IGNORE, Batch
+from .draft_attention import DraftContext
 
-ROWS = 512
-"""Rows of the model's logits that are held at a time."""
-
-
-class DraftContext:
-    """Attention of a head over the documents of a micro-batch, step after step; see ``AttentionContext``.
-
-    Args:
-        lengths: tokens of each document.
-    """
-
-    wanted = None
-
-    def __init__(self, lengths: list[int]) -> None:
-        self._lengths = lengths
-        self._steps: list[tuple[Tensor, Tensor]] = []
-        """Keys and values ``[T, K, d]`` of each step so far."""
-
-    def positions(self) -> Tensor:
-        """Raise an error: heads have no use for it."""
-        raise NotImplementedError("the layers of heads do not scale queries by position")
-
-    def attend(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float, window: int | None, **how: Any
-    ) -> Tensor:
-        """Attend to the first step's keys up to the same row, and to the later steps' keys of this row."""
-        self._steps.append((k_TKd, v_TKd))
-        times = q_THd.shape[1] // k_TKd.shape[1]
-        attended, begin = [], 0
-        for length in self._lengths:
-            part = slice(begin, begin + length)
-            steps = [tuple(x[part].repeat_interleave(times, 1) for x in step) for step in self._steps]
-            attended.append(_attend(q_THd[part], steps, scale))
-            begin += length
-        return torch.cat(attended)
-
-
-def _attend(q_nHd: Tensor, steps: list[tuple[Tensor, ...]], scale: float) -> Tensor:
-    """Attend within one document of n tokens."""
-    (keys, values), own = steps[0], steps[1:]
-    n = len(q_nHd)
-    scores_Hnn = torch.einsum("nhd,mhd->hnm", q_nHd, keys)
-    later = torch.ones(n, n, dtype=torch.bool, device=q_nHd.device).triu(1)
-    scores = [scores_Hnn.masked_fill(later, -torch.inf), *((q_nHd * k).sum(-1).T[..., None] for k, _ in own)]
-    weights = (torch.cat(scores, -1) * scale).softmax(-1, dtype=torch.float32).to(q_nHd.dtype)
-    out_nHd = torch.einsum("hnm,mhd->nhd", weights[..., :n], values)
-    for index, (_, v) in enumerate(own):
-        out_nHd = out_nHd + weights[..., n + index].T[..., None] * v
-    return out_nHd
+ELEMENTS = 2**25
+"""Logits that are held at a time."""
 
 
 class Targets(NamedTuple):
@@ -98,7 +53,7 @@ def targets_of(model: Decoder, head: EagleHead, batch: Batch) -> Targets:
         model.taps = None
     features, taps.states = torch.cat(taps.states, -1), []
     shares, best = [], []
-    for hidden_RD in model.finish(x_TD).split(ROWS):
+    for hidden_RD in model.finish(x_TD).split(max(1, ELEMENTS // model.config.vocab_size)):
         logits_RV = model.logits(hidden_RD)
         own_RW = logits_RV.index_select(1, head.head.places_W)
         shares.append((own_RW - logits_RV.logsumexp(-1, keepdim=True)).exp())
@@ -114,38 +69,87 @@ class HeadLoss(NamedTuple):
     rows: list[int]
 
 
-def head_loss(
-    head: EagleHead, targets: Targets, batch: Batch, lengths: list[int], steps: int, decay: float
-) -> HeadLoss:
-    """Compute the loss of a micro-batch.
+class Rows(NamedTuple):
+    """Rows of a step in the loss."""
 
-    Args:
-        lengths: tokens of each document.
-        steps: steps of the head.
-        decay: factor of each step's loss over that of the step before.
-    """
-    context = DraftContext(lengths)
-    count = batch.num_tokens
-    index_T = torch.arange(count, device=batch.tokens_T.device)
-    ends_T = batch.cu_seqlens[1:].long().repeat_interleave(batch.cu_seqlens.diff().long())
-    hidden_TD = head.fc(targets.features_TD)
-    total = hidden_TD.new_zeros((), dtype=torch.float32)
-    right: list[Tensor] = []
-    rows: list[int] = []
+    chosen_R: Tensor
+    """Their places in the micro-batch."""
+    at_R: Tensor
+    """Places of the tokens whose distribution is their target."""
+
+
+def rows_of(batch: Batch, steps: int) -> list[Rows]:
+    """Find the rows of each step, as far as there are any. The host waits for what the device was given before."""
+    count, device = batch.num_tokens, batch.tokens_T.device
+    index_T, lengths = torch.arange(count, device=device), batch.cu_seqlens.diff().long()
+    ends_T = batch.cu_seqlens[1:].long().repeat_interleave(lengths, output_size=count)
+    trained_T, found = batch.labels_T != IGNORE, list[Rows]()
     for step in range(steps):
-        ahead_T = index_T + 1 + step
-        there_T = ahead_T.clamp(max=count - 1)
-        embeds_TD = head.embed(batch.tokens_T[there_T])
-        hidden_TD = head.layer(embeds_TD, hidden_TD, batch.positions_T + step, context)  # type: ignore[arg-type]
-        counted_T = (ahead_T < ends_T) & (batch.labels_T[there_T] != IGNORE)
+        there_T = index_T + 1 + step
+        counted_T = (there_T < ends_T) & trained_T[there_T.clamp(max=count - 1)]
         chosen_R = counted_T.nonzero()[:, 0]
         if not len(chosen_R):
             break
-        logits_RW = head.head.own(hidden_TD[chosen_R]).float()
-        at_R = there_T[chosen_R]
-        loss = -(targets.shares_TW[at_R] * logits_RW.log_softmax(-1)).sum(-1).mean()
+        found.append(Rows(chosen_R, chosen_R + 1 + step))
+    return found
+
+
+def head_loss(head: EagleHead, targets: Targets, batch: Batch, rows: list[Rows], decay: float) -> HeadLoss:
+    """Compute the loss of a micro-batch.
+
+    Args:
+        rows: rows of each step of the head.
+        decay: factor of each step's loss over that of the step before.
+    """
+    context = DraftContext(batch.cu_seqlens, head.ops)
+    embeds_TD = head.embed(batch.tokens_T)
+    hidden_TD = head.fc(targets.features_TD)
+    total = hidden_TD.new_zeros((), dtype=torch.float32)
+    right: list[Tensor] = []
+    for step, (chosen_R, at_R) in enumerate(rows):
+        # Rows after the end of their document read the next one's tokens, and count nowhere.
+        hidden_TD = head.layer(
+            embeds_TD.roll(-1 - step, 0),
+            hidden_TD,
+            batch.positions_T + step,
+            context,  # type: ignore[arg-type]
+        )
+        normed_RD, weight_WD = head.norm(hidden_TD[chosen_R]), head.head.lm_head.dense()
+        loss, best_R = _SoftCrossEntropy.apply(normed_RD, weight_WD, targets.shares_TW, at_R)
         total = total + decay**step * loss
-        drawn_R = head.head.places_W[logits_RW.detach().argmax(-1)]
-        right.append((drawn_R == targets.best_T[at_R]).sum())
-        rows.append(len(chosen_R))
-    return HeadLoss(total, right, rows)
+        right.append((head.head.places_W[best_R] == targets.best_T[at_R]).sum())
+    return HeadLoss(total, right, [len(each.chosen_R) for each in rows])
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """Mean cross entropy of ``softmax(x W^T)`` against given shares, and the likeliest tokens. As in
+    ``ops/loss/linear_cross_entropy.py`` logits become their gradient in place, a chunk of rows at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, weight_WD: Tensor, shares_TW: Tensor, at_R: Tensor) -> tuple[Tensor, Tensor]:
+        count, chunk = len(x_RD), max(1, ELEMENTS // len(weight_WD))
+        loss, best = x_RD.new_zeros((), dtype=torch.float32), []
+        wanted = any(ctx.needs_input_grad[:2])
+        dx_RD, dw_WD = torch.empty_like(x_RD), torch.zeros_like(weight_WD, dtype=torch.float32)
+        for begin in range(0, count, chunk):
+            part = slice(begin, begin + chunk)
+            shares_CW = shares_TW[at_R[part]]
+            z_CW = (x_RD[part] @ weight_WD.T).float()
+            best.append(z_CW.argmax(-1))
+            mass_C1 = shares_CW.sum(-1, keepdim=True)
+            l_C1 = z_CW.logsumexp(-1, keepdim=True)
+            loss += (mass_C1 * l_C1).sum() - (shares_CW * z_CW).sum()
+            if wanted:
+                dz_CW = (z_CW - l_C1).exp_().mul_(mass_C1).sub_(shares_CW).div_(count).to(x_RD.dtype)
+                torch.matmul(dz_CW, weight_WD, out=dx_RD[part])
+                dw_WD += dz_CW.T @ x_RD[part]
+        ctx.save_for_backward(dx_RD, dw_WD.to(weight_WD.dtype))
+        best_R = torch.cat(best)
+        ctx.mark_non_differentiable(best_R)
+        return loss / count, best_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        dx_RD, dw_WD = ctx.saved_tensors
+        return (g * dx_RD).to(dx_RD.dtype), (g * dw_WD).to(dw_WD.dtype), None, None

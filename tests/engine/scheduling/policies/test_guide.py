@@ -1,19 +1,16 @@
 """The guide's scheduling policy, added in one file to a copy of the package: ordered by, replayed, and served."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from pathlib import Path
-from shutil import copytree, ignore_patterns
 
 import pytest
+from changed_package import ChangedPackage
 from tiny_llm import save_tiny_llm
 
-ROOT = Path(__file__).parents[4]
 ORDER = """
 import sys
 from transect import LLM, SamplingParams
@@ -31,38 +28,30 @@ print(ended)
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     """A copy of the package with the change that the guide shows, and a model."""
-    folder = tmp_path_factory.mktemp("package")
-    copytree(ROOT / "src", folder / "src", ignore=ignore_patterns("__pycache__"))
-    (change,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/extend/policy.md").read_text(), re.DOTALL)
-    assert change.count("diff --git") == 1 and "new file" in change
-    subprocess.run(["git", "apply", "-"], input=change, text=True, cwd=folder, check=True)
-    (folder / "model").mkdir()
-    save_tiny_llm(folder / "model")
-    return folder
-
-
-def run(package, *arguments, code=0):
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=package, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(package / "src")},
-    )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    made = ChangedPackage(tmp_path_factory.mktemp("package"), "docs/extend/policy.md")
+    (made / "model").mkdir()
+    save_tiny_llm(made / "model")
+    yield made
+    made.close()
 
 
 def test_short_answers_come_first_and_a_replay_decides_the_same(package):
-    assert "[8, 40, 24, 6]" in run(package, "-c", ORDER, "fcfs")
-    assert "[6, 8, 24, 40]" in run(package, "-c", ORDER, "shortest")
-    assert "replayed, all the same" in run(package, "-m", "transect", "explain", "replay", "shortest")
+    assert "[8, 40, 24, 6]" in package.python(ORDER, "fcfs").stdout
+    assert "[6, 8, 24, 40]" in package.python(ORDER, "shortest").stdout
+    assert "replayed, all the same" in package.transect("explain", "replay", "shortest").stdout
 
 
 def test_a_server_runs_it_and_priorities_are_refused_there(package):
     command = [sys.executable, "-m", "transect", "serve", "model", "--port", "0", "--served-model-name", "m",
                "--scheduling-policy", "shortest", "--device", "cpu", "--threads", "1"]  # fmt: skip
     server = subprocess.Popen(
-        command, cwd=package, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "PYTHONPATH": str(package / "src")},
-    )  # fmt: skip
+        command,
+        cwd=package.folder,
+        env=package.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         lines = iter(server.stdout.readline, "")
         url = next(found[0] for line in lines if (found := re.search(r"http://[\d.]+:\d+", line)))
@@ -85,5 +74,5 @@ def ask(url, body):
 
 
 def test_a_name_that_is_none_is_refused_with_all_there_are(package):
-    told = run(package, "-m", "transect", "serve", "model", "--scheduling-policy", "short", code=2)
+    told = package.transect("serve", "model", "--scheduling-policy", "short", code=2).stderr
     assert "fcfs" in told and "priority" in told and "shortest" in told

@@ -28,6 +28,27 @@ def test_a_newcomer_does_not_wait_for_an_answer_to_end():
     assert order_of_ends(outputs)[0] == "b0" and len(order_of_ends(outputs)) == 7
 
 
+def test_newcomers_of_several_clients_get_their_places_at_once():
+    core = make(max_num_seqs=4, max_num_batched_tokens=64)
+    filled(core, 6, max_tokens=40)
+    for client in "bcd":
+        core.add(of(client, f"{client}0", max_tokens=3))
+    assert {"b0", "c0", "d0"} <= {output.request_id for output in core.step()}
+    assert core.stats().preemptions == 3
+    assert len(order_of_ends(recorded_batches(core)[1])) == 9
+
+
+def test_a_newcomer_gets_kv_blocks_of_a_client_above_its_share():
+    core = make(num_blocks=16, max_num_seqs=8, max_num_batched_tokens=64)
+    filled(core, 4, prompt=14, max_tokens=40)
+    core.add(of("b", "b0", first=9, prompt=10, max_tokens=3))
+    outputs = []
+    for _ in range(3):
+        outputs += core.step()
+    assert tokens_of(outputs, "b0") and core.scheduler.requests["a0"].leader.block_ids
+    assert len(order_of_ends(outputs + recorded_batches(core)[1])) == 5
+
+
 def test_answers_are_the_same_with_and_without():
     alone = make(max_num_seqs=4, max_num_batched_tokens=64)
     filled(alone, 4, max_tokens=12)

@@ -6,7 +6,7 @@ from small_engine import request
 from timed_device import Processor, engine
 
 from transect.engine.scheduling.policies.budget import AUTO_RATIO
-from transect.engine.scheduling.policies.turns import FREE_STEPS, LEAST, Rooms, part_of_room
+from transect.engine.scheduling.policies.turns import FREE_STEPS, LEAST, RECENT_STEPS, Rooms, part_of_room
 
 
 def of(client, name, weight=1.0, **options):
@@ -74,9 +74,57 @@ def test_parts_sum_up_to_a_share_of_time():
 
 def test_debts_are_paid_by_steps_and_forgotten():
     rooms = Rooms()
-    rooms._room = 10
-    rooms.planned({"a": 10, "b": 2})
+    assert not rooms.of_step({"a": 1.0, "b": 1.0}, "ab", AUTO_RATIO)
+    rooms.planned({"a": 1.0, "b": 0.2})
     assert rooms._debts == {"a": 1.0, "b": 0.2}
     for _ in range(4):
         rooms.planned({})
     assert not rooms._debts
+
+
+def test_prompts_that_have_begun_leave_the_step_to_those_of_a_client_that_owes_less():
+    core = engine(device=Processor, max_num_seqs=64, max_num_batched_tokens=256, itl_target=0.0)
+    core.add(of("stream", "stream", first=5, max_tokens=3000))
+    for _ in range(30):
+        core.step()
+    for number in range(20):
+        core.add(of("heavy", f"heavy {number}", first=200 + number, prompt=60, max_tokens=1))
+    for _ in range(6):
+        core.step()
+    core.add(of("light", "light", first=7, prompt=8, max_tokens=5))
+    core.step()
+    assert core.scheduler.requests["light"].prompt_done
+    assert len(core.executor.batches[-1][1].rows) == 2 and core.scheduler.budget.rooms.limited["heavy"] == 0.0
+    core.step()
+    assert len(core.executor.batches[-1][1].rows) > 2
+
+
+def test_steps_stay_short_for_clients_whose_answers_have_just_ended():
+    """Without this bound their next requests would wait for a full step."""
+    core = engine(device=Processor, max_num_batched_tokens=256, max_num_seqs=16, itl_target=0.0)
+    for number in range(8):
+        core.add(of("lesson", f"lesson {number}", first=50 + number, prompt=5 * number + 1, max_tokens=8))
+    for name in ("a", "b"):
+        core.add(of(name, name, first=ord(name), max_tokens=60))
+    while core.has_work:
+        core.step()
+    core.add(of("heavy", "heavy", first=7, prompt=3000, max_tokens=1))
+    for _ in range(RECENT_STEPS - 1):
+        core.step()
+        alone, context = 11e-3, 3.7e-6 * core.executor.load.context
+        assert core.executor.seconds(core.executor.load.tokens) < 1.15 * max(
+            AUTO_RATIO * alone, alone + 2 * (context + 1e-3)
+        )
+    for _ in range(3):
+        core.step()
+    assert core.executor.load.tokens == 256
+
+
+def test_a_client_alone_has_full_steps_after_its_answers():
+    core = engine(device=Processor, max_num_batched_tokens=256, itl_target=0.0)
+    core.add(of("a", "stream", first=1, max_tokens=60))
+    while core.has_work:
+        core.step()
+    core.add(of("a", "long", first=7, prompt=1000, max_tokens=1))
+    core.step()
+    assert core.executor.load.tokens == 256

@@ -4,6 +4,9 @@ from msgspec import structs
 from small_engine import request
 from timed_device import Processor, engine
 
+from transect.engine.scheduling.policies.budget import AUTO_RATIO
+from transect.engine.scheduling.policies.turns import RECENT_STEPS
+
 
 def of(client, name, weight=1.0, **options):
     return structs.replace(request(name, **options), client=client, weight=weight)
@@ -56,7 +59,17 @@ def test_a_client_of_more_weight_has_more_rows():
 
 
 def test_one_client_alone_never_pauses():
-    assert all(len(step) == 40 for step in rows(crowded(light=0), 5))
+    core = crowded(light=0)
+    rows(core, RECENT_STEPS)
+    assert all(len(step) == 40 for step in rows(core, 5))
+
+
+def test_steps_stay_short_for_a_client_whose_answer_has_just_ended():
+    """Its next request waits for the end of the step under way."""
+    core = crowded(light=0)
+    reference = 8e-3 + 2e-3
+    steps = rows(core, RECENT_STEPS // 2)
+    assert all(len(step) > 2 and 8e-3 + 1e-3 * len(step) < 1.1 * AUTO_RATIO * reference for step in steps)
 
 
 def test_steps_that_no_time_limits_have_all_rows():

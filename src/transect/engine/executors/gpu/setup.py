@@ -62,7 +62,8 @@ class Setup:
     device: torch.device
     ops: OpSet
     limits: dict[str, Any]
-    """max_num_seqs, max_num_batched_tokens and max_model_len, by the names of ``GPURunner``'s arguments."""
+    """max_num_seqs, max_num_batched_tokens and max_model_len, by the names of ``GPURunner``'s arguments: a draft is a
+    sequence there (``executors/drafted.py``)."""
     tricks: dict[str, Any]
     """Further options of ``GPURunner``, by argument name."""
     fill_tokens: int | None
@@ -115,7 +116,7 @@ def set_up(
     torch.cuda.init()
     allocated = torch.cuda.memory_allocated(device)
     dtype = kv_dtype(config.dtype)
-    max_seqs, max_tokens = config.limits("cuda")
+    _, max_tokens = config.limits("cuda")
     torch.cuda.empty_cache()  # what this process holds and does not use
     free, total = torch.cuda.mem_get_info(device)
     _check_quantization(config, model)
@@ -147,7 +148,11 @@ def set_up(
         layouts=layouts,
         device=device,
         ops=ops,
-        limits={"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens, "max_model_len": longest},
+        limits={
+            "max_num_seqs": config.max_rows("cuda"),
+            "max_num_batched_tokens": max_tokens,
+            "max_model_len": longest,
+        },
         tricks=runner_tricks(config, model, dtype, device, ops),
         fill_tokens=fill_tokens(config, model, storage),
         stream=stream,

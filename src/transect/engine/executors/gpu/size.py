@@ -53,7 +53,7 @@ def _cache_size(setup: Setup, account: MemoryAccount) -> KVSize:
         raise ValueError(refusal(account, max(needed, padding) + padding, config.max_model_len or 1, per_token))
     return kv_size(
         config,
-        max_num_seqs=setup.limits["max_num_seqs"],
+        max_num_seqs=config.limits("cuda")[0],
         model_positions=setup.model.max_position,
         bytes_per_token=per_token,
         free_bytes=left,

@@ -16,6 +16,8 @@ MODEL_METHODS = ("draft_model", "eagle3")
 """Methods in which a model drafts (``model.py``), or a head that reads the engine's model (``eagle.py``)."""
 DEFAULT_MOST = 16
 """Default of the most drafts per sequence and step."""
+FEW_ROWS = 64
+"""Rows up to which steps with drafts may have more rows than ``max_num_seqs``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,12 @@ class SpeculativeConfig:
     def reads_model(self) -> bool:
         """True if what drafts is a head that reads hidden states of the engine's model."""
         return self.method == "eagle3"
+
+    def rows(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        """Return the most rows of a decode step, one for each sequence and each draft. Engines of few sequences verify
+        more rows than they have sequences."""
+        few = min(FEW_ROWS, max_num_batched_tokens, max_num_seqs * (1 + self.num_speculative_tokens))
+        return max(max_num_seqs, few)
 
     def drafter(self) -> Drafter:
         """Build a new drafter of this method. With ``drafts_by_model`` the engine

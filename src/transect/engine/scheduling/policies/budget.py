@@ -17,17 +17,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Listed
+from itertools import islice
 from typing import NamedTuple
 
 from ....costs.learning import KNOTS, StepTimes
-from ....costs.steps import StepLoad
+from ....costs.steps import StepLoad, joined
 from ..request import Sequence
 from ..scheduler_config import SchedulerConfig
 from ..waiting_queue import WaitingQueue
 from .filling import nothing_ends_later
-from .turns import NO_PAUSES, Rooms, Turns, take_turns
+from .turns import LOOKED_AT, NO_PAUSES, Recent, Rooms, Turns, take_turns
 
 AUTO_RATIO = 2.5
 """Time of a step with prompts over the time of its decodes alone, if no target in milliseconds is set."""
@@ -59,6 +60,9 @@ SMOOTHING = 1 / 128
 """Weight of the newest step in the share of steps with prompts."""
 KEPT = 0.75
 """Share of a step's room for prompts that must remain when its tokens are rounded down (``even``)."""
+PAUSES = 32
+"""Most steps without prompts for each step with prompts that is longer than the target: where the decodes alone take
+almost as long as the target, prompts would wait until they end."""
 LEARN_STEPS = 8
 """Steps to measure before steps are sized by time."""
 
@@ -84,6 +88,8 @@ class Budget(NamedTuple):
     """Prompts take no part in the step."""
     rooms: Mapping[str, int] = {}
     """Most prompt tokens of each client that is limited (``turns``)."""
+    held: int = 0
+    """Prompts that have begun and have no token of their own in the step, because their clients are limited."""
 
 
 class Coming(NamedTuple):
@@ -112,8 +118,11 @@ class StepBudget:
         """Seconds by which steps with prompts were longer than the target, less those by which pauses were shorter."""
         self._turns = NO_PAUSES
         self.rooms = Rooms()
+        self.recent = Recent()
         self._next = (0.0, math.inf)
         """Seconds that the next step adds to ``_debt`` if it has prompts, and takes from it if it has none."""
+        self._room = StepLoad(0), 0.0
+        """Decodes of the next step, and the seconds beyond these that prompts may take."""
         self._kept: tuple[object, Budget, tuple[float, float]] | None = None
         """State that the newest bounds were computed in, these bounds, and ``_next`` with them."""
         self._config = config
@@ -126,7 +135,8 @@ class StepBudget:
         """Choose the decoding sequences of the next step; to be called before ``of_next``."""
         config, self._turns = self._config, NO_PAUSES
         if config.itl_target is not None and config.pipeline_depth == 1 and self.times.steps >= LEARN_STEPS:
-            self._turns = take_turns(running, waiting.new.by_client, self.times, AUTO_RATIO, config.itl_target)
+            clients, ratio, target = waiting.new.by_client, AUTO_RATIO, config.itl_target
+            self._turns = take_turns(running, clients, self.times, ratio, target, self.recent)
         return self._turns
 
     def of_next(
@@ -158,25 +168,32 @@ class StepBudget:
 
     def _bounds(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool) -> Budget:
         self._next = (0.0, math.inf)
+        self._room = StepLoad(0), 0.0
         self.rooms.discard()
-        if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # no sequence decodes
+        decodes = any(map(_decodes, running))
+        if decodes and not (len(waiting) or cut):
+            return Budget(self._mixed, self._chunk)
+        timed = self._config.itl_target is not None
+        expected = self._expected(running, waiting) if timed and self.times.steps >= LEARN_STEPS else 0
+        if not (decodes or expected):
             most = self._config.max_num_batched_tokens
             prompts = [seq.length - seq.scheduled for seq in running if seq.length - seq.scheduled > 1]
-            timed = self._config.itl_target is not None
             return Budget(most, self._chunk, self._shares(most, most, prompts, waiting, barred) if timed else ())
-        if not (len(waiting) or cut):
-            return Budget(self._mixed, self._chunk)
         if self._config.itl_target is not None:
             if self.times.steps >= LEARN_STEPS:
-                return self._by_time(self._config.itl_target, running, waiting, barred)
+                return self._by_time(self._config.itl_target, running, waiting, barred, expected)
         elif self._fills(running, waiting):
             assert self.fill_tokens is not None
             return Budget(self.fill_tokens, self._chunk)
         return Budget(self._mixed, self._chunk)
 
-    def planned(self, prompts: bool, taken: Mapping[str, int] = {}) -> None:
-        """Record a planned step, with prompts or without; ``taken``: prompt tokens of each client."""
-        self.rooms.planned(taken)
+    def planned(self, prompts: bool, taken: Mapping[str, StepLoad] = {}) -> None:
+        """Record a planned step, with prompts or without; ``taken``: work of the prompts of each client."""
+        decodes, room = self._room
+        alone = self.times.predict(decodes)
+        seconds = {client: self.times.predict(joined(decodes, load)) - alone for client, load in taken.items()}
+        self.rooms.planned({client: each / room for client, each in seconds.items()} if room > 0 else {})
+        self.recent.planned()
         self._share += SMOOTHING * (prompts - self._share)
         more, less = self._next
         if prompts:
@@ -191,6 +208,7 @@ class StepBudget:
             share += SMOOTHING * (0.0 - share)
         self.rooms.discard()
         self.rooms.decoded(steps)
+        self.recent.planned(steps)
         self._share, self._debt, self._next = share, 0.0, (0.0, math.inf)
 
     def coming(
@@ -204,7 +222,7 @@ class StepBudget:
         """Return the facts of the next step if it were planned now; arguments as of ``of_next``."""
         if not (len(waiting) or cut):
             return Coming(len(running), False)
-        tokens, chunk, _, pause, rooms = self.of_next(running, waiting, cut, barred, state)
+        tokens, chunk, _, pause, rooms, _ = self.of_next(running, waiting, cut, barred, state)
         if pause:
             return Coming(tokens, True)
         if rooms:  # prompts of limited clients fill less of the step
@@ -213,38 +231,56 @@ class StepBudget:
         here += waiting.num_tokens if chunk >= tokens else sum(min(seq.to_compute, chunk) for seq in waiting.in_order())
         return Coming(min(here, tokens), here >= tokens)
 
-    def _by_time(self, target: float, running: Listed[Sequence], waiting: WaitingQueue, barred: bool) -> Budget:
-        prompts: list[tuple[int, int]] = []
+    def _expected(self, running: Listed[Sequence], waiting: WaitingQueue) -> int:
+        """Count the clients without a stream whose answers have just ended; 0 if there is one client alone."""
+        recent = set(self.recent)
+        clients = recent.union(waiting.new.by_client, (seq.request.spec.client for seq in running))
+        streams = (seq.request.spec.client for seq in running if _decodes(seq))
+        return len(recent.difference(streams)) if recent and len(clients) > 1 else 0
+
+    def _by_time(
+        self, target: float, running: Listed[Sequence], waiting: WaitingQueue, barred: bool, expected: int
+    ) -> Budget:
+        prompts: list[tuple[str, int, int]] = []
         felt: list[int] = []
-        rows, keys = len(running), 0
+        rows, keys = 0, 0
         for seq in running:
             done = seq.scheduled
             count = seq.length - done
             if count <= 1:
+                rows += 1
                 keys += done + 1
                 continue
-            prompts.append((count, done))
+            prompts.append((seq.request.spec.client, count, done))
             if not seq.request.spec.in_one_piece:
                 felt.append(count)
-        decodes = StepLoad(rows - len(prompts), keys)
+        decodes = StepLoad(rows, keys)
+        alone = self.times.predict(decodes._replace(tokens=rows + expected))
+        seconds = target or min(AUTO_RATIO * alone, self._turns.seconds)
+        parts: Mapping[str, float] = {}
+        if not target and self._config.pipeline_depth == 1:
+            clients = {client for client, _, _ in prompts}.union(waiting.new.by_client)
+            parts = self.rooms.of_step(_weights(running, waiting), clients, AUTO_RATIO, expected > 0)
+            self._room = decodes, seconds - alone
+        here = [(count, done) for client, count, done in prompts if parts.get(client, 1.0) > 0.0]
+        rows += sum(client not in parts for client, _, _ in prompts)
+        rows += len({client for client, _, _ in prompts if parts.get(client, 0.0) > 0.0})
         beside = decodes._replace(tokens=rows)
-        context = max((done for _, done in prompts), default=0)
+        context = max((done for _, done in here), default=0)
         scored = _scored(running, waiting)
         waits, longest = _felt(felt, waiting)
         most = self._graph if waits < LARGE * self._graph else self._mixed
-        alone = self.times.predict(decodes)
-        seconds = target or min(AUTO_RATIO * alone, self._turns.seconds)
-        if prompts and alone < seconds:
+        if here and alone < seconds:
             usual, seconds = seconds, max(seconds, alone + 2 * (self._least(beside, context, scored) - alone))
-            self._next = seconds - usual, usual - alone
-            if self._debt > 0.0 and seconds > usual and self._config.pipeline_depth == 1:
+            self._next = seconds - usual, max(usual - alone, (seconds - usual) / PAUSES)
+            if self._debt > 0.0 and seconds > usual and decodes.tokens and self._config.pipeline_depth == 1:
                 return Budget(decodes.tokens, self._chunk, pause=True)
         tokens = even(self.times.most_tokens(seconds, beside, context, most, scored=scored), rows)
         if self._share > MANY:
             cheap = self._cheap(tokens, beside)
             tokens = cheap if waits <= SHORT * (cheap - rows) else tokens  # more that waits would wait too long
         usual = tokens - rows
-        steps = (waits - longest) / max(usual, 1) * (1 - _share_of_one(running, waiting))
+        steps = (waits - longest) / max(usual, 1) * (1 - _share_of_one(running, waiting, self.recent))
         if steps > PATIENCE:
             longer = seconds * steps / PATIENCE
             tokens = even(self.times.most_tokens(longer, beside, context, most, scored=scored), rows)
@@ -252,11 +288,12 @@ class StepBudget:
             tokens = max(rows, min(rows + max(-(-waits // PATIENCE), 1), most))
         room = tokens - rows
         long = LONG * (usual if usual > 0 else room)
-        shares = self._shares(room, long, [count for count, _ in prompts], waiting, barred)
-        rooms: dict[str, int] = {}
-        if not target and self._config.pipeline_depth == 1:
-            rooms = self.rooms.of_step(running, waiting, room, AUTO_RATIO)
-        return Budget(tokens, self._chunk, shares, rooms=rooms)
+        shares = self._shares(room, long, [count for count, _ in here], waiting, barred)
+        rooms = {client: max(1, int(room * part)) if part > 0.0 else 0 for client, part in parts.items()}
+        for client, _, done in prompts:  # a chunk that reads a long context takes the whole room, and then waits
+            if rooms.get(client) and self._least(beside, done, scored) - alone > parts[client] * self._room[1]:
+                rooms[client] = room
+        return Budget(tokens, self._chunk, shares, rooms=rooms, held=len(running) - rows)
 
     def _least(self, beside: StepLoad, context: int, scored: bool) -> float:
         """Predict the seconds of the shortest useful step with prompts: one token beyond those that are fixed."""
@@ -323,6 +360,10 @@ class StepBudget:
         )
 
 
+def _decodes(seq: Sequence) -> bool:
+    return seq.scheduled + 1 == seq.length < seq.max_length
+
+
 def _felt(prompts: Listed[int], waiting: WaitingQueue) -> tuple[int, int]:
     """Count prompt tokens that make steps longer, without requests that are answered in one piece; and those of the
     longest prompt, if there are few.
@@ -337,15 +378,23 @@ def _felt(prompts: Listed[int], waiting: WaitingQueue) -> tuple[int, int]:
     return sum(counts), max(counts, default=0)
 
 
-def _share_of_one(running: Listed[Sequence], waiting: WaitingQueue) -> float:
+def _share_of_one(running: Listed[Sequence], waiting: WaitingQueue, recent: Iterable[str]) -> float:
     """Return the share of the queue that one client has, whose queue lengthens no steps of others; 0 if no others
-    decode."""
+    decode or have just done so."""
     counts = waiting.new.by_client
-    if len(running) == 0 or not counts:
+    if not counts:
         return 0.0
     largest = max(counts, key=lambda client: counts[client][2])
-    others = any(seq.request.spec.client != largest for seq in running if seq.request.prompt_done)
-    return counts[largest][2] / max(waiting.new.work, 1) if others else 0.0
+    others = {seq.request.spec.client for seq in running if seq.request.prompt_done}.union(recent)
+    return counts[largest][2] / max(waiting.new.work, 1) if others - {largest} else 0.0
+
+
+def _weights(running: Listed[Sequence], waiting: WaitingQueue) -> dict[str, float]:
+    """Return the weights of the clients with work; of those that are far back in the queue, 1."""
+    weights = dict.fromkeys(waiting.new.by_client, 1.0)
+    for seq in (*islice(waiting, LOOKED_AT), *running):
+        weights[seq.request.spec.client] = seq.request.spec.weight
+    return weights
 
 
 def _scored(running: Listed[Sequence], waiting: WaitingQueue) -> bool:

@@ -1,8 +1,9 @@
-"""Places of ``max_num_seqs``: a client that has fewer than its share gets one from a client that has more.
+"""Places of ``max_num_seqs``, and KV blocks: a client that has less than its share gets some from a client that has
+more.
 
-Places are taken for as long as an answer takes, which may be minutes. Without this rule one client that fills them all
+They are taken for as long as an answer takes, which may be minutes. Without this rule one client that fills them all
 would keep everybody else waiting for that long, whatever the order of the queue is. Only as much is taken as the
-newcomer's share allows, and only from above a share, so places do not go to and fro.
+newcomer's share allows, and only from above a share, so places and blocks do not go to and fro.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ LOOKED_AT = 64
 
 
 def exchange(
-    running: Iterable[Sequence], waiting: Iterable[Sequence], places_of: Callable[[Sequence], int], most: int
+    running: Iterable[Sequence], waiting: Iterable[Sequence], amount_of: Callable[[Sequence], int], most: int
 ) -> tuple[Sequence, Sequence] | None:
-    """Choose the sequence that gets a place next, and the one that loses it.
+    """Choose the sequence that gets a place, or blocks, next, and the one that loses its own.
 
     Args:
-        running: sequences that have places, best rank first.
+        running: sequences that have places and blocks, best rank first.
         waiting: the front of the queue, best rank first.
-        places_of: places that a sequence takes.
-        most: places that there are.
+        amount_of: places, or blocks, that a sequence takes.
+        most: all that there are.
 
     Returns:
-        The first waiting sequence of a client without a place, else of one below its share; and the newest sequence of
+        The first waiting sequence of a client that has none, else of one below its share; and the newest sequence of
         the client that is furthest above its share. None if there are no such two.
     """
     front = list(waiting)
@@ -37,7 +38,7 @@ def exchange(
     several: set[str] = set()
     for seq in running:
         client = seq.request.spec.client
-        held[client] = held.get(client, 0) + places_of(seq)
+        held[client] = held.get(client, 0) + amount_of(seq)
         weights[client] = seq.request.spec.weight
         if seq.length < seq.max_length:  # else it is about to end
             if client in newest:
@@ -49,7 +50,7 @@ def exchange(
     if loser is None or above[loser] <= 0:
         return None
     others = [seq for seq in front if seq.request.spec.client != loser]
-    below = (seq for seq in others if above[seq.request.spec.client] + places_of(seq) <= 0)
+    below = (seq for seq in others if above[seq.request.spec.client] + amount_of(seq) <= 0)
     without = (seq for seq in others if not held.get(seq.request.spec.client))
     newcomer = next(without, None) or next(below, None)
     return None if newcomer is None else (newcomer, newest[loser])

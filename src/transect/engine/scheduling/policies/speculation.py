@@ -34,6 +34,10 @@ COMMON_DECAY = 0.985
 """The same for guesses of all sequences together."""
 UNLIKELY = 0.002
 """Estimated chance of a series of wrong guesses below which earlier guesses are forgotten."""
+UNLIKELY_FOR_ALL = 1e-5
+"""The same for guesses of all sequences, whose own earlier guesses are then forgotten too."""
+CAME_DECAY = 0.995
+"""Factor on older guesses where estimates are compared with what came: it lasts over several changes of the text."""
 PRIOR_TRIALS = 12.0
 """Weight of the acceptance of all sequences in the estimate of one, in trials."""
 PROBES = 2
@@ -42,31 +46,48 @@ PROBES = 2
 TRIAL_COST = 1.1
 FINE_ROWS, COARSE_ROWS = 64, 16
 """Corrections are kept for each number of rows up to the first number, and beyond it for each range of the second."""
-MEDIAN_OF = 15
+MEDIAN_OF = 31
 """Steps of a size that its measured time is the median of."""
+PRIOR_STEPS = 6
+"""Weight of the steps of similar sizes in the measured time of a size, in steps. The best of many sizes is chosen: with
+a few noisy measurements of each, that would be the one that was measured at a lucky moment."""
 MOST_KEPT = 4096
 MATCHES = (2, 4, 8)
 """Lengths of matches whose acceptance is estimated separately."""
+LEVELS = 10
+"""Ranges of estimated acceptance that are compared with what came."""
 
 
 class Acceptance:
-    """Estimates the chance that a guessed token is right, from a decaying count of guesses."""
+    """Estimates the chance that a guessed token is right, from a decaying count of guesses.
 
-    __slots__ = ("_misses", "decay", "hits", "trials")
+    Args:
+        hits, trials: counts to begin with.
+        decay: factor on older guesses.
+        unlikely: estimated chance of a series of wrong guesses below which earlier ones are forgotten.
+    """
 
-    def __init__(self, hits: float = 0.0, trials: float = 0.0, decay: float = DECAY) -> None:
-        self.hits, self.trials, self.decay = hits, trials, decay
+    __slots__ = ("_misses", "_unlikely", "decay", "hits", "trials")
+
+    def __init__(
+        self, hits: float = 0.0, trials: float = 0.0, decay: float = DECAY, unlikely: float = UNLIKELY
+    ) -> None:
+        self.hits, self.trials, self.decay, self._unlikely = hits, trials, decay, unlikely
         self._misses = 0
         """Newest guesses of which the first token was wrong, in a row."""
 
-    def add(self, hits: int, missed: bool) -> None:
-        """Count ``hits`` right tokens in a row, and a wrong one after them if ``missed``."""
+    def add(self, hits: int, missed: bool) -> bool:
+        """Count ``hits`` right tokens in a row, and a wrong one after them if ``missed``. Returns True if that made it
+        forget earlier guesses."""
         self._misses = self._misses + 1 if missed and not hits else 0
-        if self._misses > 1 and (1.0 - self.hits / self.trials) ** self._misses < UNLIKELY:  # the text has changed
+        # The text has changed where so many wrong guesses are unlikely.
+        if self._misses > 1 and (1.0 - self.hits / self.trials) ** self._misses < self._unlikely:
+            forgot = self.hits > 0
             self.hits, self.trials = 0.0, float(self._misses)
-            return
+            return forgot
         self.hits = self.decay * self.hits + hits
         self.trials = self.decay * self.trials + hits + missed
+        return False
 
     def rate(self, prior: float) -> float:
         """Return the estimated chance, given the rate of comparable guesses."""
@@ -83,18 +104,18 @@ class Measured(NamedTuple):
 
 
 class Corrections:
-    """Measured step times by rows of a step: the median of the newest steps. A mean would follow the few steps that
-    other work on the machine delayed, and the choice of drafts would be random."""
+    """Measured step times by rows of a step: the median of the newest steps, and of those of similar sizes. A mean
+    would follow the few steps that other work on the machine delayed, and the choice of drafts would be random."""
 
     def __init__(self) -> None:
         self._steps: dict[int, deque[Measured]] = {}
-        """The newest steps by range of rows; 0 is for all together."""
+        """The newest steps by range of rows; 0 is for all together, -n for sizes of n bits."""
         self._middle: dict[int, Measured] = {}
 
     def learn(self, load: StepLoad, seconds: float, expected: float) -> None:
         """Record a step that was predicted to take ``expected`` seconds."""
         step = Measured(seconds / expected, load, seconds)
-        for key in (_range(load.tokens), 0):
+        for key in (_range(load.tokens), -load.tokens.bit_length(), 0):
             steps = self._steps.get(key)
             if steps is None:
                 steps = self._steps[key] = deque(maxlen=MEDIAN_OF)
@@ -102,21 +123,31 @@ class Corrections:
             self._middle[key] = sorted(steps)[(len(steps) - 1) // 2]
 
     def factor(self, rows: int, times: StepTimes) -> float:
-        """Return measured over predicted time for steps of ``rows`` rows, or that of all steps if there was no
-        such step."""
-        step = self._middle.get(_range(rows))
-        if step is None:
+        """Return measured over predicted time for steps of ``rows`` rows: that of similar sizes, or of all steps, as
+        far as there were few such steps."""
+        own, similar = _range(rows), -rows.bit_length()
+        if similar not in self._middle:
             return self._middle[0].ratio if self._middle else 1.0
+        found = self._ratio(similar, times)
+        if own in self._middle:
+            count = len(self._steps[own])
+            found += (self._ratio(own, times) - found) * count / (count + PRIOR_STEPS)
+        return found
+
+    def _ratio(self, key: int, times: StepTimes) -> float:
+        step = self._middle[key]
         return step.seconds / max(times.predict(step.load), 1e-9)
 
 
 class Track:
     """Guesses for one sequence, and their acceptance."""
 
-    __slots__ = ("acceptance", "guess", "length")
+    __slots__ = ("acceptance", "estimate", "guess", "length")
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
+        self.estimate = 0.0
+        """Estimated acceptance of the newest guess, before it was compared with what came of such estimates."""
         self.guess = Guess()
         """The newest guess, made when the sequence had ``length`` output tokens."""
         self.length = 0
@@ -145,8 +176,11 @@ class Speculation:
         """Seconds that a draft model took for the last ``drafts``."""
         self._times = times
         self._tracks: dict[int, Track] = {}
-        self._common = [Acceptance(1.0, 2.0, COMMON_DECAY) for _ in range(len(MATCHES) + 1)]
+        self._common = [Acceptance(1.0, 2.0, COMMON_DECAY, UNLIKELY_FOR_ALL) for _ in range(len(MATCHES) + 1)]
         """Acceptance over all sequences, by length of match."""
+        self._came = [Acceptance(decay=CAME_DECAY, unlikely=0.0) for _ in range(LEVELS)]
+        """Acceptance of guesses by their estimates. Drafts are taken where estimates are highest, so they are chosen
+        where estimates are too high."""
         self._corrections = {False: Corrections(), True: Corrections()}
         """Corrections for steps without and with drafts: the latter are planned after the previous step is done, so
         their planning is not hidden behind the device."""
@@ -236,15 +270,19 @@ class Speculation:
                 hits += 1
             missed = hits < min(len(came), len(track.guess.tokens))
             track.acceptance.add(hits, missed)
-            self._common[_bucket(track.guess.matched)].add(hits, missed)
+            if self._common[_bucket(track.guess.matched)].add(hits, missed):
+                for each in self._tracks.values():
+                    each.acceptance = Acceptance()
+            self._came[_level(track.estimate)].add(hits, missed)
         most = self.config.num_speculative_tokens
         track.guess = self.drafter.guess(seq.seq_id, seq.prompt_token_ids, output, most)
         track.length = len(output)
         return track.guess
 
     def _rate(self, seq: Sequence, guess: Guess) -> float:
-        common = self._common[_bucket(guess.matched)]
-        return self._tracks[seq.seq_id].acceptance.rate(common.rate(0.5))
+        common, track = self._common[_bucket(guess.matched)], self._tracks[seq.seq_id]
+        track.estimate = track.acceptance.rate(common.rate(0.5))
+        return self._came[_level(track.estimate)].rate(track.estimate)
 
     def _fixed(self, guesses: Listed[tuple[Sequence, Guess]], room: int) -> dict[int, tuple[int, ...]]:
         found = {}
@@ -301,6 +339,10 @@ def _allowed(sequences: Listed[Sequence], drafts: dict[int, tuple[int, ...]]) ->
 
 def _range(rows: int) -> int:
     return rows if rows <= FINE_ROWS else FINE_ROWS + -(-(rows - FINE_ROWS) // COARSE_ROWS)
+
+
+def _level(estimate: float) -> int:
+    return min(int(LEVELS * estimate), LEVELS - 1)
 
 
 def _bucket(matched: int) -> int:

@@ -6,19 +6,21 @@ step stays within a multiple of that time, of which it has its part. If its rows
 waited longest come first. Clients with as many rows as each other slow each other down alike, and no sequence pauses.
 
 Short prompts of any client may take all the room of a step beyond its decodes. A client whose prompts have taken
-several steps' room beyond its part is limited to the part, as long as others decode: then its prompts last longer, and
-the streams of others feel little of them.
+several steps' room beyond its part is limited to the part, as long as others have work: then its prompts last longer,
+and the streams of others feel little of them.
 
 The part lets a client have its share of the time of each step, by weight: beside a stream of one other client half of
 the step, beside four a fifth. It is never less than ``LEAST``, so that a prompt ends in time beside many streams.
+
+A client whose answer has just ended is likely to ask again, and its request then waits for the end of the step under
+way. So for ``RECENT_STEPS`` steps it counts as a row of the reference, and steps of others stay short.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listed
-from itertools import islice
 from typing import NamedTuple
 
 from ....costs.learning import StepTimes
@@ -29,8 +31,37 @@ LEAST = 0.25
 """Least part of the room for one client."""
 FREE_STEPS = 8
 """Room of whole steps that a client may take before it is limited."""
+MOST_OWED = 2 * FREE_STEPS
+"""Most rooms that a client owes. Each step repays ``LEAST`` or more, so its prompts wait for fewer than 64 steps."""
+BESIDE_PROMPTS = 0.25
+"""Share of their room that additional rows get if there are prompts, which need the rest."""
+RECENT_STEPS = 64
+"""Steps after an answer in which the next request of its client is expected."""
 LOOKED_AT = 64
 """Sequences at the front of the queue that are searched for clients."""
+
+
+class Recent:
+    """Clients whose answers have just ended."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._ends: dict[str, int] = {}
+        """Last step of each client's newest answer, the newest last."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ends)
+
+    def ended(self, client: str, step: int) -> None:
+        """Record an answer's end: its last step."""
+        self._ends.pop(client, None)
+        self._ends[client] = step
+
+    def planned(self, steps: int = 1) -> None:
+        """Count planned steps, and forget clients whose answers ended long ago."""
+        self._step += steps
+        while self._ends and next(iter(self._ends.values())) + RECENT_STEPS < self._step:
+            del self._ends[next(iter(self._ends))]
 
 
 class Turns(NamedTuple):
@@ -51,7 +82,12 @@ def _turn(seq: Sequence) -> tuple[int, int]:
 
 
 def take_turns(
-    running: Listed[Sequence], waiting: Collection[str], times: StepTimes, ratio: float, target: float
+    running: Listed[Sequence],
+    waiting: Collection[str],
+    times: StepTimes,
+    ratio: float,
+    target: float,
+    recent: Iterable[str] = (),
 ) -> Turns:
     """Choose the decoding sequences that take part in the next step.
 
@@ -61,8 +97,10 @@ def take_turns(
             as clients with one row: their first tokens come later for every row.
         ratio: longest step, in units of the reference.
         target: longest step in seconds, in place of ``ratio`` and without parts; 0 for none.
+        recent: clients that are likely to ask soon. The step that they find under way is bounded by ``ratio`` alone.
     """
-    clients = {seq.request.spec.client for seq in running} | set(waiting)
+    present = {seq.request.spec.client for seq in running} | set(waiting)
+    clients = present.union(recent)
     if len(clients) < 2:
         return NO_PAUSES
     decoding: list[Sequence] = []
@@ -86,16 +124,17 @@ def take_turns(
     def seconds_of(count: int) -> float:
         return times.predict(StepLoad(count, keys * count // total))
 
-    reference = seconds_of(least)
+    absent = len(clients) - len(rows)
+    reference = seconds_of(least + absent)
     longest = target or ratio * reference
     many = sum(weight for client, weight in weights.items() if len(rows[client]) > level * weight)
-    total_weight = sum(weights.values()) + len(clients) - len(rows)
+    total_weight = sum(weights.values()) + len(present) - len(rows)
     part = 1.0 if target else part_of_room(many, total_weight, ratio)
-    limit = reference + max(0.0, longest - reference) * part * (0.5 if prompts else 1.0)
+    limit = reference + max(0.0, longest - reference) * part * (BESIDE_PROMPTS if prompts else 1.0)
     low, high = least, total + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if seconds_of(middle) <= limit else (low, middle)
+        low, high = (middle, high) if seconds_of(middle + absent * prompts) <= limit else (low, middle)
     if low == total:
         return Turns(frozenset(), longest)
     paused: list[int] = []
@@ -118,62 +157,65 @@ def part_of_room(weight: float, total: float, ratio: float) -> float:
 
 
 class Rooms:
-    """Accounts of the room that clients' prompts have taken."""
+    """Accounts of the time that clients' prompts have taken, in rooms: the time of a step beyond its decodes.
+
+    A client owes what its prompts took beyond its part of each step. Its prompts wait as long as there are prompts of a
+    client that owes less by more than a room. One that owes ``FREE_STEPS`` gets its part alone. If its prompts took
+    more than that, because a chunk reads a long context, they wait until it is repaid.
+    """
 
     def __init__(self) -> None:
         self._debts: dict[str, float] = {}
-        """Room that each client has taken beyond ``LEAST`` of each step, in steps; those without are left out."""
-        self._room = 0
-        self.limited: dict[str, int] = {}
-        """Clients that are limited in the step that was planned last, with the tokens that each might take."""
-        self._next: dict[str, int] = {}
+        """Rooms that each client owes; those that owe nothing are left out."""
+        self._parts: dict[str, float] = {}
+        self._charged = False
+        self.limited: dict[str, float] = {}
+        """Result of ``of_step`` for the step that was planned last."""
+        self._next: dict[str, float] = {}
 
     def of_step(
-        self, running: Listed[Sequence], waiting: Iterable[Sequence], room: int, ratio: float
-    ) -> dict[str, int]:
-        """Return the most prompt tokens of each client that is limited in the next step.
+        self, weights: Mapping[str, float], prompts: Collection[str], ratio: float, expected: bool = False
+    ) -> dict[str, float]:
+        """Return the part of the next step's room that each client may take; 0 for one that waits. Clients that may
+        take all are left out.
 
         Args:
-            waiting: in the order of their turns.
-            room: tokens of the step beyond its decodes.
+            weights: of the clients with work.
+            prompts: clients with prompts.
             ratio: longest step, in units of its decodes alone.
+            expected: a request of another client is likely to come soon.
         """
-        weights: dict[str, float] = {}
-        streams: set[str] = set()
-        for seq in running:
-            spec = seq.request.spec
-            weights[spec.client] = spec.weight
-            if seq.scheduled + 1 == seq.length < seq.max_length:
-                streams.add(spec.client)
-        for seq in islice(waiting, LOOKED_AT):
-            weights[seq.request.spec.client] = seq.request.spec.weight
-        self._room = room if len(weights) > 1 else 0
         total = sum(weights.values())
-        self._next = {
-            client: max(1, int(room * part_of_room(weights[client], total, ratio)))
-            for client, debt in self._debts.items()
-            if debt > FREE_STEPS and client in weights and streams - {client}
-        }
+        self._charged = len(weights) > 1 or expected
+        self._parts = {client: part_of_room(weight, total, ratio) for client, weight in weights.items()}
+        least = min((self._debts.get(client, 0.0) for client in prompts), default=0.0)
+        self._next = {}
+        for client, debt in self._debts.items():
+            if client in weights and len(weights) > 1:
+                part = self._parts[client]
+                waits = debt > least + 1.0 or debt > FREE_STEPS + part
+                left = 0.0 if waits else part + max(0.0, FREE_STEPS - debt)
+                if left < 1.0:
+                    self._next[client] = left
         return self._next
 
     def discard(self) -> None:
         """Discard the bounds of the next step."""
-        self._room, self._next = 0, {}
+        self._charged, self._parts, self._next = False, {}, {}
 
     def decoded(self, steps: int) -> None:
         """Account for ``steps`` planned steps without prompts."""
         for _ in range(steps if self._debts else min(steps, 1)):
             self.planned({})
 
-    def planned(self, taken: Mapping[str, int]) -> None:
-        """Account for a planned step, with the prompt tokens of each client."""
+    def planned(self, taken: Mapping[str, float]) -> None:
+        """Account for a planned step, with the rooms that the prompts of each client take."""
         for client in list(self._debts):
-            self._debts[client] -= LEAST
+            self._debts[client] -= self._parts.get(client, LEAST)
             if self._debts[client] <= 0.0:
                 del self._debts[client]
-        if self._room > 0:
-            for client, tokens in taken.items():
-                debt = self._debts.get(client, 0.0) + tokens / self._room
-                self._debts[client] = min(debt, FREE_STEPS + 1.0)
+        if self._charged:
+            for client, rooms in taken.items():
+                self._debts[client] = min(self._debts.get(client, 0.0) + rooms, MOST_OWED)
         self.limited = self._next
         self.discard()

@@ -15,6 +15,9 @@ after its parents), and go through the list backwards. Without the sort, followi
 gives the right sums, but the number of paths doubles with every value that is used twice: 30 such values in a row
 are a billion paths. The grader counts lines, and will notice.
 
+The grader builds graphs step by step: `graph([2, 3], [["mul", 0, 1], ["tanh", 2]])` begins with the values 2 and 3,
+multiplies values 0 and 1, takes the tanh of value 2, and calls `backward()` on the last one.
+
 torch does the same with tensors in place of numbers, and frees what a node kept when the node is done.
 """
 
@@ -83,7 +86,7 @@ def _drive(module, leaves, program):
         else:
             values.append(getattr(values[places[0]], name)())
     values[-1].backward()
-    return [[float(each.data) for each in values], [float(each.grad) for each in values]]
+    return {"data": [float(each.data) for each in values], "grad": [float(each.grad) for each in values]}
 
 
 def _answer(leaves, program):
@@ -92,7 +95,7 @@ def _answer(leaves, program):
         given = [values[place] for place in places]
         values.append(getattr(torch, name)(*given))
     slopes = torch.autograd.grad(values[-1], values, allow_unused=True)
-    return [[v.item() for v in values], [0.0 if s is None else s.item() for s in slopes]]
+    return {"data": [v.item() for v in values], "grad": [0.0 if s is None else s.item() for s in slopes]}
 
 
 def _random(rng, leaves, length):

@@ -23,8 +23,6 @@ SOLUTION = f'''import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 4
-
 
 {excerpt("ops/first/dot.py", "_partial_kernel")}
 
@@ -35,10 +33,11 @@ def dot(x, y):
     x, y = x.contiguous(), y.contiguous()
     if not x.numel():
         return torch.zeros((), device=x.device, dtype=x.dtype)
-    part = torch.empty(PROGRAMS, device=x.device, dtype=torch.float32)
+    programs = min(1024, max(4, x.numel() // 16384))
+    part = torch.empty(programs, device=x.device, dtype=torch.float32)
     out = torch.empty((), device=x.device, dtype=x.dtype)
-    _partial_kernel[(PROGRAMS,)](x, y, part, x.numel(), BLOCK=1024)
-    _combine_kernel[(1,)](part, out, PROGRAMS, BLOCK=PROGRAMS)
+    _partial_kernel[(programs,)](x, y, part, x.numel(), BLOCK=1024)
+    _combine_kernel[(1,)](part, out, programs, BLOCK=triton.next_power_of_2(programs))
     return out
 
 
@@ -95,7 +94,7 @@ RUNG = Rung(
                 lambda g, x, y: Cost(2 * x.numel(), x.nbytes + y.nbytes, x.nbytes + y.nbytes),
                 entry="backward", ratio=1.3,
                 peer="def backward(g, x, y):\n    return g * y, g * x\n",
-                large=lambda rng: [normal(rng), *_pair(rng, 1 << 23)]),
+                large=lambda rng: [normal(rng), *_pair(rng, 1 << 25)]),
     compiled=(
         ToCompile("_partial_kernel", {"x_ptr": "*fp32", "y_ptr": "*fp32", "part_ptr": "*fp32", "n": "i32"},
                  {"BLOCK": 4096}, ("n",)),

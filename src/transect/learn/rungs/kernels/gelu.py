@@ -92,7 +92,7 @@ RUNG = Rung(
                 "The gradient needs g and x, and writes dx: read each once, and recompute P.",
                 lambda g, x: Cost(20 * x.numel(), g.nbytes + x.nbytes, x.nbytes), entry="backward", ratio=1.3,
                 peer="import torch\n\n\ndef backward(g, x):\n    return torch.ops.aten.gelu_backward(g, x)\n",
-                large=lambda rng: [normal(rng, 1 << 23), normal(rng, 1 << 23)]),
+                large=lambda rng: [normal(rng, 1 << 25), normal(rng, 1 << 25)]),
     compiled=(ToCompile("_forward_kernel", {"x_ptr": "*fp32", "y_ptr": "*fp32", "n": "i32"},
                        {"TANH": False, "EXACT": True, "BLOCK": 1024}, ("n",)),),
     hints=("Begin with the kernel of vector_add, and one input.",

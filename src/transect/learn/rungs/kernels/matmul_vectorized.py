@@ -87,7 +87,7 @@ RUNG = Rung(
     speed=Speed(lambda rng: pair(rng, 256, 256, 256),
                 "The inner loop must run along rows: exchange the loops over j and k, then keep a tile of c in "
                 "registers.",
-                product_cost, ratio=2.0, peer=PEER),
+                product_cost, ratio=4.0, peer=PEER),
     hints=("Begin with i, k, j: set the row of c to 0, then add a[i][p] times row p of b to it.",
            "float total[4][32] as local variables stays in registers if all its loops have constant ends.",
            "Handle full tiles with constant ends, and the edges in a second copy of the loops."),

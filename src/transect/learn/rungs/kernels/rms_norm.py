@@ -27,8 +27,6 @@ SOLUTION = '''import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 4
-
 
 @triton.jit
 def _forward_kernel(x_ptr, w_ptr, y_ptr, n_cols, eps, BLOCK: tl.constexpr):
@@ -73,10 +71,11 @@ def backward(g, x, w, eps):
     """(dL/dx, dL/dw) for the upstream gradient g like x."""
     rows, width = x.shape
     dx = torch.empty_like(x)
-    dw = torch.zeros(PROGRAMS, width, device=x.device, dtype=torch.float32)
+    programs = min(512, max(4, rows // 16))
+    dw = torch.zeros(programs, width, device=x.device, dtype=torch.float32)
     if x.numel():
         block = triton.next_power_of_2(width)
-        _backward_kernel[(PROGRAMS,)](g, x, w, dx, dw, rows, width, eps, BLOCK=block)
+        _backward_kernel[(programs,)](g, x, w, dx, dw, rows, width, eps, BLOCK=block)
     return dx, dw.sum(0).to(w.dtype)
 '''
 
@@ -155,7 +154,7 @@ RUNG = Rung(
                 "Read g and x of each row once; both sums and both results come from the same two tiles.",
                 lambda g, x, w, eps: Cost(10 * x.numel(), g.nbytes + x.nbytes + w.nbytes, x.nbytes + w.nbytes),
                 entry="backward", ratio=1.4,
-                large=lambda rng: _gradient(rng, 4096, 2048)),
+                large=lambda rng: _gradient(rng, 8192, 4096)),
     permits=("sum",),
     forbids=("rms_norm", "layer_norm", "native_layer_norm"),
     compiled=(ToCompile("_forward_kernel", {"x_ptr": "*fp32", "w_ptr": "*fp32", "y_ptr": "*fp32", "n_cols": "i32",

@@ -129,7 +129,7 @@ RUNG = Rung(
     speed=Speed(lambda rng: _make(rng, 8, 32, 32),
                 "Load cos and sin once for a token, not once for each head.",
                 lambda x, cos, sin: Cost(3 * x.numel(), x.nbytes + cos.nbytes + sin.nbytes, x.nbytes), ratio=1.3,
-                large=lambda rng: _make(rng, 2048, 32, 128)),
+                large=lambda rng: _make(rng, 8192, 32, 128)),
     compiled=(ToCompile("_rope_kernel", {"x_ptr": "*fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "y_ptr": "*fp32",
                                         "heads": "i32", "half": "i32", "sign": "fp32"}, {"HEADS": 32, "HALF": 64}, (
                                             "half",)),),

@@ -96,7 +96,7 @@ RUNG = Rung(
                 "The row is read more than twice: find maximum and sum in one pass, with the online rule.",
                 lambda x: Cost(5 * x.numel(), x.nbytes, x.nbytes), ratio=1.25, peer=
                     "def softmax(x):\n    return x.softmax(-1)\n",
-                large=lambda rng: [normal(rng, 2048, 8192)]),
+                large=lambda rng: [normal(rng, 4096, 8192)]),
     compiled=(ToCompile("_softmax_kernel", {"x_ptr": "*fp32", "y_ptr": "*fp32", "n_cols": "i32"}, {"BLOCK": 1024}, (
         "n_cols",)),),
     hints=("m and l are one number each; tl.max(x, 0) and tl.sum(..., 0) reduce a tile to a number.",

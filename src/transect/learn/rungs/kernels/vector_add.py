@@ -94,7 +94,7 @@ RUNG = Rung(
         lambda x, y: Cost(x.numel(), x.nbytes + y.nbytes, x.nbytes),
         ratio=1.5,
         peer="def add(x, y):\n    return x + y\n",
-        large=lambda rng: [normal(rng, 1 << 24), normal(rng, 1 << 24)],
+        large=lambda rng: [normal(rng, 1 << 25), normal(rng, 1 << 25)],
     ),
     compiled=(
         ToCompile(

@@ -84,7 +84,13 @@ def _drive(module, data, shape, program):
     view = module.View(data, shape)
     for name, *arguments in program:
         view = getattr(view, name)(*arguments)
-    return [list(view.shape), list(view.strides), view.offset, bool(view.is_contiguous()), list(view.elements())]
+    return {
+        "shape": list(view.shape),
+        "strides": list(view.strides),
+        "offset": view.offset,
+        "is_contiguous": bool(view.is_contiguous()),
+        "elements": list(view.elements()),
+    }
 
 
 def _answer(data, shape, program):
@@ -95,7 +101,13 @@ def _answer(data, shape, program):
             view = view[(slice(None),) * dim + (slice(start, stop, step),)]
         else:
             view = getattr(view, name)(*arguments)
-    return [list(view.shape), list(view.stride()), view.storage_offset(), view.is_contiguous(), view.flatten().tolist()]
+    return {
+        "shape": list(view.shape),
+        "strides": list(view.stride()),
+        "offset": view.storage_offset(),
+        "is_contiguous": view.is_contiguous(),
+        "elements": view.flatten().tolist(),
+    }
 
 
 def _case(name, teaches, shape, *program):

@@ -5,7 +5,7 @@
 * ``prefill.py``                prefill chunks; ``prefill_hopper.py``: for Hopper, with ``prefill_copies.py``
 * ``decode.py``                 rows of one query; ``decode_hopper.py`` (``paged_decode_hopper.cu``): for Hopper
 * ``decode_spans.py``           the same with sums that do not depend on the batch
-* ``tile.py``                   what the Triton kernels share
+* ``tile.py``                   what the Triton kernels share; ``launch.py``: arguments of their launches
 * ``batch.py``                  the ragged batch of a step, and what is worked out from it once a step
 * ``kv_cache_write.py``         keys and values into the cache
 * ``cache_codes.py``            a cache in int8, with a scale for each head of a token

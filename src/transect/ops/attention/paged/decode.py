@@ -30,8 +30,8 @@ from ... import tuning
 from ...lang.jit import INTERPRETED, TRITON_TARGETS, kernel, multiprocessors, next_power_of_2, tl
 from ...lang.tiles import also, let_next_begin, wait_for_previous
 from ...registry import Kernel
-from ..packed.tiling import LOG2E, padded
 from .batch import PagedBatch
+from .launch import PLAIN, STRIDES, arguments_of, types_of
 from .tile import walk, with_sink
 
 
@@ -230,8 +230,8 @@ def decode(
     ``paged_prefill.prefill``.
     """
     _, heads, d = q.shape
-    _, kv_heads, block_size, _ = k_cache.shape
-    rows, group = batch.num_rows, heads // kv_heads
+    kv_heads, rows = k_cache.shape[1], batch.num_rows
+    group = heads // kv_heads
     if not rows:
         return
     if INTERPRETED:
@@ -242,17 +242,15 @@ def decode(
     most = _round_up(min(wanted + rows, rows * -(-batch.max_seq_len // tiling.least)))
     part_o = q.new_empty((most, heads, d), dtype=torch.float32)
     part_l = q.new_empty((most, heads, 2), dtype=torch.float32)
-    launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
+    inputs, sizes, scores, constants = arguments_of(
+        q, k_cache, v_cache, batch, scale, window, out,
+        softcap=softcap, sinks=sinks, chunk=chunk, dependent_launch=dependent_launch,
+    )  # fmt: skip
     _decode[(most * kv_heads,)](
-        q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, out, part_o, part_l,
-        batch.arrivals(2 * most * kv_heads), rows, (scale if softcap is None else softcap) * LOG2E, window or 0,
-        *q.stride()[:2], *k_cache.stride()[:2], batch.block_tables.stride(0), wanted, tiling.least, most,
-        q if sinks is None else sinks, scale / (softcap or 1.0), chunk or 1,
-        H=heads, G=group, GP=next_power_of_2(group), D=d, DP=padded(d), BLOCK=block_size,
-        BM=max(16, next_power_of_2(group)), BN=tiling.bn, WINDOW=window is not None, MIXED=mixed,
-        ROWS=next_power_of_2(rows), DEPENDENT_LAUNCH=dependent_launch, CHUNK=tiling.chunk, FAN=tiling.fan,
-        SINKS=sinks is not None, CAPPED=softcap is not None, CHUNKED=chunk is not None,
-        num_warps=tiling.warps, num_stages=tiling.stages, **launch,
+        *inputs, part_o, part_l, batch.arrivals(2 * most * kv_heads), *sizes, wanted, tiling.least, most, *scores,
+        GP=next_power_of_2(group), BM=max(16, next_power_of_2(group)), BN=tiling.bn, MIXED=mixed,
+        ROWS=next_power_of_2(rows), CHUNK=tiling.chunk, FAN=tiling.fan, num_warps=tiling.warps,
+        num_stages=tiling.stages, **constants,
     )  # fmt: skip
 
 
@@ -281,38 +279,32 @@ def tuned(units: int, longest: int, d: int, device: torch.device) -> DecodeTilin
 
 def kernels() -> Sequence[Kernel]:
     """Return the kernels to compile ahead of time."""
-    tensors = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")
-    indices = dict.fromkeys(("tables", "starts", "lengths", "arrivals"), "*i32")
-    parts = {"part_o": "*fp32", "part_l": "*fp32"}
-    strides = ("q_t", "q_h", "cache_b", "cache_k")
-    ints = dict.fromkeys(("B", "window", *strides, "table_b", "wanted", "least", "most", "span"), "i32")
-    more = {"sinks": "*bf16", "squeeze": "fp32"}
-    fp8, int8 = (dict.fromkeys(("k_cache", "v_cache"), kind) for kind in ("*fp8e4nv", "*i8"))
+    own = {"part_o": "*fp32", "part_l": "*fp32", "arrivals": "*i32", "wanted": "i32", "least": "i32", "most": "i32"}
+    bf16, fp8, int8 = "*bf16", "*fp8e4nv", "*i8"
 
     def others(targets: Sequence[str]) -> tuple[str, ...]:
         return tuple(name for name in targets if name != "sm_90")
 
-    plain = dict.fromkeys(("SINKS", "CAPPED", "CHUNKED"), False)
     return [
         Kernel(
             name=name,
             function=_decode,
-            arguments={**tensors, **cache, **indices, **parts, "scale2": "fp32", **ints, **more},
+            arguments=types_of(own, cache),
             constants={
                 "H": 32, "G": 4, "GP": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": 16, "BN": 32, "WINDOW": False,
                 "MIXED": False, "ROWS": 64, "DEPENDENT_LAUNCH": False, "CHUNK": 8, "FAN": 16, **scores,
             },
-            divisible=(*strides, "wanted", "least", "most"),
+            divisible=(*STRIDES, "wanted", "least", "most"),
             warps=warps,
             stages=2,
             targets=targets,
         )
         for name, warps, cache, targets, scores in (
-            ("decode", 1, {}, TRITON_TARGETS, plain),
-            ("decode, cache in fp8", 1, fp8, ("sm_90",), plain),
-            ("decode, cache in fp8, other targets", 2, fp8, others(FP8_TARGETS), plain),
-            ("decode, cache in int8", 1, int8, ("sm_90",), plain),
-            ("decode, cache in int8, other targets", 2, int8, others(TRITON_TARGETS), plain),
-            ("decode with sinks, a cap and chunks", 1, {}, TRITON_TARGETS, dict.fromkeys(plain, True)),
+            ("decode", 1, bf16, TRITON_TARGETS, PLAIN),
+            ("decode, cache in fp8", 1, fp8, ("sm_90",), PLAIN),
+            ("decode, cache in fp8, other targets", 2, fp8, others(FP8_TARGETS), PLAIN),
+            ("decode, cache in int8", 1, int8, ("sm_90",), PLAIN),
+            ("decode, cache in int8, other targets", 2, int8, others(TRITON_TARGETS), PLAIN),
+            ("decode with sinks, a cap and chunks", 1, bf16, TRITON_TARGETS, dict.fromkeys(PLAIN, True)),
         )
     ]  # fmt: skip

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +24,8 @@ from ....hardware.device import target_of
 from ...lang.jit import INTERPRETED, TRITON_TARGETS, kernel, multiprocessors, next_power_of_2, tl
 from ...lang.tiles import let_next_begin, wait_for_previous
 from ...registry import Kernel
-from ..packed.tiling import LOG2E, padded
 from .batch import PagedBatch
+from .launch import PLAIN, STRIDES, arguments_of, types_of
 from .prefill import SPAN
 from .tile import merged, walk, with_sink
 
@@ -199,8 +198,8 @@ def decode(
     ``prefill.prefill``.
     """
     _, heads, d = q.shape
-    _, kv_heads, block_size, _ = k_cache.shape
-    rows, group = batch.num_rows, heads // kv_heads
+    kv_heads, rows = k_cache.shape[1], batch.num_rows
+    group = heads // kv_heads
     if not rows:
         return
     if INTERPRETED:
@@ -211,50 +210,42 @@ def decode(
     part_o = q.new_empty((room + programs, heads, d), dtype=torch.float32)
     part_l = q.new_empty((room + programs, heads, 2), dtype=torch.float32)
     bm = max(tiling.bm, next_power_of_2(group))
-    launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
+    inputs, sizes, scores, constants = arguments_of(
+        q, k_cache, v_cache, batch, scale, window, out,
+        softcap=softcap, sinks=sinks, chunk=chunk, dependent_launch=dependent_launch,
+    )  # fmt: skip
     roomy = d <= 128 and k_cache.element_size() == 2  # else sums would not fit into these registers
     if roomy and tiling.registers and not INTERPRETED and target_of(q.device).hopper:
-        launch["maxnreg"] = tiling.registers
+        constants["maxnreg"] = tiling.registers
     _decode[(programs * kv_heads,)](
-        q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, out, part_o, part_l,
-        batch.arrivals(room * kv_heads), rows, (scale if softcap is None else softcap) * LOG2E, window or 0,
-        *q.stride()[:2], *k_cache.stride()[:2], batch.block_tables.stride(0), room,
-        q if sinks is None else sinks, scale / (softcap or 1.0), chunk or 1,
-        H=heads, G=group, GP=bm if INTERPRETED else next_power_of_2(group), D=d, DP=padded(d), BLOCK=block_size,
-        BM=bm, BN=tiling.bn, SPAN=tiling.span, WINDOW=window is not None,
-        MIXED=mixed, ROWS=next_power_of_2(rows), DEPENDENT_LAUNCH=dependent_launch, AT_ONCE=tiling.at_once,
-        SINKS=sinks is not None, CAPPED=softcap is not None, CHUNKED=chunk is not None,
-        num_warps=tiling.warps, num_stages=min(tiling.stages, 2) if d > 128 else tiling.stages, **launch,
+        *inputs, part_o, part_l, batch.arrivals(room * kv_heads), *sizes, room, *scores,
+        GP=bm if INTERPRETED else next_power_of_2(group), BM=bm, BN=tiling.bn, SPAN=tiling.span, MIXED=mixed,
+        ROWS=next_power_of_2(rows), AT_ONCE=tiling.at_once, num_warps=tiling.warps,
+        num_stages=min(tiling.stages, 2) if d > 128 else tiling.stages, **constants,
     )  # fmt: skip
 
 
 def kernels() -> Sequence[Kernel]:
     """Return the kernels to compile ahead of time."""
-    tensors = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")
-    indices = dict.fromkeys(("tables", "starts", "lengths", "arrivals"), "*i32")
-    parts = {"part_o": "*fp32", "part_l": "*fp32"}
-    strides = ("q_t", "q_h", "cache_b", "cache_k")
-    ints = dict.fromkeys(("B", "window", *strides, "table_b", "room", "span"), "i32")
-    more = {"sinks": "*bf16", "squeeze": "fp32"}
-    plain = dict.fromkeys(("SINKS", "CAPPED", "CHUNKED"), False)
+    own = {"part_o": "*fp32", "part_l": "*fp32", "arrivals": "*i32", "room": "i32"}
     return [
         Kernel(
             name=name,
             function=_decode,
-            arguments={**tensors, **cache, **indices, **parts, "scale2": "fp32", **ints, **more},
+            arguments=types_of(own, cache),
             constants={
                 "H": 32, "G": 4, "GP": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": TILING.bm, "BN": TILING.bn,
                 "SPAN": SPAN, "WINDOW": False, "MIXED": False, "ROWS": 64, "DEPENDENT_LAUNCH": False,
                 "AT_ONCE": TILING.at_once, **scores,
             },
-            divisible=strides,
+            divisible=STRIDES,
             warps=TILING.warps,
             stages=TILING.stages,
             targets=targets,
         )
         for name, cache, targets, scores in (
-            ("decode in spans", {}, TRITON_TARGETS, plain),
-            ("decode in spans, cache in int8", dict.fromkeys(("k_cache", "v_cache"), "*i8"), ("sm_90",), plain),
-            ("decode in spans with sinks, a cap and chunks", {}, ("sm_90",), dict.fromkeys(plain, True)),
+            ("decode in spans", "*bf16", TRITON_TARGETS, PLAIN),
+            ("decode in spans, cache in int8", "*i8", ("sm_90",), PLAIN),
+            ("decode in spans with sinks, a cap and chunks", "*bf16", ("sm_90",), dict.fromkeys(PLAIN, True)),
         )
     ]  # fmt: skip

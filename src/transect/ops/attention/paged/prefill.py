@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +18,9 @@ from ....hardware.targets import NVIDIA_TARGETS, TARGETS
 from ...lang.jit import INTERPRETED, kernel, next_power_of_2, tl
 from ...lang.tiles import let_next_begin, wait_for_previous
 from ...registry import Kernel
-from ..packed.tiling import LOG2E, find_tile, padded
+from ..packed.tiling import find_tile
 from .batch import PagedBatch
+from .launch import PLAIN, STRIDES, arguments_of, types_of
 from .tile import merged, walk, with_sink
 
 
@@ -154,9 +154,8 @@ def prefill(
     their places in ``out`` ``[T, H, d]``. ``dependent_launch``: begin while the previous kernel still runs (Hopper),
     and wait for it. ``beside``: do not wait, but end after it; that kernel is ``PagedDecode`` with ``beside`` too."""
     tokens, heads, d = q.shape
-    _, kv_heads, block_size, _ = k_cache.shape
-    group = heads // kv_heads
-    padded_group = next_power_of_2(group)
+    kv_heads = k_cache.shape[1]
+    padded_group = next_power_of_2(heads // kv_heads)
     if INTERPRETED:
         tiling = replace(tiling, bm=16, bn=16, warps=1, stages=1, span=min(tiling.span, 32))
     bm = max(tiling.bm, padded_group)
@@ -165,52 +164,44 @@ def prefill(
     if d > 128 and not INTERPRETED and not target_of(q.device).large_blocks:
         tiling = replace(SMALL_TILING, span=tiling.span)
         bm = max(tiling.bm, padded_group)
-    launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
+    inputs, sizes, scores, constants = arguments_of(
+        q, k_cache, v_cache, batch, scale, window, out,
+        softcap=softcap, sinks=sinks, chunk=chunk, dependent_launch=dependent_launch,
+    )  # fmt: skip
     _prefill[(kv_heads, tokens // (bm // padded_group) + batch.num_rows)](
-        q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, out, batch.num_rows,
-        scale * LOG2E if softcap is None else softcap * LOG2E, window or 0, *q.stride()[:2], *k_cache.stride()[:2],
-        batch.block_tables.stride(0), q if sinks is None else sinks, scale / (softcap or 1.0), chunk or 1,
-        H=heads, G=group, GP=padded_group, D=d, DP=padded(d), BLOCK=block_size, BM=bm, BN=tiling.bn,
-        WINDOW=window is not None, SINGLES=singles, DEPENDENT_LAUNCH=dependent_launch, BESIDE=beside,
-        SINKS=sinks is not None, CAPPED=softcap is not None, CHUNKED=chunk is not None, SPAN=tiling.span,
-        num_warps=tiling.warps, num_stages=stages, **launch,
+        *inputs, *sizes, *scores, GP=padded_group, BM=bm, BN=tiling.bn, SINGLES=singles, BESIDE=beside,
+        SPAN=tiling.span, num_warps=tiling.warps, num_stages=stages, **constants,
     )  # fmt: skip
 
 
 def kernels() -> Sequence[Kernel]:
     """Return the kernels to compile ahead of time."""
-    tensors = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")
-    indices = dict.fromkeys(("tables", "starts", "lengths"), "*i32")
-    strides = ("q_t", "q_h", "cache_b", "cache_k")
-    ints = dict.fromkeys(("B", "window", *strides, "table_b", "span"), "i32")
-    more = {"sinks": "*bf16", "squeeze": "fp32"}
-    plain = dict.fromkeys(("SINKS", "CAPPED", "CHUNKED"), False)
-    every = dict.fromkeys(plain, True)
+    every = dict.fromkeys(PLAIN, True)
     large = tuple(name for name in NVIDIA_TARGETS if TARGETS[name].large_blocks)
     small = tuple(name for name in NVIDIA_TARGETS if not TARGETS[name].large_blocks)
     return [
         Kernel(
             name=name,
             function=_prefill,
-            arguments={**tensors, **indices, "scale2": "fp32", **ints, **more},
+            arguments=types_of({}),
             constants={
                 "H": 32, "G": 4, "GP": 4, "D": d, "DP": d, "BLOCK": 16, "BM": tiling.bm, "BN": tiling.bn,
                 "WINDOW": False, "SINGLES": False, "DEPENDENT_LAUNCH": beside, "BESIDE": beside, "SPAN": tiling.span,
                 **scores,
             },
-            divisible=strides,
+            divisible=STRIDES,
             warps=tiling.warps,
             stages=tiling.stages,
             targets=targets,
             options={"launch_pdl": True} if beside else {},
         )
         for name, tiling, beside, targets, d, scores in (
-            ("prefill", PREFILL_TILING, False, NVIDIA_TARGETS, 128, plain),
-            ("prefill in spans", SPAN_TILING, False, ("sm_80", "sm_90"), 128, plain),
-            ("prefill beside decodes", BESIDE_TILING, True, ("sm_90",), 128, plain),
-            ("prefill_256", replace(PREFILL_TILING, stages=2), False, large, 256, plain),
-            ("prefill_256, small blocks", SMALL_TILING, False, small, 256, plain),
+            ("prefill", PREFILL_TILING, False, NVIDIA_TARGETS, 128, PLAIN),
+            ("prefill in spans", SPAN_TILING, False, ("sm_80", "sm_90"), 128, PLAIN),
+            ("prefill beside decodes", BESIDE_TILING, True, ("sm_90",), 128, PLAIN),
+            ("prefill_256", replace(PREFILL_TILING, stages=2), False, large, 256, PLAIN),
+            ("prefill_256, small blocks", SMALL_TILING, False, small, 256, PLAIN),
             ("prefill with sinks, a cap and chunks", PREFILL_TILING, False, NVIDIA_TARGETS, 64, every),
-            ("prefill_amd", replace(PREFILL_TILING, stages=2), False, ("gfx942",), 128, plain),
+            ("prefill_amd", replace(PREFILL_TILING, stages=2), False, ("gfx942",), 128, PLAIN),
         )
     ]  # fmt: skip

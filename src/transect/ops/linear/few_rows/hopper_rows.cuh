@@ -1,5 +1,6 @@
 // Y = X W^T + b for up to 256 rows of X on Hopper, with float32 sums and Y in bfloat16: W streamed once by the bulk copy
-// engine, multiplied by wgmma. X and W are both bfloat16, or both fp8 (e4m3), a row of either times its scale. See
+// engine, multiplied by wgmma. X and W are both bfloat16, or both of one byte: fp8 (e4m3) or whole numbers, a row of
+// either times its scale, or fp8 with a scale for 128 k of a row of X and for each block of 128 rows by 128 k of W. See
 // few_rows/hopper.py for the arithmetic.
 //
 // * A tile of a block is AR = 64 RM WGS rows of the left operand by NB of the right. With SWAP the left one is W and
@@ -16,11 +17,15 @@
 // * GATE: half of a tile's rows of W are rows n of the gate, half rows N + n; Y is silu(one) times the other. With SWAP
 //   eight rows of one follow eight of the other, so that a thread holds both sums of an element.
 // * The first chunks of W may be asked for before the kernel that makes X has ended (``ahead``).
-// * Scales of fp8 come while the chunks do. A block multiplies its sums by them before it adds or stores any.
+// * Scales of rows come while the chunks do. A block multiplies its sums by them before it adds or stores any.
+// * Scales of blocks: a chunk is as long as a block, so its products are summed apart and added times their scales. X is
+//   the left operand then: a thread has the scales of two rows of X, and of the few blocks that its columns are of.
 
 #pragma once
 
 #include <cuda_fp8.h>
+
+#include <type_traits>
 
 #include "../../lang/few_rows.cuh"
 #include "../../lang/hopper.cuh"
@@ -33,6 +38,19 @@ using namespace hopper;
 namespace {
 
 constexpr int kMostStages = 16;
+
+// fp8 (e4m3) with scales of blocks; other kinds are named as CUDA does: whole numbers of 8 bits are ``signed char``.
+struct Fp8Blocks {
+  __nv_fp8_e4m3 code;
+};
+constexpr int kBlock = 128;  // rows of W, and k, that share a scale
+
+template <typename Number>
+constexpr bool kBlocked = std::is_same_v<Number, Fp8Blocks>;
+template <typename Number>
+constexpr bool kWhole = std::is_same_v<Number, signed char>;
+template <typename Number>
+using Sum = std::conditional_t<kWhole<Number>, int, float>;
 
 template <int ROWS>
 constexpr int kBox = ROWS % 128 ? 64 : 128;  // rows of the left operand in one copy
@@ -47,45 +65,128 @@ __device__ __forceinline__ void fetch_both(uint32_t to, const CUtensorMap* map, 
       : "memory");
 }
 
-#define PRODUCT(n, numbers, a, b, ...)                                                                             \
-  if constexpr (NB == n && sizeof(Number) == 2)                                                                    \
-    asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #n                    \
-                 "k16.f32.bf16.bf16 {" numbers "}, " a ", " b ", p, 1, 1, 0, 0;\n}"                                \
-                 : __VA_ARGS__                                                                                     \
-                 : "l"(left), "l"(right));                                                                         \
-  else if constexpr (NB == n)                                                                                      \
-    asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #n                    \
-                 "k32.f32.e4m3.e4m3 {" numbers "}, " a ", " b ", p, 1, 1;\n}"                                      \
-                 : __VA_ARGS__                                                                                     \
-                 : "l"(left), "l"(right));
+#define SUMS32(KIND) OF16(KIND, c, 0)
+#define SUMS48(KIND) OF16(KIND, c, 0), OF8(KIND, c, 16)
+#define SUMS64(KIND) OF32(KIND, c, 0)
+#define SUMS96(KIND) OF32(KIND, c, 0), OF16(KIND, c, 32)
+#define SUMS112(KIND) OF32(KIND, c, 0), OF16(KIND, c, 32), OF8(KIND, c, 48)
+#define SUMS128(KIND) OF64(KIND, c, 0)
+#define SUMS160(KIND) OF64(KIND, c, 0), OF16(KIND, c, 64)
+#define SUMS192(KIND) OF64(KIND, c, 0), OF32(KIND, c, 64)
+#define SUMS208(KIND) OF64(KIND, c, 0), OF32(KIND, c, 64), OF8(KIND, c, 96)
+#define SUMS224(KIND) OF64(KIND, c, 0), OF32(KIND, c, 64), OF16(KIND, c, 96)
+#define SUMS256(KIND) OF64(KIND, c, 0), OF64(KIND, c, 64)
+#define PRODUCT_OF(n, numbers, a, b, keep, type, signs, KIND)                                             \
+  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, " keep ", 1;\nwgmma.mma_async.sync.aligned.m64n" #n type \
+               " {" numbers "}, " a ", " b ", p" signs ";\n}"                                             \
+               : SUMS##n(KIND)                                                                            \
+               : "l"(left), "l"(right), "n"(KEEP))
+#define PRODUCT(n, numbers, a, b, keep)                                                              \
+  if constexpr (NB == n && sizeof(Number) == 2)                                                      \
+    PRODUCT_OF(n, numbers, a, b, keep, "k16.f32.bf16.bf16", ", 1, 1, 0, 0", "+f");                   \
+  else if constexpr (NB == n && kWhole<Number>)                                                      \
+    PRODUCT_OF(n, numbers, a, b, keep, "k32.s32.s8.s8", "", "+r");                                   \
+  else if constexpr (NB == n)                                                                        \
+    PRODUCT_OF(n, numbers, a, b, keep, "k32.f32.e4m3.e4m3", ", 1, 1", "+f");
 
-// c += 64 rows at ``left`` times NB rows at ``right``, 32 bytes of k. Of warp w of the warpgroup, lane l: c[4 j],
-// c[4 j + 1] are row 16 w + l / 4 on the left and rows 8 j + 2 (l % 4), + 1 on the right; c[4 j + 2], c[4 j + 3] the
-// same 8 rows further down.
-template <typename Number, int NB>
-__device__ __forceinline__ void multiply(float (&c)[NB / 2], uint64_t left, uint64_t right) {
+// c += 64 rows at ``left`` times NB rows at ``right``, 32 bytes of k; with KEEP 0 what c was is dropped. Of warp w of the
+// warpgroup, lane l: c[4 j], c[4 j + 1] are row 16 w + l / 4 on the left and rows 8 j + 2 (l % 4), + 1 on the right;
+// c[4 j + 2], c[4 j + 3] the same 8 rows further down.
+template <typename Number, int NB, int KEEP>
+__device__ __forceinline__ void multiply(Sum<Number> (&c)[NB / 2], uint64_t left, uint64_t right) {
 #ifdef TRANSECT_HOPPER
-  PRODUCT(32, N0, "%16", "%17", R16(c, 0));
-  PRODUCT(48, N0 N1H, "%24", "%25", R16(c, 0), R8(c, 16));
-  PRODUCT(64, N0 N1, "%32", "%33", R32(c, 0));
-  PRODUCT(96, N0 N1 N2, "%48", "%49", R32(c, 0), R16(c, 32));
-  PRODUCT(112, N0 N1 N2 N3H, "%56", "%57", R32(c, 0), R16(c, 32), R8(c, 48));
-  PRODUCT(128, N0 N1 N2 N3, "%64", "%65", R64(c, 0));
-  PRODUCT(160, N0 N1 N2 N3 N4, "%80", "%81", R64(c, 0), R16(c, 64));
-  PRODUCT(192, N0 N1 N2 N3 N4 N5, "%96", "%97", R64(c, 0), R32(c, 64));
-  PRODUCT(208, N0 N1 N2 N3 N4 N5 N6H, "%104", "%105", R64(c, 0), R32(c, 64), R8(c, 96));
-  PRODUCT(224, N0 N1 N2 N3 N4 N5 N6, "%112", "%113", R64(c, 0), R32(c, 64), R16(c, 96));
-  PRODUCT(256, N0 N1 N2 N3 N4 N5 N6 N7, "%128", "%129", R64(c, 0), R64(c, 64));
+  PRODUCT(32, N0, "%16", "%17", "%18");
+  PRODUCT(48, N0 N1H, "%24", "%25", "%26");
+  PRODUCT(64, N0 N1, "%32", "%33", "%34");
+  PRODUCT(96, N0 N1 N2, "%48", "%49", "%50");
+  PRODUCT(112, N0 N1 N2 N3H, "%56", "%57", "%58");
+  PRODUCT(128, N0 N1 N2 N3, "%64", "%65", "%66");
+  PRODUCT(160, N0 N1 N2 N3 N4, "%80", "%81", "%82");
+  PRODUCT(192, N0 N1 N2 N3 N4 N5, "%96", "%97", "%98");
+  PRODUCT(208, N0 N1 N2 N3 N4 N5 N6H, "%104", "%105", "%106");
+  PRODUCT(224, N0 N1 N2 N3 N4 N5 N6, "%112", "%113", "%114");
+  PRODUCT(256, N0 N1 N2 N3 N4 N5 N6 N7, "%128", "%129", "%130");
 #endif
 }
 
-// Scales of a block's tile in shared memory: of the rows of the left operand, then of the right.
+// Scales of blocks for one warp's rows of X (the left operand) and the columns of a tile. A lane reads every fourth chunk's
+// of its row, four chunks at a time, and has the others' by shuffles; those of W come one chunk ahead.
+template <int RM, int NB, bool GATE>
+struct BlockScales {
+  static constexpr int SPAN = GATE ? NB / 2 : NB;
+  static constexpr int STEP = (SPAN & -SPAN) < kBlock ? SPAN & -SPAN : kBlock;  // tiles begin at multiples of it
+  static constexpr int MANY = (SPAN + kBlock - STEP - 1) / kBlock + 1;          // blocks of columns; of a gate twice
+  const float *x, *w;
+  int chunks, first;                             // of a row; of the columns, within their block
+  float now[RM][2], next[RM][2], blocks[(GATE ? 2 : 1) * MANY];
+  const float* at[(GATE ? 2 : 1) * MANY];
+
+  __device__ __forceinline__ void read_rows(int chunk, int row0, int M, int lane) {
+#pragma unroll
+    for (int r = 0; r < RM; r++)
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+        next[r][h] = __ldcg(x + (size_t)min(row0 + r * 64 + h * 8 + lane / 4, M - 1) * chunks +
+                            min((chunk & ~3) + lane % 4, chunks - 1));
+  }
+  __device__ __forceinline__ void read_blocks(int chunk) {
+#pragma unroll
+    for (int b = 0; b < (GATE ? 2 : 1) * MANY; b++) blocks[b] = __ldg(at[b] + min(chunk, chunks - 1));
+  }
+  // Columns from n0 on; N is that of Y. Blocks that reach past the end are those before.
+  __device__ __forceinline__ void begin(int chunk, int row0, int n0, int M, int N, int lane) {
+    first = n0 % kBlock;
+#pragma unroll
+    for (int b = 0; b < MANY; b++) {
+      const int block = min(n0 / kBlock + b, (N - 1) / kBlock);
+      at[b] = w + (size_t)block * chunks;
+      if (GATE) at[MANY + b] = w + (size_t)(N / kBlock + block) * chunks;
+    }
+    read_rows(chunk, row0, M, lane);
+    read_blocks(chunk);
+    turn(chunk, row0, M, lane);
+  }
+  __device__ __forceinline__ void turn(int chunk, int row0, int M, int lane) {
+#pragma unroll
+    for (int r = 0; r < RM; r++) now[r][0] = next[r][0], now[r][1] = next[r][1];
+    read_rows(chunk + 4, row0, M, lane);
+  }
+  // c += sums, each times its scales.
+  __device__ __forceinline__ void add(float (&c)[RM][NB / 2], const float (&sums)[RM][NB / 2], int chunk, int lane) const {
+#pragma unroll
+    for (int r = 0; r < RM; r++) {
+      const int from = (lane & ~3) + (chunk & 3);
+      const float low = __shfl_sync(0xFFFFFFFFu, now[r][0], from), high = __shfl_sync(0xFFFFFFFFu, now[r][1], from);
+#pragma unroll
+      for (int j = 0; j < NB / 8; j++) {
+        const int half = GATE && j >= NB / 16, column = j * 8 - half * SPAN;
+        float own = blocks[half * MANY];
+#pragma unroll
+        for (int b = 1; b < MANY; b++)
+          if (first + column >= b * kBlock) own = blocks[half * MANY + b];
+        const float both = low * own, both8 = high * own;
+        c[r][4 * j] = fmaf(sums[r][4 * j], both, c[r][4 * j]);
+        c[r][4 * j + 1] = fmaf(sums[r][4 * j + 1], both, c[r][4 * j + 1]);
+        c[r][4 * j + 2] = fmaf(sums[r][4 * j + 2], both8, c[r][4 * j + 2]);
+        c[r][4 * j + 3] = fmaf(sums[r][4 * j + 3], both8, c[r][4 * j + 3]);
+      }
+    }
+  }
+};
+
+// Scales of rows of a block's tile in shared memory: of the rows of the left operand, then of the right.
 template <typename Number, int AR, int NB>
-constexpr int kScales = sizeof(Number) == 1 ? AR + NB : 0;
+constexpr int kScales = sizeof(Number) == 1 && !kBlocked<Number> ? AR + NB : 0;
 
 // Kernels whose blocks can add the parts of K in the order in which ranks would: ``order`` parts, one after another.
-template <bool SWAP, bool GATE, int NB, int WGS>
-constexpr bool kOrdered = !SWAP && !GATE && NB <= 64 && WGS == 1;
+template <typename Number, bool SWAP, bool GATE, int NB, int WGS>
+constexpr bool kOrdered = sizeof(Number) == 2 && !SWAP && !GATE && NB <= 64 && WGS == 1;
+
+template <bool FIRST, typename One, typename Other>
+__device__ __forceinline__ auto& pick(One& one, Other& other) {
+  if constexpr (FIRST) return one;
+  else return other;
+}
 
 template <bool VALUE>
 struct Bool {
@@ -178,7 +279,9 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
 #ifdef TRANSECT_HOPPER
   constexpr int AR = 64 * RM * WGS, A_BYTES = AR * 128, B_BYTES = NB * 128, STAGE = A_BYTES + B_BYTES, J = NB / 8;
   constexpr int WORKERS = WGS * 128, CHUNK = kChunkOf<Number>, SCALES = kScales<Number, AR, NB>;
-  constexpr bool ORDERED = kOrdered<SWAP, GATE, NB, WGS>;
+  constexpr bool BLOCKED = kBlocked<Number>, APART = BLOCKED || kWhole<Number>;
+  static_assert(!BLOCKED || !SWAP);
+  constexpr bool ORDERED = kOrdered<Number, SWAP, GATE, NB, WGS>;
   constexpr bool EARLY = WGS * NB < 512;  // else there are no registers for scales that come while the chunks do
   constexpr int COLUMNS = (SWAP ? AR * PAIR : NB) / (GATE ? 2 : 1);
   constexpr int WIDTH = SWAP ? COLUMNS / PAIR : COLUMNS, PITCH = WIDTH * 2 + 16;  // of a block's results in shared memory
@@ -274,46 +377,76 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
       if (GATE && !SWAP && p - AR >= NB / 2) of = row - NB / 2 + N;
       return scale + min(of, (GATE ? 2 * N : N) - 1);
     };
-    if (SCALES) wait_for_previous();
+    if (SCALES || BLOCKED) wait_for_previous();
     float c[RM][NB / 2];
+    // Products are summed in ``sums``: c itself, or whole numbers or a chunk apart.
+    Sum<Number> apart[APART ? RM : 1][APART ? NB / 2 : 1];
+    auto& sums = pick<APART>(apart, c);
+    const int row0 = half * AR + group * (RM * 64) + warp % 4 * 16;  // of X on the left
+    BlockScales<BLOCKED ? RM : 1, BLOCKED ? NB : 32, BLOCKED && GATE> held = {x_scale, scale, chunks};
     int slot = 0, parity = 0, release = -1;
     auto let_go = [&](int s) {
       if (PAIR == 1 && t % 128 == 0) barrier_arrive(empty + 8 * s);
       if (PAIR > 1 && t % 128 < PAIR) barrier_arrive_of(empty + 8 * s, local * PAIR + t % 128);
     };
     for (int i = first; i < last;) {
-      const int tile = i / chunks, end = min(last, (tile + 1) * chunks);
+      const int tile = i / chunks, end = min(last, (tile + 1) * chunks), begun = i;
       const bool begins = i == tile * chunks;
       float own[(SCALES + WORKERS - 1) / WORKERS + 1];
 #pragma unroll
       for (int p = 0; p < SCALES; p += WORKERS)
         if (EARLY && p + t < SCALES) own[p / WORKERS] = __ldcg(scale_of(tile, p + t));
+      if constexpr (BLOCKED) held.begin(i % chunks, row0, right_of(tile), M, N, lane);
       float total[ORDERED ? RM : 1][ORDERED ? NB / 2 : 1] = {};
       for (int part = 1; part <= (ORDERED ? order : 1); part++) {
 #pragma unroll
         for (int r = 0; r < RM; r++)
 #pragma unroll
-          for (int e = 0; e < NB / 2; e++) c[r][e] = 0;
-        hold(c);
+          for (int e = 0; e < NB / 2; e++) {
+            c[r][e] = 0;
+            if (APART) sums[r][e] = 0;
+          }
+        hold(sums);
         const int stop = ORDERED && order > 1 ? tile * chunks + (int)((long long)chunks * part / order) : end;
         for (; i < stop; i++) {
           barrier_poll(full + 8 * slot, parity);
           const uint32_t a_at = ring + slot * STAGE + group * (RM * 8192), b_at = ring + slot * STAGE + A_BYTES;
           products_begin();
 #pragma unroll
-          for (int k = 0; k < 4; k++)
+          for (int r = 0; r < RM; r++)
+            multiply<Number, NB, !BLOCKED>(sums[r], matrix(a_at + r * 8192), matrix(b_at));
 #pragma unroll
-            for (int r = 0; r < RM; r++) multiply<Number, NB>(c[r], matrix(a_at + r * 8192 + k * 32), matrix(b_at + k * 32));
+          for (int k = 1; k < 4; k++)
+#pragma unroll
+            for (int r = 0; r < RM; r++)
+              multiply<Number, NB, 1>(sums[r], matrix(a_at + r * 8192 + k * 32), matrix(b_at + k * 32));
           products_end();
-          products_wait<1>();
-          if (release >= 0) let_go(release);
-          release = slot;
+          if constexpr (BLOCKED) {
+            const int chunk = i - tile * chunks;
+            if (chunk % 4 == 0 && i > begun) held.turn(chunk, row0, M, lane);
+            products_wait<0>();
+            hold(sums);
+            let_go(slot);
+            held.add(c, sums, chunk, lane);
+            held.read_blocks(chunk + 1);
+          } else {
+            products_wait<1>();
+            if (release >= 0) let_go(release);
+            release = slot;
+          }
           if (++slot == stages) slot = 0, parity ^= 1;
         }
-        products_wait<0>();
-        hold(c);
-        let_go(release);
-        release = -1;
+        if constexpr (!BLOCKED) {
+          products_wait<0>();
+          hold(sums);
+          let_go(release);
+          release = -1;
+        }
+        if constexpr (kWhole<Number>)
+#pragma unroll
+          for (int r = 0; r < RM; r++)
+#pragma unroll
+            for (int e = 0; e < NB / 2; e++) c[r][e] = sums[r][e];
         if constexpr (ORDERED) {
           if (order > 1)
 #pragma unroll
@@ -483,7 +616,8 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
 #endif
 }
 
-// x_scale [M] and scale [N] (with GATE [2 N]) are of fp8. The rest is as of transect_small_matmul_hopper.
+// x_scale [M] and scale [N] (with GATE [2 N]) are of numbers of one byte; of Fp8Blocks [M, K / 128] and [N / 128, K / 128]
+// (with GATE [2 N / 128, K / 128], N a multiple of 128), rounded up. The rest is as of transect_small_matmul_hopper.
 template <typename Number, bool SWAP, bool GATE, int NB, int WGS, int RM, int PAIR, int BLOCKS>
 int start(const void* x, const void* weight, const void* x_scale, const void* scale, const void* bias, void* out,
           void* parts, void* flags, int M, int N, int K, long long x_stride, long long w_stride, int ranks, int clusters,
@@ -495,9 +629,9 @@ int start(const void* x, const void* weight, const void* x_scale, const void* sc
   if (M > (SWAP ? NB : AR * PAIR) || stages < 2 || stages > kMostStages || shared > kMostShared - 1024) return -1;
   if (ranks > 1 && (AR * NB * 4 > stages * STAGE || ranks * PAIR > 8 || ranks > chunks)) return -1;
   if (ranks < 0 && (ranks < -8 || -ranks > chunks)) return -1;
-  if (order > 1 && (!kOrdered<SWAP, GATE, NB, WGS> || ranks != 1 || order > chunks)) return -1;
+  if (order > 1 && (!kOrdered<Number, SWAP, GATE, NB, WGS> || ranks != 1 || order > chunks)) return -1;
   if (!ranks && clusters > (long long)tiles * chunks) return -1;
-  if (GATE && (bias || ranks < 0 || ranks > 1)) return -1;
+  if (GATE && (bias || ranks < 0 || ranks > 1 || (kBlocked<Number> && N % kBlock))) return -1;
   int box = kBox<AR>;  // rows of the left operand in a copy
   if (!SWAP && M <= box) box = M;
   else if (!SWAP)

@@ -92,6 +92,12 @@ __device__ __forceinline__ bool lacks_float(const uint4& v) {
   return v.x == ~0u || v.y == ~0u || v.z == ~0u || v.w == ~0u;
 }
 
+// Sums of codes that need no more than a scale of each row, which ``row_scale`` gives.
+struct Unscaled {
+  template <typename Matrix>
+  __device__ __forceinline__ void begin(const Matrix&, int, int, int, bool, int) {}
+};
+
 // A warp's part of x: the chunks of its steps, one after the other, of each 16 bytes a lane.
 typedef uint4 Part[kMostSteps / 2];
 
@@ -271,6 +277,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       uint4 asked[Squares::kAtOnce];
       if (ends && normed) squares.ask(asked);
       typename Codes::Sums acc;
+      acc.begin(weights.matrix[p], weights.n[p], K, first + (gate ? group : 2 * group), gate, warp);
       for (int step = 0; step < steps; step++) {
         barrier_wait(full + slot * 8, parity);
         acc.add(ring + slot * Codes::kItem, part + step * kSpan * 2, known, step, lane);

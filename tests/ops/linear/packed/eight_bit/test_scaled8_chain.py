@@ -7,13 +7,18 @@ from cuda_kernels import chain_source, loaded
 from transect.ops.linear.packed.eight_bit import scaled8_chain, scaled8_rounding, scaled8_tiles
 from transect.ops.linear.packed.eight_bit.scaled8_chain import ChainWeights, Matrix8
 
+FORMATS = {"fp8": (True, False), "int8": (False, False), "blocks": (True, True)}
 
-def weights_of(d, q, f, n, device="cpu", bias=False):
+
+def weights_of(d, q, f, n, device="cpu", bias=False, form="fp8"):
     generator = torch.Generator().manual_seed(d + f)
+    fp8, blocks = FORMATS[form]
 
     def matrix(outputs, inputs):
-        codes, scale = scaled8_rounding.rounded(torch.randn(outputs, inputs, generator=generator) / inputs**0.5, True)
-        return Matrix8(codes.to(device), scale.to(device))
+        codes, scale = scaled8_rounding.rounded(torch.randn(outputs, inputs, generator=generator) / inputs**0.5, fp8)
+        if blocks:
+            scale = torch.rand(outputs // 128, inputs // 128, generator=generator) * 2 * scale.mean()
+        return Matrix8(codes.to(device), scale.to(device), fp8)
 
     def vector(size):
         return (1 + torch.randn(size, generator=generator) / 8).to(device, torch.bfloat16)
@@ -33,8 +38,10 @@ def test_what_the_kernel_does_not_take_is_said():
     assert scaled8_chain.refusal(weights) is None
     assert "follow" in scaled8_chain.refusal(weights._replace(down=weights.o))
     assert "multiples of 128" in scaled8_chain.refusal(weights_of(128, 128, 128, 64))
-    blocks = weights.o._replace(scale=torch.ones(1, 2))
-    assert "one float32 scale" in scaled8_chain.refusal(weights._replace(o=blocks))
+    assert scaled8_chain.refusal(weights_of(128, 256, 384, 128, form="blocks")) is None
+    assert "one kind" in scaled8_chain.refusal(weights._replace(o=weights.o._replace(scale=torch.ones(1, 2))))
+    assert "one kind" in scaled8_chain.refusal(weights._replace(down=weights.down._replace(fp8=False)))
+    assert "scales must be" in scaled8_chain.refusal(weights._replace(o=weights.o._replace(scale=torch.ones(1, 1))))
     assert "contiguous" in scaled8_chain.refusal(
         weights._replace(o=Matrix8(weights.o.codes.T.contiguous().T, weights.o.scale))
     )
@@ -64,9 +71,10 @@ def chain():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(128, 256, 384, 128), (2048, 2048, 8192, 3072), (4096, 4096, 14336, 6144)])
-def test_the_kernel_has_the_products_of_the_values(chain, sizes):
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_kernel_has_the_products_of_the_values(chain, sizes, form):
     d, q, f, n = sizes
-    weights = weights_of(d, q, f, n, "cuda", bias=d == 2048)
+    weights = weights_of(d, q, f, n, "cuda", bias=d == 2048, form=form)
     x, residual = row(q, "cuda"), row(d, "cuda", 2)
     want_y, want_u = scaled8_chain.reference(x.double(), residual.double(), weights)
     first = None
@@ -78,9 +86,10 @@ def test_the_kernel_has_the_products_of_the_values(chain, sizes):
         assert torch.equal(first[0], y) and torch.equal(first[1], u)
 
 
-def test_the_source_has_the_products_of_the_values_in_any_order_of_threads(monkeypatch):
-    kernel = chain_source(monkeypatch, scaled8_chain.CudaChain, "scaled8_chain", "pp")
-    weights = weights_of(128, 256, 384, 256, bias=True)
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_source_has_the_products_of_the_values_in_any_order_of_threads(monkeypatch, form):
+    kernel = chain_source(monkeypatch, scaled8_chain.CudaChain, "scaled8_chain", "ppi")
+    weights = weights_of(128, 256, 2304, 256, bias=True, form=form)  # a warp has two chunks of 2304
     x, residual = row(256), row(128, seed=2)
     want_y, want_u = scaled8_chain.reference(x.double(), residual.double(), weights)
     found = []

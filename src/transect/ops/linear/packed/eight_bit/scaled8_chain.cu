@@ -1,11 +1,16 @@
-// The four products between two attentions of one row and weights in fp8 (e4m3) with a scale for each row (chain.cuh).
-// Codes become float16 (all fp8 numbers are float16 numbers) by the hardware's conversion. x becomes float16 too: a warp
-// scales its part by the power of two that brings the largest below 2^15, so digits below 2^-39 of that are lost.
+// The four products between two attentions of one row and weights of 8 bits (chain.cuh): fp8 (e4m3) or whole numbers with
+// a scale for each row, or fp8 with one for each block of 128 rows by 128 k. Codes become float16, which has all numbers
+// of both: of fp8 by the hardware's conversion; a whole number is the low byte of a float16 from 1024 on. x becomes float16
+// too: a warp scales its part by the power of two that brings the largest below 2^15, so digits below 2^-39 of that are
+// lost. A chunk is as long as a block: its sums are multiplied by the block's scale before they are added.
 
 #include <cuda.h>
 #include <cuda_fp16.h>
 
+#include "../../../lang/parts.cuh"
 #include "../chain.cuh"
+
+#define TRANSECT_PARTS 3
 
 using namespace chain;
 
@@ -30,6 +35,15 @@ __device__ __forceinline__ uint2 halves_of(uint32_t codes) {
   return v;
 }
 
+// The same of whole numbers.
+__device__ __forceinline__ uint2 halves_of_whole(uint32_t codes) {
+  const uint32_t above = codes ^ 0x80808080u;  // 128 more
+  const __half2 offset = __half2half2(__ushort_as_half(0x6480));  // 1152
+  const uint32_t low = __byte_perm(above, 0x64646464u, 0x4140), high = __byte_perm(above, 0x64646464u, 0x4342);
+  const __half2 first = __hsub2(*(const __half2*)&low, offset), second = __hsub2(*(const __half2*)&high, offset);
+  return {*(const uint32_t*)&first, *(const uint32_t*)&second};
+}
+
 // As ``few_rows::multiply``, of float16.
 __device__ __forceinline__ void multiply_halves(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
@@ -46,7 +60,10 @@ __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float times) {
 // The bits of the larger of two bfloat16 without their signs, as float32: of those the larger has the larger bits.
 __device__ __forceinline__ uint32_t largest(uint32_t pair) { return max(pair << 16 & 0x7fff0000u, pair & 0x7fff0000u); }
 
-struct Fp8 {
+enum Format { kFp8 = 1, kInt8 = 2, kFp8Blocks = 3 };
+
+template <Format FORMAT>
+struct Codes8 {
   static constexpr int kItem = 2 * kBox, kKnown = 0;
   struct Matrix {
     CUtensorMap map;
@@ -71,7 +88,9 @@ struct Fp8 {
     }
   };
 
-  static __device__ __forceinline__ float row_scale(const Matrix& matrix, int row) { return matrix.scale[row]; }
+  static __device__ __forceinline__ float row_scale(const Matrix& matrix, int row) {
+    return FORMAT == kFp8Blocks ? 1 : matrix.scale[row];
+  }
 
   // A warp's part of x as float16; gives what brings its sums back.
   static __device__ __forceinline__ float keep(uint32_t part, uint32_t, const Part& v, int steps, int lane) {
@@ -97,8 +116,29 @@ struct Fp8 {
   // item. So eight lanes at a time meet no bank twice.
   struct Sums {
     float acc[2][2][4] = {};  // of both halves of a chunk's k, of both sixteens
+    // With scales of blocks: of chunks before this one; where the scales of the next chunk are, and this one's.
+    float total[2][2] = {}, scale[2];
+    const float* from[2];
 
-    __device__ __forceinline__ float of(int r, int half) const { return acc[0][r][half * 2] + acc[1][r][half * 2]; }
+    __device__ __forceinline__ float of(int r, int half) const {
+      return FORMAT == kFp8Blocks ? total[r][half] : acc[0][r][half * 2] + acc[1][r][half * 2];
+    }
+
+    // Of sixteen ``unit`` and that after it, with ``gate`` of the gate and of the other factor.
+    __device__ __forceinline__ void begin(const Matrix& matrix, int n, int k, int unit, bool gate, int warp) {
+      if (FORMAT != kFp8Blocks) return;
+      const int below = gate ? n / 2 + unit * 16 : min(unit * 16 + 16, n - 16);
+      from[0] = matrix.scale + (size_t)(unit * 16 / kSpan) * (k / kSpan) + warp;
+      from[1] = matrix.scale + (size_t)(below / kSpan) * (k / kSpan) + warp;
+      left = (k / kSpan - warp + kWarps - 1) / kWarps;
+      read_scales();
+    }
+    int left = 0;  // chunks whose scales are to be read
+    __device__ __forceinline__ void read_scales() {
+      if (left-- <= 0) return;
+#pragma unroll
+      for (int r = 0; r < 2; r++) scale[r] = __ldg(from[r]), from[r] += kWarps;
+    }
 
     __device__ __forceinline__ void add(uint32_t item, uint32_t x_at, uint32_t, int, int lane) {
       const uint32_t from = item + lane / 4 * 128 + ((lane % 4 * 2) ^ (lane / 4)) * 16;
@@ -123,11 +163,26 @@ struct Fp8 {
             const uint4 upper = w[h][r][0], lower = w[h][r][1];
             const uint32_t above[4] = {upper.x, upper.y, upper.z, upper.w};
             const uint32_t below[4] = {lower.x, lower.y, lower.z, lower.w};
-            const uint2 first = halves_of(above[q]), second = halves_of(below[q]);
+            const uint2 first = FORMAT == kInt8 ? halves_of_whole(above[q]) : halves_of(above[q]);
+            const uint2 second = FORMAT == kInt8 ? halves_of_whole(below[q]) : halves_of(below[q]);
             const uint32_t a[4] = {first.x, second.x, first.y, second.y};
             multiply_halves(acc[h][r], a, b0, b1);
           }
         }
+      if (FORMAT == kFp8Blocks) {
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+          for (int half = 0; half < 2; half++)
+            total[r][half] = fmaf(acc[0][r][half * 2] + acc[1][r][half * 2], scale[r], total[r][half]);
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+          for (int r = 0; r < 2; r++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) acc[h][r][e] = 0;
+        read_scales();
+      }
     }
   };
 };
@@ -156,20 +211,34 @@ int describe(CUtensorMap* map, const void* codes, int n, int k) {
                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-}  // namespace
-
-// Codes [n, k] contiguous on 16 bytes and scales float32 [n] of the four products: o, gate over up, down, and q, k, v of
-// the next layer; their sizes n and k must follow each other, multiples of 128 up to 16384 (n of gate over up twice
-// that). The rest as of ``chain::start``; ``dependent`` as of transect_small_matmul. Returns -2 where the codes cannot be
-// described to the copy engine.
-extern "C" int transect_scaled8_chain(const void* const* codes, const void* const* scales, const int* sizes,
-                                      const void* const* tensors, float eps0, float eps1, int stages,
-                                      int blocks, int dependent, void* stream) {
-  Weights<Fp8> weights;
+template <Format FORMAT>
+int start_of(const void* const* codes, const void* const* scales, const int* sizes, const void* const* tensors,
+             float eps0, float eps1, int stages, int blocks, int dependent, void* stream) {
+  Weights<Codes8<FORMAT>> weights;
   for (int p = 0; p < kProducts; p++) {
     if (sizes[2 * p] % 128) return -1;
     weights.matrix[p].scale = (const float*)scales[p];
     if (describe(&weights.matrix[p].map, codes[p], sizes[2 * p], sizes[2 * p + 1])) return -2;
   }
-  return start<Fp8>(weights, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream);
+  return start<Codes8<FORMAT>>(weights, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream);
+}
+
+}  // namespace
+
+// Codes [n, k] contiguous on 16 bytes and scales float32 of the four products: o, gate over up, down, and q, k, v of the
+// next layer; their sizes n and k must follow each other, multiples of 128 up to 16384 (n of gate over up twice that).
+// ``format``: 1 fp8, 2 whole numbers, each with scales [n]; 3 fp8 with scales [n / 128, k / 128]. The rest as of
+// ``chain::start``; ``dependent`` as of transect_small_matmul. Returns -2 where the codes cannot be described to the copy
+// engine.
+extern "C" int transect_scaled8_chain(const void* const* codes, const void* const* scales, int format, const int* sizes,
+                                      const void* const* tensors, float eps0, float eps1, int stages,
+                                      int blocks, int dependent, void* stream) {
+#define TRANSECT_FORMAT(F)                                                                                     \
+  if (format == F)                                                                                             \
+    return TRANSECT_HERE(                                                                                      \
+        start_of<F>(codes, scales, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream));
+  TRANSECT_FORMAT(kFp8)
+  TRANSECT_FORMAT(kInt8)
+  TRANSECT_FORMAT(kFp8Blocks)
+  return -1;
 }

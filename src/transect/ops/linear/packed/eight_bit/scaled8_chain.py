@@ -1,8 +1,9 @@
 r"""``scaled8_chain.cu``: the four products between the attention of a layer and that of the next, for one row and
-weights in fp8, in one launch on Hopper. ``chain.py`` has the arithmetic.
+weights of 8 bits, in one launch on Hopper. ``chain.py`` has the arithmetic.
 
-Weights: codes int8 ``[N, K]`` (the bits of fp8), gate over up, scale float32 ``[N]``; all sizes multiples of 128. Sums
-in float32; x is taken as float16 times a power of two, which loses digits below 2^-39 of the largest of its part.
+Weights: codes int8 ``[N, K]`` (of fp8 the bits), gate over up, scale float32 ``[N]`` or, of fp8, one for each block,
+``[N / 128, K / 128]``; all sizes multiples of 128. Sums in float32; x is taken as float16 times a power of two, which
+loses digits below 2^-39 of the largest of its part.
 
 Bound by bytes: one for each weight.
 """
@@ -17,16 +18,29 @@ from torch import Tensor
 
 from .. import chain
 from ..chain import ChainWeights
+from .scaled8_rows import FP8, FP8_BLOCKS, WHOLE
+from .scaled8_tiles import dense, scales_refusal
 
 STAGES = 2
 """Items of 4 KiB that each of 16 warps has asked for at a time; more do not fit."""
 
 
 class Matrix8(NamedTuple):
-    """A weight in fp8: codes int8 ``[N, K]``, and a scale float32 for each row."""
+    """A weight of 8 bits: codes int8 ``[N, K]``, and a scale float32 for each row or each block."""
 
     codes: Tensor
     scale: Tensor
+    fp8: bool = True
+
+    @property
+    def format(self) -> int:
+        """The launcher's name of its kind of numbers and scales."""
+        return FP8_BLOCKS if self.scale.ndim == 2 else FP8 if self.fp8 else WHOLE
+
+
+def faster(fp8: bool, blocks: bool) -> bool:
+    """Return True if the chain has been measured to be faster than four launches."""
+    return fp8 and not blocks
 
 
 def reference(attended: Tensor, residual: Tensor, weights: ChainWeights) -> tuple[Tensor, Tensor]:
@@ -37,7 +51,7 @@ def reference(attended: Tensor, residual: Tensor, weights: ChainWeights) -> tupl
         return gate, up
 
     def values(matrix: Matrix8, dtype: torch.dtype) -> Tensor:
-        return matrix.codes.view(torch.float8_e4m3fn).to(dtype) * matrix.scale.to(dtype)[:, None]
+        return dense(matrix.codes, matrix.scale, matrix.fp8, dtype)
 
     return chain.reference(attended, residual, weights, values, halves)
 
@@ -52,8 +66,10 @@ def refusal(weights: ChainWeights) -> str | None:
     for (n, k), matrix in zip(shapes, matrices, strict=True):
         if n % 128:
             return f"sizes must be multiples of 128, not {n} x {k}"
-        if matrix.scale.shape != (n,) or matrix.scale.dtype != torch.float32 or not matrix.scale.is_contiguous():
-            return "it takes one float32 scale for each row"
+        if why := scales_refusal(matrix.codes, matrix.scale):
+            return why
+        if matrix.format != matrices[0].format:
+            return "the matrices must be of one kind of numbers and scales"
         if not matrix.codes.is_contiguous() or matrix.codes.data_ptr() % 16:
             return "the codes must be contiguous, at an address that is a multiple of 16 bytes"
     return chain.vectors_refusal(weights)
@@ -63,7 +79,7 @@ class CudaChain(chain.Chain):
     """``(attended, residual, weights) -> (y, u)`` by ``scaled8_chain.cu``; arguments and errors of ``chain.Chain``."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        super().__init__("scaled8_chain", "pp", device)
+        super().__init__("scaled8_chain", "ppi", device)
 
     def __call__(
         self,
@@ -89,6 +105,6 @@ class CudaChain(chain.Chain):
         scales = chain.addresses([m.scale for m in weights.matrices])
         shapes = [(m.codes.shape[0], m.codes.shape[1]) for m in weights.matrices]
         return self.run(
-            [ctypes.addressof(codes), ctypes.addressof(scales)], attended, residual, weights, shapes, stages,
-            dependent_launch,
+            [ctypes.addressof(codes), ctypes.addressof(scales), weights.o.format], attended, residual, weights,
+            shapes, stages, dependent_launch,
         )  # fmt: skip

@@ -9,7 +9,7 @@ Rows of x are rounded by ``scaled8_rounding.py``, with scales of blocks where th
 
 Shapes: x ``[T, I]``, codes int8 ``[O, I]`` (of fp8 the bits), scale float32 ``[O]`` or ``[O / 128, I / 128]`` rounded
 up, bias ``[O]`` or None, result ``[T, O]`` in x's dtype. I a multiple of 16. Inference only. For few rows, where bytes
-alone count, ``scaled8_rows.py`` does not round x. ``scaled8_hopper.py`` takes 17 to 256 rows of fp8.
+alone count, ``scaled8_rows.py`` does not round x. ``scaled8_hopper.py`` takes 17 to 256 rows.
 
 Source: Micikevicius et al. 2022, arXiv:2209.05433; scales of blocks: DeepSeek-V3, arXiv:2412.19437, section 3.3.
 """
@@ -98,7 +98,8 @@ def _tiles(  # type: ignore[no-untyped-def]
                 block = start // BK
                 s = tl.load(x_scale + m * blocks_k + block, m < M, 0.0)
                 w = tl.load(scale + n // 128 * blocks_k + block, n < N, 0.0)
-                sums += own * (w[:, None] * s[None, :] if SWAP else s[:, None] * w[None, :])
+                # Fused, as in scaled8_hopper_blocks.cu: both give the same bits.
+                sums = tl.fma(own, w[:, None] * s[None, :] if SWAP else s[:, None] * w[None, :], sums)
             else:
                 sums = tl.dot(b, a.T, sums, out_dtype=SUMS) if SWAP else tl.dot(a, b.T, sums, out_dtype=SUMS)
         acc = sums.to(tl.float32)
@@ -217,8 +218,8 @@ class Tiles8:
         ``scaled8_rounding.Rounded``."""
         if reason := refusal(a, codes, scale):
             raise ValueError(f"scaled8: {reason}")
-        if fp8 and dtype == torch.bfloat16 and tiling is None:
-            made = self._by_hopper(a, x_scale, codes, scale, bias)
+        if dtype == torch.bfloat16 and tiling is None:
+            made = self._by_hopper(a, x_scale, codes, scale, bias, fp8)
             if made is not None:
                 return made
         (m, k), n = a.shape, codes.shape[0]
@@ -254,13 +255,13 @@ class Tiles8:
         )  # fmt: skip
         return out
 
-    def gated(self, a: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor) -> Tensor | None:
-        """Multiply rows by a weight in fp8 and return ``silu(first half) * second half``, bfloat16 ``[T, O / 2]``.
+    def gated(self, a: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, fp8: bool = True) -> Tensor | None:
+        """Multiply rows by a weight of 8 bits and return ``silu(first half) * second half``, bfloat16 ``[T, O / 2]``.
 
         Returns None if no launch does both.
         """
         reason = refusal(a, codes, scale)
-        return None if reason else self._by_hopper(a, x_scale, codes, scale, gated=True)
+        return None if reason else self._by_hopper(a, x_scale, codes, scale, fp8=fp8, gated=True)
 
     def _by_hopper(
         self,
@@ -269,15 +270,17 @@ class Tiles8:
         codes: Tensor,
         scale: Tensor,
         bias: Tensor | None = None,
+        fp8: bool = True,
         *,
         gated: bool = False,
     ) -> Tensor | None:
-        if self._hopper is None or scaled8_hopper.refusal(a, codes, scale):
+        kind = scaled8_hopper.kind_of(fp8, scale.ndim == 2)
+        if self._hopper is None or self._hopper.kind is not kind or scaled8_hopper.refusal(a, codes, scale, kind):
             return None
         if len(a) < scaled8_hopper.LEAST_ROWS and not self._unsplit:
             return None
         (m, k), n = a.shape, codes.shape[0]
-        tiling = scaled8_hopper.choose_tiling(m, n, k, gated, multiprocessors(a.device), self._unsplit)
+        tiling = scaled8_hopper.choose_tiling(m, n, k, gated, multiprocessors(a.device), self._unsplit, kind)
         if tiling is None:
             return None
         return self._hopper(
@@ -388,12 +391,24 @@ def _refusal(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None
     return refusal(x, codes, scale)
 
 
-def _hopper_refusal(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = True
-) -> str | None:
-    if not fp8:
-        return "the codes are whole numbers"
-    return refusal(x, codes, scale) or scaled8_hopper.refusal(x.contiguous(), codes, scale)
+def _hopper_implementation(kind: scaled8_hopper.Kind) -> Implementation:
+    """Return the implementation of one kind of numbers and scales."""
+
+    def hopper_refusal(
+        x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = True
+    ) -> str | None:
+        if scaled8_hopper.kind_of(fp8, scale.ndim == 2) is not kind:
+            return f"it takes {kind.name}"
+        return refusal(x, codes, scale) or scaled8_hopper.refusal(x.contiguous(), codes, scale, kind)
+
+    return Implementation(
+        "cuda",
+        lambda: Tiles8(hopper=HopperRows8(kind=kind)),
+        ("sm_90",),
+        dtypes=("bfloat16",),
+        refusal=hopper_refusal,
+        source=f"{kind.source}.cu",
+    )
 
 
 register(
@@ -404,14 +419,9 @@ register(
         implementations={
             "torch": Implementation("torch", lambda: reference, ("any",)),
             "triton": Implementation("triton", available(Tiles8()), FP8_TARGETS, refusal=_refusal),
-            "cuda": Implementation(
-                "cuda",
-                lambda: Tiles8(hopper=HopperRows8()),
-                ("sm_90",),
-                dtypes=("bfloat16",),
-                refusal=_hopper_refusal,
-                source="scaled8_hopper.cu",
-            ),
+            "cuda": _hopper_implementation(scaled8_hopper.FP8),
+            "cuda_int8": _hopper_implementation(scaled8_hopper.WHOLE),
+            "cuda_blocks": _hopper_implementation(scaled8_hopper.BLOCKS),
         },
         examples=_examples,
         peers={"torch": reference},

@@ -101,7 +101,7 @@ struct Int4 {
     return 1;
   }
 
-  struct Sums {
+  struct Sums : Unscaled {
     float total[2][2] = {};  // of both sixteens, rows lane / 4 and those 8 below
 
     __device__ __forceinline__ float of(int r, int half) const { return total[r][half]; }

@@ -1,0 +1,31 @@
+"""The C++ kernels on every instruction set that this processor runs."""
+
+import os
+
+import pytest
+from effort import proving
+
+from transect.ops.cpu import build
+from transect.ops.cpu.library import Library, load
+from transect.ops.registry import Unavailable
+
+MARCHES = {"native": (), "x86-64-v3": ("avx2", "fma", "f16c"), "x86-64": ()}
+"""Values of ``-march``, with the features that their code needs."""
+FLAGS = "TRANSECT_CXXFLAGS"
+"""The variable of flags that follow ours."""
+
+
+@pytest.fixture(scope="package", params=MARCHES)
+def library(request: pytest.FixtureRequest) -> Library:
+    """A team of two threads. Builds for older processors are optimized less, which takes a third of the time; with
+    ``--prove`` as much as in use."""
+    march = request.param
+    if not set(MARCHES[march]) <= set(build._processor().split()):
+        pytest.skip(f"this processor cannot run code for {march}")
+    with pytest.MonkeyPatch.context() as patch:
+        if march != "native" and not proving() and FLAGS not in os.environ:
+            patch.setenv(FLAGS, "-O1")
+        try:
+            return load(2, march)
+        except Unavailable as reason:
+            pytest.skip(str(reason))
