@@ -272,10 +272,11 @@ def chat(tree: Path, folder: Path) -> dict[str, int]:
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "stream": True}
         ask(url, body)  # what is done once is done
         (noted / "begin").touch()
-        time.sleep(0.1)
+        time.sleep(2.0)  # for every process to see it, also on a busy machine
         ask(url, body)
-        (noted / "end").touch()
         time.sleep(1.0)
+        (noted / "end").touch()
+        time.sleep(3.0)
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(60)

@@ -14,14 +14,14 @@ from .texts import PACKAGE, excerpt
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class Closure:
     """Text of a program, and the modules of this package that it imports."""
 
     text: str
     allows: tuple[str, ...]
 
 
-def program_of(file: str, *roots: str, without: tuple[str, ...] = ()) -> Program:
+def program_of(file: str, *roots: str, without: tuple[str, ...] = ()) -> Closure:
     """Write the program of some functions or classes.
 
     Args:
@@ -56,7 +56,7 @@ def program_of(file: str, *roots: str, without: tuple[str, ...] = ()) -> Program
         left += _names(known[name])
     text = excerpt(file, *sorted(found, key=lambda name: found[name]))
     head = "\n".join(["from __future__ import annotations", "", *sorted(lines)])
-    return Program(f"{head}\n\n\n{text}", tuple(sorted(modules)))
+    return Closure(f"{head}\n\n\n{text}", tuple(sorted(modules)))
 
 
 def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
@@ -72,7 +72,7 @@ def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
 
 
 def _imports(tree: ast.Module, file: str) -> dict[str, tuple[str, str]]:
-    """By name: the line that imports it, with absolute names, and the module of this package that it imports."""
+    """Return, by name, the line that imports it, with absolute names, and the module of this package in it."""
     package = ["transect", *Path(file).parts[:-1]]
     found: dict[str, tuple[str, str]] = {}
     for node in tree.body:

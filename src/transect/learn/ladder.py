@@ -35,7 +35,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def advice(rung: Rung, folder: Path, right: bool) -> list[str]:
-    """Say what a student can do after a check: open a hint, or compare, use the piece, and go on."""
+    """Say what a student can do after a check: open a hint, or compare, use the piece, and continue."""
     if not right:
         return [f"stuck? {folder / 'README.md'} has the rule; hints, one at a time: {folder / 'hints' / '1.txt'}"]
     found = [f"compare: transect learn show {rung.called} --dir {folder}"]

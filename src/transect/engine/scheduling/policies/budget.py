@@ -63,6 +63,8 @@ KEPT = 0.75
 PAUSES = 32
 """Most steps without prompts for each step with prompts that is longer than the target: where the decodes alone take
 almost as long as the target, prompts would wait until they end."""
+DEAR = 1.5
+"""Time of a chunk, in units of its client's part, above which the client gets a whole room and then waits."""
 LEARN_STEPS = 8
 """Steps to measure before steps are sized by time."""
 
@@ -289,11 +291,18 @@ class StepBudget:
         room = tokens - rows
         long = LONG * (usual if usual > 0 else room)
         shares = self._shares(room, long, [count for count, _ in here], waiting, barred)
-        rooms = {client: max(1, int(room * part)) if part > 0.0 else 0 for client, part in parts.items()}
-        for client, _, done in prompts:  # a chunk that reads a long context takes the whole room, and then waits
-            if rooms.get(client) and self._least(beside, done, scored) - alone > parts[client] * self._room[1]:
-                rooms[client] = room
+        done = {client: done for client, _, done in prompts}
+        rooms = {client: self._tokens_of(part, room, done.get(client, 0)) for client, part in parts.items()}
         return Budget(tokens, self._chunk, shares, rooms=rooms, held=len(running) - rows)
+
+    def _tokens_of(self, part: float, room: int, done: int) -> int:
+        """Return the prompt tokens for ``part`` of a step's ``room``. If so few would take much longer than their part,
+        since any chunk reads its context of ``done`` tokens and weights, all of the room: their client then waits."""
+        tokens = max(1, int(room * part)) if part > 0.0 else 0
+        decodes, seconds = self._room
+        load = joined(decodes, StepLoad.of([(done, max(2, tokens))]))
+        dear = self.times.predict(load) - self.times.predict(decodes) > DEAR * part * seconds
+        return room if tokens and dear else tokens
 
     def _least(self, beside: StepLoad, context: int, scored: bool) -> float:
         """Predict the seconds of the shortest useful step with prompts: one token beyond those that are fixed."""

@@ -5,9 +5,9 @@ proportion to their weights, and take the time of that step as a reference. A cl
 step stays within a multiple of that time, of which it has its part. If its rows do not fit, they take turns: those that
 waited longest come first. Clients with as many rows as each other slow each other down alike, and no sequence pauses.
 
-Short prompts of any client may take all the room of a step beyond its decodes. A client whose prompts have taken
-several steps' room beyond its part is limited to the part, as long as others have work: then its prompts last longer,
-and the streams of others feel little of them.
+Short prompts of any client may take all the room of a step beyond its decodes. A client owes what its prompts took
+beyond its part, in time. They wait for prompts of clients that owe less; and once it owes several steps' room, they get
+the part alone, as long as others have work. Then they last longer, and the streams of others feel little of them.
 
 The part lets a client have its share of the time of each step, by weight: beside a stream of one other client half of
 the step, beside four a fifth. It is never less than ``LEAST``, so that a prompt ends in time beside many streams.
