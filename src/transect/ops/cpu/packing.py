@@ -160,7 +160,7 @@ def _read_packed(file: int, expected: set[str]) -> dict[str, PackedWeight] | Non
 
     def read(part: Tensor, first: int) -> int:
         """Read a matrix if it is not mapped, and return its CRC-32, or 0 if the file ended."""
-        view, at = memoryview(part.numpy()), 0
+        view, at = part.numpy().data, 0
         while copied and at < len(view):
             count = os.preadv(file, [view[at:]], start + first + at)
             if not count:
