@@ -39,7 +39,7 @@ from .findings_work import (
 )
 from .libraries import attention, placed
 from .op_floor import SIZES, cost
-from .split import COPIES, OpStat, of_number, on_the_host
+from .split import BLOCKED_S, COPIES, OpStat, of_number, on_the_host
 from .stretches import stretches
 from .trace import Key
 
@@ -67,7 +67,7 @@ def find(material: Material) -> list[Finding]:
     found = [replace(each, gain=each.gain * scale[each.kind]) for each in found]
     wall = material.split.own or 1.0
     if material.split.on_gpu:
-        most = max(0.0, wall - material.split.issuing)
+        most = max(0.0, wall - material.split.issued(BLOCKED_S))
         found = [replace(each, gain=min(each.gain, most)) if each.kind in ON_DEVICE else each for each in found]
     found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
     found = sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain)

@@ -120,9 +120,9 @@ def dense_gradients(material: Material) -> Iterator[Finding]:
     if not split.named("aten::embedding_dense_backward"):
         return
     read: dict[tuple[int, ...], int] = {}
-    for op in split.trace.keys:
-        shapes = shapes_of(op)
-        if op.name == "aten::embedding" and len(shapes) > 1 and len(shapes[0]) == 2:
+    for key in split.trace.keys:
+        shapes = shapes_of(key)
+        if key.name == "aten::embedding" and len(shapes) > 1 and len(shapes[0]) == 2:
             table = tuple(shapes[0])
             read[table] = max(read.get(table, 0), math.prod(shapes[1]))
     tables = {table: rows for table, rows in read.items() if SPARSE * rows <= table[0]}
@@ -137,11 +137,11 @@ def dense_gradients(material: Material) -> Iterator[Finding]:
         if whole and op.name != "aten::embedding":
             seconds += op.seconds * (1 - tables[whole[0]] / whole[0][0])
     if seconds:
-        rows, width = max(tables, key=math.prod)
+        largest = max(tables, key=math.prod)
         yield Finding(
             "dense gradients",
             "gradients and updates of whole tables, of which a step reads a few rows",
-            f"{tables[rows, width]} of {rows} rows of {width} numbers are read in a call",
+            f"{tables[largest]} of {largest[0]} rows of {largest[1]} numbers are read in a call",
             seconds,
             "nn.Embedding(..., sparse=True) with SGD or SparseAdam",
         )

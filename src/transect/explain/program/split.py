@@ -199,16 +199,18 @@ class Split:
 
     @property
     def issuing(self) -> float:
-        """Seconds in which the main thread did not wait for the GPU, without the cost of profiling.
+        """Seconds in which the main thread did not wait for the GPU, without the cost of profiling."""
+        return self.issued(math.inf)
 
-        If a program was timed and the GPU was idle for long, the host decided how long it took.
-        """
+    def issued(self, blocked: float) -> float:
+        """Return ``issuing``, without what launches take above ``blocked`` seconds, where the queue may be full. If a
+        program was timed and the GPU was idle for long, the host decided how long it took."""
         calls, end = self._calls(WAITS), self.begin + self.wall
         firsts = np.maximum(self.trace.ts[calls], self.begin)
         lasts = np.minimum(self.trace.ts[calls] + self.trace.dur[calls], end)
         waited = float(np.maximum(0.0, lasts - firsts).sum())
         launches = self.trace.dur[self._calls("Launch")]
-        waited += float((launches[launches > BLOCKED_S] - BLOCKED_S).sum())
+        waited += float((launches[launches > blocked] - blocked).sum())
         if self.measured and self.own - self.busy > IDLE * self.own:
             return max(0.0, self.own - waited)
         profiling = max(self.profiling, self.recording) if self.measured else self.profiling

@@ -237,10 +237,10 @@ class StepWatch:
         self._made[id(module)] = [weakref.ref(each) for each in tree_leaves(output) if isinstance(each, Tensor)]
         sequence = next((kwargs[name] for name in SEQUENCES if kwargs.get(name) is not None), args[0] if args else None)
         if isinstance(sequence, Tensor) and sequence.ndim > 1 and not torch.is_grad_enabled():
-            shape, before = tuple(sequence.shape), self._shapes.get(id(module), ())
+            shape, earlier = tuple(sequence.shape), self._shapes.get(id(module), ())
             self._shapes[id(module)] = shape
-            grown = [now for now, last in zip(shape, before, strict=False) if now != last]
-            if len(shape) == len(before) and len(grown) == 1 and sum(shape) == sum(before) + 1 and grown[0] > 2:
+            grown = [now for now, last in zip(shape, earlier, strict=False) if now != last]
+            if len(shape) == len(earlier) and len(grown) == 1 and sum(shape) == sum(earlier) + 1 and grown[0] > 2:
                 self._lengths.append(grown[0])
 
     @property
