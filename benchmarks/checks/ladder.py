@@ -4,9 +4,10 @@
     python benchmarks/checks/ladder.py --device cuda [--runs 5] ...
 
 Inputs differ in every run. Each verdict is one of: right; slow (the timing of a busy machine: it does not fail the
-student); or a false alarm, with its reason. Runs that FILE (default benchmarks/results/cpu/ladder.json, or of the GPU's
-name) has of a rung from the same commit count, and only the missing ones are made, so an interrupted run can be repeated.
-Other rungs of FILE stay as they are. With ``--device cuda`` only rungs with kernels are graded, on the GPU and one at a time.
+student); or a false alarm, with its reason. Runs of a rung that FILE (default benchmarks/results/cpu/ladder.json, or of
+the GPU's name) has from the same commit count, and only the missing ones are made, so an interrupted run can be
+repeated. Other rungs of FILE stay as they are. With ``--device cuda`` only rungs with kernels are graded, on the GPU
+and one at a time.
 
 100 runs of all rungs take about 100 minutes of a core; 3 runs on a GPU about 10 minutes.
 """
@@ -130,8 +131,8 @@ def alarms_table(result: dict[str, Any]) -> str:
     runs, alarms, slow = totals(rungs)
     least = min(each["runs"] for each in rungs.values())
     text = (
-        f"{runs:,} checks of shipped solutions, {least} or more of each of {len(rungs)} rungs: **{alarms} false "
-        f"alarms**, {slow} called slow. `{result['command']}` on {result['environment']['processor']}, "
+        f"{runs:,} checks of shipped solutions, {least} or more of each of {len(rungs)} rungs: false alarms: "
+        f"**{alarms}**; called slow: {slow}. `{result['command']}` on {result['environment']['processor']}, "
         f"{made_at(result)}."
     )
     rows = [
@@ -144,17 +145,17 @@ def alarms_table(result: dict[str, Any]) -> str:
 
 def kernels_table(result: dict[str, Any]) -> str:
     """Write a row for each rung with a kernel: medians of the time of a call, its floor and torch's time."""
-    lines = [
-        "| rung | bound by | floor | shipped solution | percent of the floor | torch |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| rung | bound by | floor | shipped solution | percent of the floor | torch | checks |"]
+    lines.append("|---|---|---|---|---|---|---|")
     for name in (name for name in all_rungs() if name in result["rungs"]):
         each = result["rungs"][name]
         if "seconds" not in each:
             continue
         median = {key: statistics.median(each[key]) for key in TIMES if key in each}
         percent = f"{median['percent']:.0f}% ({min(each['percent']):.0f} to {max(each['percent']):.0f})"
-        times = [time_text(median.get(key)) for key in ("floor_seconds", "seconds", "peer_seconds")]
+        times = [
+            time_text(median[key]) if key in median else "" for key in ("floor_seconds", "seconds", "peer_seconds")
+        ]
         lines.append(
             f"| `{name}` | {each['bound']} | {times[0]} | {times[1]} | {percent} | {times[2]} | {each['runs']} |"
         )
