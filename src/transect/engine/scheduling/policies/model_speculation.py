@@ -19,7 +19,7 @@ from ..drafters.drafter import Timed
 from ..drafters.drawn import DrawnDrafts
 from ..drafters.registry import SpeculativeConfig
 from ..request import Sequence
-from .speculation import COMMON_DECAY, LEARN_STEPS, LEAST_GAIN, Acceptance, Speculation, Track
+from .speculation import COMMON_DECAY, LEARN_STEPS, Acceptance, Speculation, Track
 
 PROBE_SHARE = 0.01
 """Share of the time that probes may take."""
@@ -144,7 +144,7 @@ class ModelSpeculation(Speculation):
                 chance *= rate
                 gains.append((chance, at))
         gains.sort(key=lambda gain: (-gain[0], gain[1]))
-        best_rate, best, expected = LEAST_GAIN * rows / verify(0), 0, float(rows)
+        best_rate, best, expected = self._least_gain(rows) * rows / verify(0), 0, float(rows)
         depths: dict[int, int] = {}
         drafting: list[int] = []  # sequences that draft a first, a second, ... token
         costs: list[float] = []

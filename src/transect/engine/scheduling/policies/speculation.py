@@ -25,6 +25,9 @@ from ..request import Sequence
 
 LEAST_GAIN = 1.03
 """Expected ratio of tokens per second, with drafts to without, below which nothing is drafted."""
+FIRST_GAIN, FIRST_STEPS = 1.2, 24
+"""The same ratio until that many steps without drafts of similar sizes are measured: while drafts are used, their times
+are not measured again."""
 LEARN_STEPS = 4
 """Steps whose times must be known before the first draft."""
 DECAY = 0.9
@@ -48,7 +51,9 @@ FINE_ROWS, COARSE_ROWS = 64, 16
 """Corrections are kept for each number of rows up to the first number, and beyond it for each range of the second."""
 MEDIAN_OF = 31
 """Steps of a size that its measured time is the median of."""
-PRIOR_STEPS = 6
+SIMILAR = 127
+"""The same for similar sizes together."""
+PRIOR_STEPS = 20
 """Weight of the steps of similar sizes in the measured time of a size, in steps. The best of many sizes is chosen: with
 a few noisy measurements of each, that would be the one that was measured at a lucky moment."""
 MOST_KEPT = 4096
@@ -118,9 +123,13 @@ class Corrections:
         for key in (_range(load.tokens), -load.tokens.bit_length(), 0):
             steps = self._steps.get(key)
             if steps is None:
-                steps = self._steps[key] = deque(maxlen=MEDIAN_OF)
+                steps = self._steps[key] = deque(maxlen=MEDIAN_OF if key > 0 else SIMILAR)
             steps.append(step)
             self._middle[key] = sorted(steps)[(len(steps) - 1) // 2]
+
+    def measured(self, rows: int) -> int:
+        """Return the number of steps that the measured time of ``rows`` rows is of, those of similar sizes."""
+        return len(self._steps.get(-rows.bit_length(), ()))
 
     def factor(self, rows: int, times: StepTimes) -> float:
         """Return measured over predicted time for steps of ``rows`` rows: that of similar sizes, or of all steps, as
@@ -297,7 +306,7 @@ class Speculation:
         """Choose the number of drafts of each sequence, by its index, that maximizes tokens per second."""
         seconds = self._seconds_of(sequences)
         rows = len(sequences)
-        best_rate, best = LEAST_GAIN * rows / seconds(0), 0
+        best_rate, best = self._least_gain(rows) * rows / seconds(0), 0
         # Chances fall from draft to draft of a sequence, so the most likely drafts of all are prefixes of each.
         gains.sort(key=lambda gain: (-gain[0], gain[1]))
         expected = float(rows)
@@ -311,8 +320,13 @@ class Speculation:
             counts[at] = counts.get(at, 0) + 1
         return counts
 
+    def _least_gain(self, rows: int) -> float:
+        """Return the gain of a step with drafts over one without from which on drafts are made."""
+        return LEAST_GAIN if self._corrections[False].measured(rows) >= FIRST_STEPS else FIRST_GAIN
+
     def _seconds_of(self, sequences: Listed[Sequence]) -> Callable[[int], float]:
-        """Return a function from the number of drafts to the predicted seconds of a step with these sequences."""
+        """Return a function from the number of drafts to the predicted seconds of a step with these sequences: at least
+        those without drafts."""
         rows = len(sequences)
         keys = sum(seq.length for seq in sequences)
         each = keys / rows
@@ -325,7 +339,8 @@ class Speculation:
             factor *= self._corrections[drafts > 0].factor(tokens, self._times)
             return max(self._times.predict(load) * factor, 1e-9)
 
-        return seconds
+        alone = seconds(0)
+        return lambda drafts: max(seconds(drafts), alone)  # measured as shorter, it was by chance
 
 
 def _allowed(sequences: Listed[Sequence], drafts: dict[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
