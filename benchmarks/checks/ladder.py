@@ -4,9 +4,10 @@
     python benchmarks/checks/ladder.py --device cuda [--runs 5] ...
 
 Inputs differ in every run. Each verdict is one of: right; slow (the timing of a busy machine: it does not fail the
-student); or a false alarm, with its reason. Runs that FILE (default benchmarks/results/cpu/ladder.json, or of the GPU's
-name) has from the same commit count, and only the missing ones are made: a run that was interrupted goes on where it
-ended. With ``--device cuda`` only rungs with kernels are graded, on the GPU and one at a time.
+student); or a false alarm, with its reason. Runs of a rung that FILE (default benchmarks/results/cpu/ladder.json, or of
+the GPU's name) has from the same commit count, and only the missing ones are made, so an interrupted run can be
+repeated. Other rungs of FILE stay as they are. With ``--device cuda`` only rungs with kernels are graded, on the GPU
+and one at a time.
 
 100 runs of all rungs take about 100 minutes of a core; 3 runs on a GPU about 10 minutes.
 """
@@ -82,11 +83,14 @@ def main() -> None:
     limits = ceilings(detect(arguments.device))
     out = arguments.out or record.RESULTS / (gpu_folder(limits.device) if on_gpu else "cpu") / "ladder.json"
     known = json.loads(out.read_text()) if out.exists() else {}
-    rungs = known.get("rungs", {}) if known.get("commit") == record.commit() else {}
+    rungs = known.get("rungs", {})
     names = arguments.rungs or [name for name, rung in all_rungs().items() if not on_gpu or rung.kind == "triton"]
     if "digits" in names and find_spec("sklearn") is None:
         names.remove("digits")
         print("digits is left out: scikit-learn is not installed")
+    for name in names:
+        if rungs.get(name, {}).get("commit") != record.commit():
+            rungs[name] = {"commit": record.commit()}
     workers = 1 if on_gpu else arguments.workers
     result = {
         "commit": record.commit(), "environment": record.environment(PACKAGES), "device": limits.device,
@@ -104,7 +108,7 @@ def main() -> None:
                     jobs[job] = name
         for job in as_completed(jobs):
             name, runs = jobs[job], job.result()
-            add(rungs.setdefault(name, {}), runs)
+            add(rungs[name], runs)
             made = rungs[name]
             percent = f", {statistics.median(made['percent']):.1f}% of the floor" if made.get("percent") else ""
             alarms = len(made["false_alarms"])
@@ -112,7 +116,7 @@ def main() -> None:
             for reason in [run["alarm"] for run in runs if run["alarm"]]:
                 print(f"    {reason}", flush=True)
             record.write(out, result)
-    print(f"{sum(each['runs'] for each in rungs.values())} runs of {len(rungs)} rungs")
+    print(f"{sum(each.get('runs', 0) for each in rungs.values())} runs of {len(rungs)} rungs")
 
 
 def gpu_folder(device: str) -> str:
@@ -127,9 +131,9 @@ def alarms_table(result: dict[str, Any]) -> str:
     runs, alarms, slow = totals(rungs)
     least = min(each["runs"] for each in rungs.values())
     text = (
-        f"{runs:,} checks of shipped solutions, {least} or more of each of {len(rungs)} rungs: **{alarms} false "
-        f"alarms**, {slow} called slow. `{result['command']}` on {result['environment']['processor']}, "
-        f"{record.made_at([result['environment']])}."
+        f"{runs:,} checks of shipped solutions, {least} or more of each of {len(rungs)} rungs: false alarms: "
+        f"**{alarms}**; called slow: {slow}. `{result['command']}` on {result['environment']['processor']}, "
+        f"{made_at(result)}."
     )
     rows = [
         f"| `{name}` | {len(each['false_alarms'])} of {each['runs']} | {each['false_alarms'][0]} |"
@@ -141,26 +145,33 @@ def alarms_table(result: dict[str, Any]) -> str:
 
 def kernels_table(result: dict[str, Any]) -> str:
     """Write a row for each rung with a kernel: medians of the time of a call, its floor and torch's time."""
-    lines = [
-        "| rung | bound by | floor | shipped solution | percent of the floor | torch |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| rung | bound by | floor | shipped solution | percent of the floor | torch | checks |"]
+    lines.append("|---|---|---|---|---|---|---|")
     for name in (name for name in all_rungs() if name in result["rungs"]):
         each = result["rungs"][name]
         if "seconds" not in each:
             continue
         median = {key: statistics.median(each[key]) for key in TIMES if key in each}
         percent = f"{median['percent']:.0f}% ({min(each['percent']):.0f} to {max(each['percent']):.0f})"
-        times = [time_text(median.get(key)) for key in ("floor_seconds", "seconds", "peer_seconds")]
-        lines.append(f"| `{name}` | {each['bound']} | {times[0]} | {times[1]} | {percent} | {times[2]} |")
+        times = [
+            time_text(median[key]) if key in median else "" for key in ("floor_seconds", "seconds", "peer_seconds")
+        ]
+        lines.append(
+            f"| `{name}` | {each['bound']} | {times[0]} | {times[1]} | {percent} | {times[2]} | {each['runs']} |"
+        )
     packages = ", ".join(f"{key} {value}" for key, value in result["environment"]["packages"].items())
     _, alarms, _ = totals(result["rungs"])
     text = (
-        f"`{result['command']}` on {result['device']}, {packages}, {record.made_at([result['environment']])}; medians "
-        f"of {min(each['runs'] for each in result['rungs'].values())} checks or more, {alarms} false alarms. A call "
-        "includes its launch."
+        f"`{result['command']}` on {result['device']}, {packages}, {made_at(result)}; medians over the checks, and the "
+        f"least and the largest share of the floor; {alarms} false alarms. A call includes its launch."
     )
     return "\n".join([*lines, "", text]) + "\n"
+
+
+def made_at(result: dict[str, Any]) -> str:
+    """Name the commits that the rungs were graded at."""
+    commits = dict.fromkeys(each["commit"] for each in result["rungs"].values())
+    return record.made_at([{"commit": each, "version": result["environment"]["version"]} for each in commits])
 
 
 def totals(rungs: dict[str, Any]) -> tuple[int, int, int]:

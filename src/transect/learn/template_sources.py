@@ -125,10 +125,15 @@ def _reinforced(module, hidden, head, labels, old, advantage, weight, reference,
     return objective.loss(AnswerBatch(labels, labels, labels, starts, len(labels), len(labels), *answers))
 
 
-def _drafted(module, lengths, steps):  # type: ignore[no-untyped-def]
-    """Attend step after step with q [tokens, heads, d], k and v [tokens, key heads, d]."""
-    context = module.DraftContext(lengths)
-    return [context.attend(0, q, k, v, 0.3, None) for q, k, v in steps]
+def _drafted(module, lengths, labels, steps):  # type: ignore[no-untyped-def]
+    """Find the rows of each step of documents of these lengths; labels [tokens] are -100 where nothing is trained."""
+    from types import SimpleNamespace
+
+    import torch
+
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    batch = SimpleNamespace(num_tokens=len(labels), cu_seqlens=starts, tokens_T=labels, labels_T=labels)
+    return [[each.chosen_R, each.at_R] for each in module.rows_of(batch, steps)]
 
 
 def _routed(module, capacities, requests):  # type: ignore[no-untyped-def]
@@ -210,8 +215,10 @@ SOURCES: dict[str, Source] = {
                                "transect.train.objectives.logprobs"),
     ),
     "objective:eagle3": Source(
-        "train/objectives/head_loss.py", ("DraftContext",), None, ("DraftContext.attend", "_attend"), _drafted,
-        """[[5, 3], [[normal(rng, 8, 4, 16), normal(rng, 8, 2, 16), normal(rng, 8, 2, 16)] for _ in range(3)]]""",
+        "train/objectives/head_loss.py", ("rows_of",), None, ("rows_of",), _drafted,
+        """[
+        [5, 3, 4], torch.from_numpy(rng.integers(3, 9, 12)).masked_fill(torch.from_numpy(rng.random(12)) < 0.2, -100), 3
+    ]""",
         "training", "torch",
     ),
     "objective:dpo": Source(
