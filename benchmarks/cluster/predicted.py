@@ -184,11 +184,12 @@ class Measured:
     async def node(self) -> float:
         assert self.second is not None
         there = psutil.Process(self.second).children(recursive=True)
-        assert any(REPLICA in " ".join(each.cmdline()) for each in there), "Ray placed no replica on the second node"
+        replicas = sum(REPLICA in " ".join(each.cmdline()) for each in there)
+        assert replicas == 1, f"Ray placed {replicas} replicas on the second node, which has room for one"
         for each in there:
             with contextlib.suppress(psutil.Error):
                 each.kill()
-        return math.inf  # there is no room elsewhere
+        return requests("node")[0][-1].at - AT  # there is no room elsewhere
 
     async def roll(self) -> float:
         missing, watching = 0.0, True
@@ -302,7 +303,7 @@ def fleet(own: FleetSettings, more: bool) -> Iterator[tuple[str, int | None]]:
             second = subprocess.Popen(
                 [
                     *(sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block"),
-                    *("--address", f"127.0.0.1:{own.ray.port}", "--num-cpus", "2"),
+                    *("--address", f"127.0.0.1:{own.ray.port}", "--num-cpus", "1"),
                     *("--dashboard-agent-listen-port", "52399", "--object-store-memory", "100000000"),
                     "--disable-usage-stats",
                 ],
@@ -379,7 +380,9 @@ def main() -> None:
         model.mkdir()
         save_tiny_llm(model)
         more = "node" in drills
-        changes = {"max": REPLICAS + 1, "per_node": 2 if more else REPLICAS + 1}
+        changes: dict[str, Any] = {"max": REPLICAS + 1, "per_node": REPLICAS + 1}
+        if more:  # two replicas fit on the first node, and one on the second
+            changes |= {"per_node": 2, "cpus": 0.6}
         own = fleet_settings(
             Path(name) / "fleet", str(model), True, server={"port": 8460}, replicas=changes,
             scaling={"policy": "fixed"},

@@ -33,12 +33,12 @@ def _made(result: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]] = ()) -
     """Name the machine and the commit. ``rounds``: what has a load average, taken before it began."""
     loads = [each["load_average"] for each in rounds if "load_average" in each]
     cores = f"{result['cores']} cores"
-    if len(loads) < len(rounds):
-        cores += ", whose other work was not recorded"
-    elif loads:
+    if loads:
         least, most = min(loads), max(loads)
-        cores += f", load average before {'the run' if len(loads) == 1 else 'the rounds'} {least:.1f}"
+        cores += f", load average before {'the run' if len(rounds) == 1 else 'the rounds'} {least:.1f}"
         cores += f" to {most:.1f}" if most - least >= 0.1 else ""
+    if len(loads) < len(rounds):
+        cores += f", not recorded for {len(rounds) - len(loads)} rounds" if loads else ", whose load was not recorded"
     made = record.made_at([each if "commit" in each else result for each in rounds or [result]])
     return f"On {result['processor']} ({cores}), {made}."
 

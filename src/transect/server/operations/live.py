@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("transect.server")
 
-TICK_S = 0.2
+TICK_S = 0.1
 """Least seconds between deltas."""
 QUIET_S = 1.0
 """Seconds between deltas and between snapshots while nothing happens."""
-LOOK_S = 0.5
+LOOK_S = 0.3
 """Seconds between snapshots of a busy engine."""
 BLOCKS_PER_S = 200_000
 """Most KV blocks that snapshots describe in a second, so that a large pool is drawn less often."""
