@@ -18,6 +18,7 @@ import json
 import statistics
 import time
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +84,22 @@ def main() -> None:
     known = json.loads(out.read_text()) if out.exists() else {}
     rungs = known.get("rungs", {}) if known.get("commit") == record.commit() else {}
     names = arguments.rungs or [name for name, rung in all_rungs().items() if not on_gpu or rung.kind == "triton"]
+    if "digits" in names and find_spec("sklearn") is None:
+        names.remove("digits")
+        print("digits is left out: scikit-learn is not installed")
     workers = 1 if on_gpu else arguments.workers
     result = {
         "commit": record.commit(), "environment": record.environment(PACKAGES), "device": limits.device,
         "command": record.command("benchmarks/checks/ladder.py"), "workers": workers,
         "bytes_per_second": limits.copy_bytes_per_second, "rungs": rungs,
     }  # fmt: skip
-    with ProcessPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(8 if on_gpu else 1,)) as pool:
         jobs: dict[Future[list[dict[str, Any]]], str] = {}
-        for name in names:
-            missing = max(0, arguments.runs - rungs.get(name, {}).get("runs", 0))
-            for share in (range(missing)[part :: 1 if on_gpu else PARTS] for part in range(1 if on_gpu else PARTS)):
-                if share:
+        parts = 1 if on_gpu else PARTS
+        for part in range(parts):  # every rung has some runs soon, should the run be cut
+            for name in names:
+                missing = max(0, arguments.runs - rungs.get(name, {}).get("runs", 0))
+                if share := range(missing)[part::parts]:
                     job = pool.submit(runs_of, name, len(share), arguments.device, limits, arguments.seconds)
                     jobs[job] = name
         for job in as_completed(jobs):

@@ -272,10 +272,11 @@ def chat(tree: Path, folder: Path) -> dict[str, int]:
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "stream": True}
         ask(url, body)  # what is done once is done
         (noted / "begin").touch()
-        time.sleep(0.1)
+        time.sleep(2.0)  # for every process to see it, also on a busy machine
         ask(url, body)
-        (noted / "end").touch()
         time.sleep(1.0)
+        (noted / "end").touch()
+        time.sleep(3.0)
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(60)
@@ -333,15 +334,16 @@ def table(result: dict[str, Any]) -> str:
     ):
         for what in now.get(key, {}):
             rows.append((f"{what} of {label}", before[key][what], now[key][what]))
-    for name, counts in now.get("guides", {}).items():
-        old = before["guides"].get(name, {})
-        rows += [(f"{what} of the guide `{name}`", old.get(what), count) for what, count in counts.items()]
     rows.append(("lines of `src/`", sum(before["lines"].values()), sum(now["lines"].values())))
     lines = [
         "| | before | now |",
         "|---|---|---|",
-        *(f"| {label} | {'' if a is None else f'{a:,}'} | {b:,} |" for label, a, b in rows),
+        *(f"| {label} | {a:,} | {b:,} |" for label, a, b in rows),
     ]
+    lines += ["", "| guide: files, places, lines that it changes | before | now |", "|---|---|---|"]
+    for name, counts in now.get("guides", {}).items():
+        old = "/".join(map(str, before["guides"].get(name, {}).values()))
+        lines.append(f"| `{name}` | {old} | {'/'.join(map(str, counts.values()))} |")
     folders = sorted(set(before["lines"]) | set(now["lines"]))
     lines += ["", "| folder | lines before | lines now |", "|---|---|---|"]
     lines += [f"| `{each}` | {before['lines'].get(each, 0):,} | {now['lines'].get(each, 0):,} |" for each in folders]

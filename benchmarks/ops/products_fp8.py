@@ -33,7 +33,7 @@ from transect.ops.activation import swiglu
 from transect.ops.linear.few_rows.hopper import MOST_ROWS, HopperTiling, candidates
 from transect.ops.linear.few_rows.rule import MOST_PARTS
 from transect.ops.linear.packed.eight_bit import scaled8_hopper, scaled8_rounding, scaled8_tiles
-from transect.ops.linear.packed.eight_bit.scaled8_hopper import BLOCKS, FP8, WHOLE, HopperRows8, Kind
+from transect.ops.linear.packed.eight_bit.scaled8_hopper import BLOCKS, FP8, WHOLE, HopperRows8, Kernels8
 from transect.ops.linear.packed.eight_bit.scaled8_rounding import BLOCK
 
 READ, RATE = 4.35e12, 1.3e15
@@ -63,7 +63,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def weight_of(n: int, k: int, kind: Kind) -> tuple[Tensor, Tensor]:
+def weight_of(n: int, k: int, kind: Kernels8) -> tuple[Tensor, Tensor]:
     """Generate codes and scales."""
     codes, scale = scaled8_rounding.rounded(random(n, k), kind is not WHOLE)
     if kind is BLOCKS:

@@ -60,14 +60,15 @@ class Soak:
         attacks: names of ``ATTACKS``.
         seconds: of virtual time.
         seed: of prompts and their lengths.
+        lag: 1 plans steps ahead, as on a GPU.
     """
 
-    def __init__(self, attacks: Sequence[str], seconds: float, seed: int) -> None:
+    def __init__(self, attacks: Sequence[str], seconds: float, seed: int, lag: int = 0) -> None:
         self.first: list[float] = []
         """Seconds to the first token of each question."""
         self.between: list[float] = []
         """Seconds between tokens of the users."""
-        self._core = engine(device=Processor, itl_target=0.0, **LIMITS)
+        self._core = engine(lag, device=Processor, itl_target=0.0, **LIMITS)
         self._clock = self._core.executor.clock
         self._chance = random.Random(seed)
         self._numbers = 0
@@ -79,7 +80,9 @@ class Soak:
         self._leaves = 0.0
         while self._clock.now() < seconds:
             self._arrive()
-            if self._core.has_work:
+            if (early := self._core.time_to_plan()) > 0:
+                self._clock.advance(early)
+            elif self._core.has_work:
                 self._step()
             else:
                 self._clock.advance(max(1e-3, min(self._due.values()) - self._clock.now()))

@@ -39,7 +39,8 @@ def _made(result: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]] = ()) -
         least, most = min(loads), max(loads)
         cores += f", load average before {'the run' if len(loads) == 1 else 'the rounds'} {least:.1f}"
         cores += f" to {most:.1f}" if most - least >= 0.1 else ""
-    return f"On {result['processor']} ({cores}), {record.made_at([result])}."
+    made = record.made_at([each if "commit" in each else result for each in rounds or [result]])
+    return f"On {result['processor']} ({cores}), {made}."
 
 
 def drills(result: Mapping[str, Any]) -> str:

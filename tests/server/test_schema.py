@@ -47,7 +47,7 @@ ROUTES = [
     ("/v1/releases/{name}", "PUT"),
     ("/v1/releases/{name}", "DELETE"),
 ]
-MANY = 30 if proving() else 10
+MANY = 30 if proving() else 6
 WITH_BODY = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),

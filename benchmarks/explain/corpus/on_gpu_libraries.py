@@ -9,7 +9,7 @@ from on_gpu import HALF, llama
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 program = partial(any_program, device="cuda")
 
@@ -151,21 +151,21 @@ def lightning_in_full_float32(fast):
             self.net = nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()) for _ in range(4)])
 
         def training_step(self, batch, index):
-            return self.net(batch[0]).square().mean()
+            return self.net(batch).square().mean()
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 1e-3)
 
-    data = TensorDataset(torch.randn(16384, 4096))
+    batches = [torch.randn(8192, 4096, device="cuda") for _ in range(2)] * 20
 
     def work():
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if fast else "highest")
         trainer = L.Trainer(
-            max_epochs=2, accelerator="gpu", devices=1, logger=False, enable_checkpointing=False,
+            max_epochs=1, accelerator="gpu", devices=1, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        trainer.fit(Module(), DataLoader(data, batch_size=4096))
+        trainer.fit(Module(), DataLoader(batches, batch_size=None))
         torch.set_float32_matmul_precision(before)
 
     return work

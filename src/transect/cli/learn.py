@@ -62,6 +62,7 @@ def start(
     found = get(rung)
     files = write(found, folder, solution=solution, force=force)
     print(f"{found.title}: read {folder / 'README.md'}, then write {files[0]}")
+    print(f"grade it: transect learn check {found.called} --dir {folder}")
 
 
 @application.command()

@@ -14,20 +14,19 @@ from .texts import PACKAGE, excerpt
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class WholeProgram:
     """Text of a program, and the modules of this package that it imports."""
 
     text: str
     allows: tuple[str, ...]
 
 
-def program_of(file: str, *roots: str, without: tuple[str, ...] = ()) -> Program:
+def program_of(file: str, *roots: str) -> WholeProgram:
     """Write the program of some functions or classes.
 
     Args:
         file: path in the package, ``ops/norm/norms.py``.
         roots: the functions and classes that are wanted.
-        without: names that the caller provides.
 
     Raises:
         ValueError: the file lacks one of them.
@@ -40,7 +39,7 @@ def program_of(file: str, *roots: str, without: tuple[str, ...] = ()) -> Program
     left = list(roots)
     while left:
         name = left.pop()
-        if name in found or name in without:
+        if name in found:
             continue
         if name in imported:
             line, module = imported[name]
@@ -56,7 +55,7 @@ def program_of(file: str, *roots: str, without: tuple[str, ...] = ()) -> Program
         left += _names(known[name])
     text = excerpt(file, *sorted(found, key=lambda name: found[name]))
     head = "\n".join(["from __future__ import annotations", "", *sorted(lines)])
-    return Program(f"{head}\n\n\n{text}", tuple(sorted(modules)))
+    return WholeProgram(f"{head}\n\n\n{text}", tuple(sorted(modules)))
 
 
 def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
@@ -72,7 +71,7 @@ def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
 
 
 def _imports(tree: ast.Module, file: str) -> dict[str, tuple[str, str]]:
-    """By name: the line that imports it, with absolute names, and the module of this package that it imports."""
+    """Find, by name, the line that imports it, with absolute names, and the module of this package in that line."""
     package = ["transect", *Path(file).parts[:-1]]
     found: dict[str, tuple[str, str]] = {}
     for node in tree.body:

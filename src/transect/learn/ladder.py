@@ -35,7 +35,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def advice(rung: Rung, folder: Path, right: bool) -> list[str]:
-    """Say what a student can do after a check: open a hint, or compare, use the piece, and go on."""
+    """Say what a student can do after a check: open a hint, or compare, use the piece, and start the next rung."""
     if not right:
         return [f"stuck? {folder / 'README.md'} has the rule; hints, one at a time: {folder / 'hints' / '1.txt'}"]
     found = [f"compare: transect learn show {rung.called} --dir {folder}"]
@@ -44,7 +44,7 @@ def advice(rung: Rung, folder: Path, right: bool) -> list[str]:
     state = {row["name"]: row["state"] for row in rows()}
     following = unlocks(rung.name)
     if now := [name for name in following if state[name] == "open"]:
-        found.append(f"unlocked: {', '.join(now)}; go on: transect learn start {now[0]} --dir {now[0]}")
+        found.append(f"unlocked: {', '.join(now)}; next: transect learn start {now[0]} --dir {now[0]}")
     if later := [name for name in following if state[name] == "later"]:
         found.append(f"a step towards: {', '.join(later)}")
     return found

@@ -98,10 +98,8 @@ def _odds(module, hidden, head, lengths, prompts, beta, train_prompt):  # type: 
     starts = ends.int()
     batch = SimpleNamespace(tokens_T=tokens, labels_T=labels, positions_T=tokens, cu_seqlens=starts)
 
-    def model(*arguments):
-        return hidden
-
-    model.ops, model.head = SimpleNamespace(), SimpleNamespace(dense=lambda: head)
+    parts = {"ops": SimpleNamespace(), "head": SimpleNamespace(dense=lambda: head), "__call__": lambda *given: hidden}
+    model = type("Model", (), parts)()
     objective = module.ORPO.__new__(module.ORPO)
     objective._config = SimpleNamespace(orpo=SimpleNamespace(beta=beta, train_prompt=train_prompt))
     objective._trainable = SimpleNamespace(model=model)
@@ -116,10 +114,8 @@ def _reinforced(module, hidden, head, labels, old, advantage, weight, reference,
 
     from transect.train.objectives.answers import AnswerBatch
 
-    def model(*arguments):
-        return hidden
-
-    model.ops, model.head = SimpleNamespace(), SimpleNamespace(dense=lambda: head)
+    parts = {"ops": SimpleNamespace(), "head": SimpleNamespace(dense=lambda: head), "__call__": lambda *given: hidden}
+    model = type("Model", (), parts)()
     objective = module.GRPO.__new__(module.GRPO)
     settings = {"temperature": 0.8, "clip": clip, "clip_high": 0.0, "beta": beta, "unbiased_kl": False}
     objective._config = SimpleNamespace(grpo=SimpleNamespace(**settings))

@@ -19,6 +19,7 @@ from ..hardware.cache import cache_folder
 from ..ops.cpu.library import GROUP_ROWS, KV_DTYPES, LayerStack, Library, StackAdapter, StackLayer, empty_cache
 from ..ops.cpu.packing import read_packed, write_packed
 from ..ops.opset import OpSet
+from ..ops.position.embed_tokens import placed
 from ..spec.model import ModelConfig
 from ..spec.numbers.int4 import NATIVE_GROUP
 from ..spec.numbers.registry import rounding
@@ -36,7 +37,8 @@ FIRST_POSITIONS = 2048
 
 
 class NativeStack:
-    """``Decoder.stack`` in one C++ call for paged batches; other contexts go through the layers one by one."""
+    """``Decoder.stack`` in one C++ call for paged batches, with the norm after the layers; other contexts go through
+    the layers one by one."""
 
     def __init__(self, model: Decoder, library: Library, kv_dtype: torch.dtype, block_size: int) -> None:
         config = model.config
@@ -50,7 +52,7 @@ class NativeStack:
         if factors:
             half = kv_dtype != torch.float32
             self.adapters = [packed_adapter(library, factors, config.n_layers, half=half)]
-        self._run_layers = model.run_layers
+        self._begin, self._run_layers, self._finish = model.begin, model.run_layers, model.finish
         self._taps = lambda: model.taps
         self._rope: Rope | None = model.rope
         self._rotation: tuple[Tensor, Tensor] | None = None
@@ -58,6 +60,7 @@ class NativeStack:
         self._stack: LayerStack | None = None
         self._made = lambda: library.stack(
             [_stack_layer(layer, config.layer_window(i), library) for i, layer in enumerate(model.layers)],
+            *(_scale(model.norm), _shift(model.norm)),
             dim=config.dim,
             heads=config.n_heads,
             kv_heads=config.n_kv_heads,
@@ -73,9 +76,23 @@ class NativeStack:
             scale=config.attention_scale,
         )
 
+        self._scaled = config.logit_scale != 1.0
+
+    def hidden(
+        self, tokens_T: Tensor, positions_T: Tensor, context: AttentionContext, places_T: Tensor | None = None
+    ) -> Tensor:
+        """Compute what ``Decoder.forward`` does, with the embedding's look-up and the norm after the layers."""
+        x_TD = self._begin(tokens_T if places_T is None else placed(tokens_T, places_T), positions_T)
+        if not isinstance(context, PagedContext) or self._scaled:
+            return self._finish(self(x_TD, positions_T, context))
+        return self._run(x_TD, positions_T, context, finish=True)
+
     def __call__(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         if not isinstance(context, PagedContext):
             return self._run_layers(x_TD, positions_T, context)
+        return self._run(x_TD, positions_T, context, finish=False)
+
+    def _run(self, x_TD: Tensor, positions_T: Tensor, context: PagedContext, *, finish: bool) -> Tensor:
         if context.k_cache.dtype != self._kv_dtype or context.k_cache.shape[3] != self._block_size:
             raise ValueError(
                 f"this model was built for a KV cache of {self._kv_dtype} in blocks of {self._block_size}, not "
@@ -96,6 +113,7 @@ class NativeStack:
             *(batch.block_tables, batch.query_starts, batch.seq_lens, rotation),
             *(slots_T, self.adapters),
             *(() if taps is None else (taps.layers, states)),
+            finish=finish,
         )
         if taps is not None and states is not None:
             taps.states = list(states.unbind(0))
@@ -222,6 +240,14 @@ def packed_path(source: Path, dtype: str, parts: Sequence[Path] = ()) -> Path:
     return cache_folder() / "packed" / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.pack"
 
 
+def _scale(norm: RMSNorm | LayerNorm | None) -> Tensor | None:
+    return None if norm is None else norm.weight.data
+
+
+def _shift(norm: RMSNorm | LayerNorm) -> Tensor | None:
+    return norm.bias.data if isinstance(norm, LayerNorm) else None
+
+
 def _stack_layer(layer: nn.Module, window: int | None, library: Library) -> StackLayer:
     assert isinstance(layer, Layer)
     attention, mlp = layer.attention, layer.mlp
@@ -229,19 +255,13 @@ def _stack_layer(layer: nn.Module, window: int | None, library: Library) -> Stac
     assert isinstance(mlp, MLP) and not isinstance(before, nn.Identity) and not isinstance(between, nn.Identity)
     products = {"o": attention.o, "down": mlp.down, **attention.qkv.parts, **mlp.gate_up.parts}
 
-    def scale(norm: RMSNorm | LayerNorm | None) -> Tensor | None:
-        return None if norm is None else norm.weight.data
-
-    def shift(norm: RMSNorm | LayerNorm) -> Tensor | None:
-        return norm.bias.data if isinstance(norm, LayerNorm) else None
-
     return StackLayer(
         attention_norm=before.weight.data,
-        attention_norm_bias=shift(before),
+        attention_norm_bias=_shift(before),
         mlp_norm=between.weight.data,
-        mlp_norm_bias=shift(between),
-        q_norm=scale(attention.q_norm),
-        k_norm=scale(attention.k_norm),
+        mlp_norm_bias=_shift(between),
+        q_norm=_scale(attention.q_norm),
+        k_norm=_scale(attention.k_norm),
         **cast(
             dict[str, Any],
             {"gate": None} | {name: weight.unadapted()[0].packed(library) for name, weight in products.items()},

@@ -3,6 +3,7 @@
 import json
 import types
 
+import numpy as np
 import pytest
 import torch
 from planted_faults import ceilings
@@ -172,8 +173,9 @@ def test_a_batch_replaces_only_loops_inside_of_a_step(tmp_path):
     file, backward = str(path), Frame(ENGINE, "_engine_run_backward", 1)
     assert loop_at(Frame(file, "train", 4)) == (file, 3)
     assert loop_at(Frame(file, "train", 6)) == (file, 2), "a loop over layers is none"
+    trace = types.SimpleNamespace(keys=[], key=np.zeros(0, dtype=int))
     split = types.SimpleNamespace(
-        ops=[types.SimpleNamespace(calls=500, name="mm", key=types.SimpleNamespace(name="mm", nodes=True))]
+        trace=trace, ops=[types.SimpleNamespace(calls=500, name="mm", key=types.SimpleNamespace(name="mm", nodes=True))]
     )
 
     def share(*lines):
@@ -182,7 +184,7 @@ def test_a_batch_replaces_only_loops_inside_of_a_step(tmp_path):
         facts = {"backward": True, "steps": 10}
         return looped_share(Material(split, None, plain_samples=StackSamples(samples=samples), facts=facts))
 
-    assert share(4, 7) == pytest.approx(1.0) and share(6, 7) == 0.0
+    assert share(4, 7) == pytest.approx((1.0, 0.0)) and share(6, 7)[0] == 0.0
 
 
 def test_workers_that_start_again_and_again_are_one_finding():

@@ -188,7 +188,7 @@ def test_python_between_kernels_is_named_by_samples(tmp_path):
     [
         ("aten::copy_", [[512, 512], [512, 512], []], ["float", "c10::BFloat16", ""], "convert"),
         ("aten::copy_", [[512, 512], [512, 512], []], ["float", "float", ""], "layout"),
-        ("aten::cat", [[[512, 512], [1, 512]], []], ["TensorList", ""], "grow"),
+        ("aten::cat", [[[512, 512], [1, 512]], []], ["TensorList", ""], "layout"),
         ("aten::mm", [[1, 2048], [2048, 2048]], ["c10::BFloat16", "c10::BFloat16"], "small batch"),
         ("aten::add", [[512, 512], [512, 512]], ["double", "double"], "float64"),
     ],
@@ -201,7 +201,7 @@ def test_kernels_are_what_launched_them(tmp_path, name, shapes, types, kind):
     trace = read_trace(write(tmp_path / "gpu.json", [each for step in steps for each in step] + waits))
     found = explain_trace(trace, preset("h200").ceilings())
     assert found.findings[0].kind == kind, str(found)
-    assert (found.split.parts["copies"] > 0) == (kind in ("convert", "layout", "grow"))
+    assert (found.split.parts["copies"] > 0) == (kind in ("convert", "layout"))
 
 
 def test_a_compiler_joins_what_stands_between_products(tmp_path):

@@ -56,7 +56,7 @@ void layer(Pool* pool) {  // dim, heads, kv_heads, head_dim, ffn, kv, new tokens
   for (int i = 0; i < blocks; i++) table[i] = i;
   Stack stack(config, &one, pool);
   const Batch batch{1, starts.data(), lengths.data(), table.data(), int64_t(table.size())};
-  stack.run(x.data(), fresh, positions.data(), batch, {cosine.data(), sine.data()}, k.data(), v.data(), blocks, nullptr, nullptr, {0, nullptr, nullptr});
+  stack.run(x.data(), fresh, positions.data(), batch, {cosine.data(), sine.data()}, k.data(), v.data(), blocks, nullptr, nullptr, {0, nullptr, nullptr}, false);
   give(x);
   give(k);
   give(v);

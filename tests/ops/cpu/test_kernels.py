@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from transect.formats.ggml_blocks import QuantizedTensor
 from transect.formats.ggml_k_types import K_TYPES
 from transect.formats.ggml_quantize import quantize
+from transect.hardware.host_memory import ALIGNMENT, HUGE_PAGE
 from transect.ops.cpu import build, packing
 from transect.ops.cpu.library import Kind, Library, PackedWeight, empty_cache, load
 from transect.ops.registry import Unavailable
@@ -270,3 +271,11 @@ def test_refusals_name_what_to_change() -> None:
         library.linear(torch.zeros(2, 31), weight)
     with pytest.raises(ValueError, match=r"row numbers must be in 0\.\.3"):
         library.rows(weight, torch.tensor([4]))
+
+
+def test_a_large_matrix_in_huge_pages_has_the_same_numbers(library: Library) -> None:
+    weight = torch.randn(512, 8192)
+    kind, data = library.pack_dense(weight)
+    assert data.numel() >= 8 * HUGE_PAGE and data.data_ptr() % ALIGNMENT == 0
+    index = torch.tensor([0, 17, 511])
+    assert torch.equal(library.rows(PackedWeight(kind, 512, 8192, data), index), weight[index])

@@ -86,9 +86,7 @@ class Sampler:
             +inf or has no token left to draw.
         """
         samples = StepSamples()
-        best = argmax(logits_RV)
-        finite = torch.isfinite(logits_RV.gather(1, best[:, None])[:, 0]).tolist()
-        best_ids = best.tolist()
+        best_ids, finite = likeliest(logits_RV)
         special: list[Pick] = []
         for pick in picks:
             if not finite[pick.row]:
@@ -168,6 +166,16 @@ def argmax(logits_RV: torch.Tensor) -> torch.Tensor:
     if logits_RV.device.type == "cpu":
         return torch.from_numpy(logits_RV.detach().numpy().argmax(-1))
     return logits_RV.argmax(-1)
+
+
+def likeliest(logits_RV: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """Return ``argmax`` of each row, and whether its logit is finite."""
+    if logits_RV.device.type == "cpu":  # few operations: a decode step leaves none of their code in a cache
+        rows = logits_RV.detach().numpy()
+        ids = rows.argmax(-1).tolist()
+        return ids, [math.isfinite(rows[row, token]) for row, token in enumerate(ids)]
+    best = argmax(logits_RV)
+    return best.tolist(), torch.isfinite(logits_RV.gather(1, best[:, None])[:, 0]).tolist()
 
 
 def take_rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -6,9 +6,9 @@ for the whole step (``policies/budget``). Sequences that hold KV blocks are serv
 come first). Each is guaranteed one token of the budget. The rest of the budget goes to the prompts, again by rank, and
 cuts them into chunks (Sarathi-Serve, Agrawal et al. 2024). So decodes never wait behind prompts, and prompts always
 progress. Then the queue's head is admitted while there are places, budget and KV blocks for all its tokens. No request
-overtakes the head, so every request is served eventually (with ``longest_first``: once no longer ones arrive). One
-exception: if prompts of its length or client have used their share of the step, others go first, as long as places and
-blocks for the head are left (backfilling, Lifka 1995).
+overtakes the head, so every request is served eventually (with ``longest_first``: once no longer ones arrive). Two
+exceptions: if prompts of its length have used their share of the step, others go first, as long as places and blocks
+for the head are left (backfilling, Lifka 1995); and if its client owes time (``policies/turns``), others do.
 
 When a sequence needs a block and none is free, the running sequence of the worst rank is preempted: it returns its
 blocks, keeps its output tokens, and recomputes prompt and output at its next turn. Draws depend on positions, not on
@@ -304,7 +304,7 @@ class Scheduler(Bookkeeping):
         """Give places, or KV blocks, of clients above their share to clients below, if there are too few for the queue
         (``policies/places``). Sequences that get them move to the head of the queue, and those that lose theirs wait
         right behind. Returns True if one of them can be admitted now."""
-        front, blocks = self.waiting.in_order()[:LOOKED_AT], self.blocks
+        front, blocks = list(islice(self.waiting, LOOKED_AT)), self.blocks
         granted: list[Sequence] = []
         if self._places + sum(map(self._places_of, front)) > self.config.max_num_seqs:
             while self._grant(granted, front, self._places_of, self.config.max_num_seqs, self._lacks_places):

@@ -122,7 +122,13 @@ def in_loader(stack: tuple[Frame, ...]) -> bool:
 def calls_itself(stack: tuple[Frame, ...]) -> bool:
     """Return True if the user's line calls operators itself, not through a model, an optimizer or a backward pass."""
     inner = itertools.takewhile(lambda frame: any(part in frame.file for part in LIBRARY), stack)
-    return not any(MODELS.search(frame.file) or frame.function == "_engine_run_backward" for frame in inner)
+    elsewhere = "_engine_run_backward", "synchronize"
+    return not any(MODELS.search(frame.file) or frame.function in elsewhere for frame in inner)
+
+
+def waits_for_gpu(stack: tuple[Frame, ...]) -> bool:
+    """Return True if a stack synchronizes with a GPU."""
+    return any(frame.function == "synchronize" and "/torch/cuda/" in frame.file for frame in stack)
 
 
 @functools.lru_cache(maxsize=10_000)

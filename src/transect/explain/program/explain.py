@@ -24,7 +24,8 @@ from ...hardware.cores import usable_cores
 from ...hardware.device import detect
 from ...ops.cpu.ceilings import device_measurement
 from .changes import NotPossible
-from .finding import Material
+from .doing import waits_for_gpu
+from .finding import Material, weighed
 from .findings import find
 from .gaps import Named, name_gaps
 from .recording import autograd_seconds, marks, memory_share, profiler_seconds
@@ -217,8 +218,12 @@ def explain_trace(
         split.notes.append("no operator of PyTorch ran in the process: all of it is Python")
     elif not any(key.shapes for key in trace.keys):
         split.notes.append("the trace has no shapes (record_shapes=True records them): no kernel has a floor")
+    if plain_samples is not None and split.on_gpu:
+        waits = weighed(plain_samples.samples, lambda sample: "waits" if waits_for_gpu(sample.stack) else "")
+        split.waiting = waits.get("waits", 0.0)
     if plain is not None:
-        named = fit(split, named, plain)
+        # The host may run ahead in each step that was timed: the GPU's work is needed in any case.
+        named = fit(split, named, max(plain, min(wall, split.busy)) if split.on_gpu else plain)
     found = find(Material(split, ceilings, named, samples, facts, plain_samples))
     return Explanation(split, found, named, facts, ceilings, steps=steps)
 

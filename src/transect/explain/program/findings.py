@@ -49,7 +49,7 @@ LEAST = 0.02
 """Least gain, as a share of the wall time, of a reported finding."""
 LEAST_CALLED = 0.05
 """Least share of samples in which the user's lines call operators themselves."""
-ON_DEVICE = ("float32 products", "float64", "padding", "attention", "prefix", "recomputation", "broadcast")
+ON_DEVICE = ("float32 products", "float64", "padding", "attention", "prefix", "broadcast")
 """Kinds of findings whose change shortens kernels: on a GPU the time for which the host issues work remains."""
 
 
@@ -60,7 +60,9 @@ def find(material: Material) -> list[Finding]:
     left = 1.0 - sum(share for kind, (share, _) in whole if kind in {each.kind for each in found})
     rest = rest_share(material)
     scale = {
-        each.kind: (1.0 if each.kind in SAMPLED else rest) * (left if each.kind in CALLING else 1.0) for each in found
+        each.kind: (1.0 if each.kind in SAMPLED or (material.split.on_gpu and each.kind not in CALLING) else rest)
+        * (left if each.kind in CALLING else 1.0)
+        for each in found
     }
     found = [replace(each, gain=each.gain * scale[each.kind]) for each in found]
     wall = material.split.own or 1.0
@@ -92,11 +94,13 @@ def compiling(material: Material) -> Iterator[Finding]:
 def conversions(material: Material) -> Iterator[Finding]:
     """Find copies that change the type, the layout or the length of the same tensors."""
     groups: dict[str, list[OpStat]] = {"convert": [], "layout": [], "grow": []}
+    growing = [op for op in material.split.named("aten::cat", "aten::stack") if op.key.shapes]
+    growing = growing if len({str(op.key.shapes) for op in growing}) >= MANY // 2 else []
     for op in material.split.named(*COPIES):
         if of_number(op.key) and not material.split.on_gpu:
             continue
         if op.name in ("aten::cat", "aten::stack"):
-            groups["grow"].append(op)
+            groups["grow" if op in growing else "layout"].append(op)
         elif len(op.key.types) > 1 and op.key.types[0] in SIZES and op.key.types[1] in SIZES:
             groups["convert" if op.key.types[0] != op.key.types[1] else "layout"].append(op)
         else:
@@ -116,7 +120,7 @@ def conversions(material: Material) -> Iterator[Finding]:
         # The first conversion of each shape is needed; a tensor that grows is written once in any case.
         kept = sum(op.seconds / op.calls for op in ops) if kind == "convert" else 2 / calls * spent
         seconds = max(0.0, spent - kept) if kind != "layout" else spent
-        seconds = min(seconds, most_s)
+        seconds = min(seconds, most_s) if kind != "grow" else seconds
         title, advice = texts[kind]
         evidence = f"{calls} copies, {1e3 * spent:.1f} ms; most in {most.name} {most.key.shapes}"
         yield Finding(kind, title, f"{evidence} {' <- '.join(most.key.types[:2])}", seconds, advice)
@@ -207,7 +211,8 @@ def transfers(material: Material) -> Iterator[Finding]:
     """Find copies between host and GPU that come from pageable memory, or repeat the same bytes."""
     split, link = material.split, material.ceilings.host_to_device_bytes_per_second
     ops = [op for op in split.ops if op.key.name.startswith("Memcpy")]
-    pageable = [op for op in ops if "Pageable" in op.key.name]
+    needed = bool(on_the_host(split.trace)) if split.on_gpu else False  # for operators of the host, see ``fallback``
+    pageable = [op for op in ops if "Pageable" in op.key.name and not (needed and _to_host(op))]
     if pageable and link:
         seconds = sum(op.seconds - op.calls * op.key.bytes / link for op in pageable)
         evidence = f"{sum(op.calls for op in pageable)} copies, {sum(op.calls * op.key.bytes for op in pageable)} bytes"
@@ -220,6 +225,11 @@ def transfers(material: Material) -> Iterator[Finding]:
         evidence = f"{again[0].calls} copies of {again[0].key.bytes} bytes each"
         advice = "upload once what stays the same; new batches in a stream of their own, beside the computing"
         yield Finding("upload", "as many bytes go to the GPU again and again", evidence, seconds, advice)
+
+
+def _to_host(op: OpStat) -> bool:
+    """Return True for copies of large tensors to the host."""
+    return op.key.name.startswith("Memcpy DtoH") and op.key.bytes >= 1 << 20
 
 
 def allocation(material: Material) -> Iterator[Finding]:
@@ -242,6 +252,7 @@ def fallback(material: Material) -> Iterator[Finding]:
     if slow:
         seconds = min(float(sum(split.trace.dur[i] for i in slow)), max(0.0, split.own - split.busy))
         names = sorted({split.trace.key_of(i).name for i in slow})
+        seconds += sum(op.seconds for op in split.ops if _to_host(op))  # their inputs
         advice = "move their inputs to the GPU, or use an operator that has a kernel there"
         yield Finding("fallback", "operators compute on the host", ", ".join(names[:5]), seconds, advice)
 

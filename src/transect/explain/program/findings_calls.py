@@ -46,6 +46,8 @@ ELEMENTS_S = {
     "gather index index_select cumsum cumprod nonzero masked_select exp log tanh sigmoid gelu erf pow": 1.5e-9,
 }
 """Seconds for each element, of operators that compute more than they move."""
+COMPILED_S = 25e-6
+"""Seconds that a call of a compiled function takes beside its operators."""
 REACHED_ALONE = 0.3
 """Share of its floor's rate that an operator on a batch reaches at least."""
 READS = re.compile(r"\.(?:item|tolist|cpu|numpy)\(|\b(?:float|int|bool)\(")
@@ -64,17 +66,12 @@ def synchronisation(material: Material) -> Iterator[Finding]:
         waited = float(sum(trace.dur[i] for i in waits))
         values = [op for op in split.ops if op.key.name.startswith("Memcpy DtoH") and op.key.bytes <= VALUE_BYTES]
         read = sum(op.seconds for op in values if op.calls >= MANY)
-        numbers = [number for number, key in enumerate(trace.keys) if key.name == "aten::item"]
-        items = np.flatnonzero((trace.kind == OP) & np.isin(trace.key, numbers))
-        issued = split.issuing
-        if len(items) >= MANY:  # reading takes time of the host as well
-            profiled = split.profiling * len(items) / max(1, len(runtime_calls(split, "")))
-            issued -= max(0.0, float(trace.dur[items].sum()) - waited - profiled)
+        read_s = min(_value_loops(material)[0] * split.own, max(0.0, split.own - split.busy))
         yield Finding(
             "sync",
             "the program waits for the GPU",
             f"{len(waits)} times, after each of which the GPU is idle until the host issues new work",
-            max(0.0, split.own - max(split.busy - read, issued)) if waited else 0.0,
+            max(read_s, split.own - max(split.busy - read, split.issuing)) if waited else 0.0,
             "keep values in tensors and read them once, after the loop (.item(), .cpu() and print() wait)",
         )
         return
@@ -96,8 +93,10 @@ def _value_loops(material: Material) -> tuple[float, frozenset[tuple[str, int]]]
     All of their operators make values, and they contain neither a backward pass nor an optimizer.
     """
     split, samples = material.split, material.stacks
-    count = sum(op.calls for op in split.ops if op.key.name == "aten::item")
-    others = [op for op in split.ops if 2 * op.calls >= count and op.name not in FOR_VALUES | SYNC]
+    numbers = [number for number, key in enumerate(split.trace.keys) if key.name == "aten::item"]
+    count = int(np.isin(split.trace.key, numbers).sum())
+    often = {op.name for op in split.ops if 2 * op.calls >= count and not op.name.startswith("Memcpy")}
+    others = often - FOR_VALUES - SYNC
     if count < MANY * max(1, int(material.facts.get("steps") or 1)) or others or not samples:
         return 0.0, frozenset()
     loops = {loop_around(sample.stack) for sample in samples} - training_loops(material)
@@ -135,7 +134,8 @@ def launching(material: Material) -> Iterator[Finding]:
     if most is None or most.calls < MANY:
         return
     if split.on_gpu:  # beside what the GPU computes calls cost nothing
-        seconds = min(split.parts["launch"], max(0.0, split.issuing - split.busy))
+        read_s = min(_value_loops(material)[0] * split.own, max(0.0, split.own - split.busy))
+        seconds = max(0.0, min(split.parts["launch"], max(0.0, split.issuing - split.busy)) - read_s)
     else:
         waits = sum(op.calls for op in split.named("aten::item"))
         share, reading = _value_loops(material)
@@ -147,8 +147,10 @@ def launching(material: Material) -> Iterator[Finding]:
     fusible = _fusible(split)
     fused = seconds * fusible
     if not split.on_gpu and not chained:  # on a GPU a graph replaces all calls
-        looped = looped_share(material)
-        seconds = looped * _batched(split, seconds) + (1 - looped) * fused
+        looped, compiled = looped_share(material)
+        # A compiled step begins with checks of its inputs, once forward and once backward.
+        checks = 2 * COMPILED_S * int(material.facts.get("steps") or 1)
+        seconds = looped * _batched(split, seconds) + max(0.0, compiled * fused - checks)
     yield Finding(
         "launch",
         "many small operators",
@@ -187,28 +189,35 @@ def _calling(sample: Sample, reading: frozenset[tuple[str, int]]) -> str:
     return "read" if loop_around(sample.stack) in reading else "call"
 
 
-def looped_share(material: Material) -> float:
-    """Return the share of the calls of operators that a batch, or an operator on whole tensors, can replace.
+def looped_share(material: Material) -> tuple[float, float]:
+    """Return the share of the calls of operators that a batch, or an operator on whole tensors, can replace, and the
+    share of all others that are in modules.
 
-    While a module trains, those are the calls in loops inside of a step, and the same share of the backward pass.
+    While a module trains, a batch replaces calls in loops inside of a step, and the same share of the backward pass.
     """
     samples, steps = material.stacks, max(1, int(material.facts.get("steps") or 1))
     if not material.facts.get("backward", True) or not samples:
-        return 1.0
-    if all(op.calls < MANY * steps for op in material.split.ops):
-        return 0.0
+        return 1.0, 0.0
     calling = [sample for sample in samples if doing_of(sample.stack).kind in ("python", "calls")]
     training = training_loops(material) | _value_loops(material)[1]
 
     def name(sample: Sample) -> str:
-        return _place(sample.stack) or ("once" if loop_around(sample.stack) in training else "loop")
+        place = _place(sample.stack)
+        if not place and any(frame.file.endswith("/torch/nn/modules/module.py") for frame in sample.stack):
+            place = "module"
+        inside = loop_around(sample.stack) not in training
+        return "loop" if inside and place in ("", "module") else place
 
     times = weighed(calling, name)
-    loop, once = times.get("loop", 0.0), times.get("once", 0.0)
+    loop, once = times.get("loop", 0.0), times.get("", 0.0) + times.get("module", 0.0)
+    if all(op.calls < MANY * steps for op in material.split.ops):
+        loop = 0.0
     counted = [op for op in material.split.ops if op.name not in FREE | SYNC and not op.name.startswith(PLUMBING)]
     most = max((op.calls for op in counted), default=0)
     recorded = any(op.key.nodes for op in counted if 2 * op.calls > most)
-    return (loop + times.get("backward", 0.0) * loop / (loop + once) * recorded) if loop else 0.0
+    backward = times.get("backward", 0.0)
+    looped = backward * loop / (loop + once) * recorded if loop else 0.0
+    return loop + looped, times.get("module", 0.0) + backward - looped
 
 
 def training_loops(material: Material) -> set[tuple[str, int]]:

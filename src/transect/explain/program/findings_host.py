@@ -65,12 +65,14 @@ def host(material: Material) -> Iterator[Finding]:
     totals: dict[str, list[Named]] = {}
     for each in material.named:
         totals.setdefault(each.doing.kind, []).append(each)
-    plain = {} if material.split.on_gpu else material.shares(_kind)
+    plain, split = material.shares(_kind), material.split
     for kind in dict.fromkeys([*totals, *(each for each in plain if each in EVERYWHERE or each == "python")]):
         every = totals.get(kind, [])
         seconds = sum(each.seconds for each in every)
         if plain and kind in EVERYWHERE:
-            seconds = plain.get(kind, 0.0) * material.split.own
+            shown = plain.get(kind, 0.0) * split.own
+            # A GPU may compute meanwhile: the rest of its time is needed in any case.
+            seconds = max(seconds, min(shown, split.own - split.busy)) if split.on_gpu else shown
         elif kind == "python":
             seconds = max(seconds, _of_libraries(material) / max(0.01, rest_share(material)))
         where = max(every, key=lambda each: each.seconds).doing.frame if every else None
@@ -115,7 +117,7 @@ def restarted(found: list[Finding], material: Material) -> list[Finding]:
 def rest_share(material: Material) -> float:
     """Return the factor by which time in the trace is too long where samples without profiling show more time in kinds
     that they determine than the trace does."""
-    plain = {} if material.split.on_gpu else material.shares(_sampled)
+    plain = material.shares(_sampled)
     if not plain:
         return 1.0
     own = material.split.own or 1.0

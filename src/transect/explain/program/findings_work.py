@@ -12,7 +12,7 @@ import numpy as np
 from .doing import doing_of
 from .finding import MANY, Finding, Material, weighed
 from .op_floor import FREE, PRODUCTS, cost, floor
-from .split import OpStat, Split
+from .split import IDLE, OpStat, Split
 from .trace import KERNEL, OP, Key
 
 RECORDING_S = 1e-6
@@ -148,9 +148,11 @@ def dense_gradients(material: Material) -> Iterator[Finding]:
 
 
 def shapes_of(key: Key) -> list[list[int]]:
-    """Return the shapes of the inputs that are tensors."""
+    """Return the shapes of the inputs that are tensors, or lists of tensors."""
     found = key.shapes if isinstance(key.shapes, list) else []
-    return [each for each in found if isinstance(each, list) and each and all(isinstance(size, int) for size in each)]
+    listed = [each for inputs in found if isinstance(inputs, list) for each in inputs if isinstance(each, list)]
+    every = [*(each for each in found if isinstance(each, list)), *listed]
+    return [each for each in every if each and all(isinstance(size, int) for size in each)]
 
 
 def recomputation(material: Material) -> Iterator[Finding]:
@@ -161,10 +163,12 @@ def recomputation(material: Material) -> Iterator[Finding]:
         return
     split = material.split
     share = weighed(samples, lambda sample: doing_of(sample.stack).kind).get("recomputation", 0.0)
-    if split.on_gpu:  # a thread of autograd computes them: a layer takes as long as it did at first
+    if split.on_gpu:  # a thread of autograd computes them: layers take as long as in the forward pass
         first = sum(any(frame.function == "checkpoint" for frame in sample.stack) for sample in samples)
         forward = sum("backward" not in {frame.function for frame in sample.stack} for sample in samples)
-        share = first / max(1, forward) * max(0.0, split.busy - backward_seconds(split)) / (split.own or 1.0) / 2
+        share = first / max(1, forward) * max(0.0, split.busy - backward_seconds(split)) / (split.own or 1.0)
+        if split.own - split.busy > IDLE * split.own:  # the host decides: it calls their operators again, too
+            share = max(share, first / len(samples))
     if share:
         yield Finding(
             "recomputation",

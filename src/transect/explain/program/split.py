@@ -58,6 +58,8 @@ SYNC = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_no
 COPIES = {"aten::copy_", "aten::contiguous", "aten::clone", "aten::cat", "aten::_to_copy", "aten::stack", "aten::roll"}
 WAITS = r"Synchronize$|(?:cuda|hip)Memcpy$|hipMemcpyWithStream$"
 """Driver calls in which the host waits for the GPU."""
+IDLE = 0.1
+"""Least idle share of a GPU that shows a host which issues too little."""
 BLOCKED_S = 100e-6
 """Seconds of a launch above which the host waited: the queue of the GPU was full."""
 ISSUES = r"Launch|Memcpy|Memset|Malloc|Free|Synchronize|HostAlloc|Event"
@@ -158,11 +160,15 @@ class Split:
     notes: list[str] = field(default_factory=list)
     profiling: float = 0.0
     """Seconds that the profiler added to the main thread's driver calls and the operators around them."""
+    recording: float = 0.0
+    """Seconds that the profiler added to all operators and driver calls, of any thread."""
     held: float = 0.0
     """Seconds in which a GPU was idle because of the profiler."""
     held_host: float = 0.0
     """Seconds of ``held`` in which the host was held too."""
 
+    waiting: float = 0.0
+    """Share of the time without profiling in which the main thread waited for a GPU, by samples."""
     measured: bool = False
     """True if the program was also timed without profiling."""
 
@@ -193,14 +199,21 @@ class Split:
 
     @property
     def issuing(self) -> float:
-        """Seconds in which the main thread did not wait for the GPU, without the cost of profiling."""
+        """Seconds in which the main thread did not wait for the GPU, without the cost of profiling.
+
+        If a program was timed and the GPU was idle for long, the host decided how long it took.
+        """
         calls, end = self._calls(WAITS), self.begin + self.wall
         firsts = np.maximum(self.trace.ts[calls], self.begin)
         lasts = np.minimum(self.trace.ts[calls] + self.trace.dur[calls], end)
         waited = float(np.maximum(0.0, lasts - firsts).sum())
         launches = self.trace.dur[self._calls("Launch")]
         waited += float((launches[launches > BLOCKED_S] - BLOCKED_S).sum())
-        return max(0.0, self.wall - waited - self.profiling - self.held_host)
+        if self.measured and self.own - self.busy > IDLE * self.own:
+            return max(0.0, self.own - waited)
+        profiling = max(self.profiling, self.recording) if self.measured else self.profiling
+        issuing = max(0.0, self.wall - waited - profiling - self.held_host)
+        return min(issuing, (1.0 - self.waiting) * self.own)
 
     def _calls(self, pattern: str) -> np.ndarray:
         """Return the driver calls whose names match a pattern, in the explained time."""
@@ -239,9 +252,10 @@ def split_trace(
     parts["padding"] = computed * padding
     split = Split(end - begin, begin, parts, ops, gaps, trace.on_gpu, lane, trace)
     if trace.on_gpu:
-        mine = trace.where(RUNTIME)
-        inside = (trace.lane[mine] == lane) & (trace.ts[mine] >= begin) & (trace.ts[mine] < end)
-        split.profiling = profiler_s * int(inside.sum())
+        inside = (trace.ts >= begin) & (trace.ts < end)
+        split.profiling = profiler_s * int((inside & (trace.kind == RUNTIME) & (trace.lane == lane)).sum())
+        # It was measured for an operator and its launch; autograd's threads call operators, too.
+        split.recording = profiler_s / 2 * int((inside & np.isin(trace.kind, (OP, RUNTIME))).sum())
         split.held = idle - idle_seconds(gaps)
         split.held_host = min(split.held, sum(min(last, end) - first for first, last in stopped if first < end))
         parts["profiler"] += split.held

@@ -36,6 +36,8 @@ KINDS = {
 NARROWEST = ("c10::half", "c10::bfloat16", "float", "double")
 OPTIMIZERS = ("aten::_foreach", "aten::_fused_")
 """Operators whose lists are parameters, gradients and states."""
+COPIES = 4
+"""Fewest copies that show a GPU at work."""
 LARGEST = 1 << 62
 """Upper bound of times and numbers in a trace."""
 
@@ -267,8 +269,8 @@ class Trace:
 
     @property
     def on_gpu(self) -> bool:
-        """True if kernels ran."""
-        return bool((self.kind == KERNEL).any())
+        """True if kernels ran, or several copies to or from a GPU."""
+        return bool((self.kind == KERNEL).any() or (self.kind == COPY).sum() >= COPIES)
 
 
 def _unusual(shapes: list[Any], strides: Any) -> bool:

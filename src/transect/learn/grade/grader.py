@@ -32,8 +32,10 @@ ROUNDS = 200
 SHORTEST_S = 1e-3
 """Seconds of calls below which the time of a Python program is not shown."""
 TURNS = 5
-"""Times that a C++ program and the shipped one are measured in turn: the least counts, which a busy machine changes
-little."""
+"""Times that the program and the shipped one are measured in turn on a CPU: the least counts, which a busy machine
+changes little."""
+LONG_S = 0.1
+"""Seconds of a call that is measured once."""
 AGAIN = 3
 """Times that a measurement below the floor is repeated before the program is blamed for it."""
 
@@ -217,8 +219,9 @@ def _speed(
             verdict.reference_count = reference.run(calls[:1], count=count).count
         if real and measure:
             verdict.reference_seconds = reference.run(calls, rounds=rounds, warm=on_gpu).seconds / len(calls)
-        for _ in range(TURNS if real and measure and rung.kind == "cpp" else 0):
-            assert verdict.seconds is not None and verdict.reference_seconds is not None
+        for _ in range(TURNS):
+            if not verdict.seconds or not verdict.reference_seconds or verdict.seconds > LONG_S or on_gpu:
+                break
             verdict.seconds = min(verdict.seconds, program.run(calls).seconds / len(calls))
             verdict.reference_seconds = min(verdict.reference_seconds, reference.run(calls).seconds / len(calls))
     if rung.kind == "python" and min(verdict.seconds or 0.0, verdict.reference_seconds or 0.0) < SHORTEST_S:
@@ -226,7 +229,9 @@ def _speed(
     if real and measure and speed.peer:
         device = here.device if on_gpu else "cpu"
         with source_file(rung, speed.peer) as peer, here.open(_free(rung), peer, device) as other:
-            verdict.peer_seconds = other.run(calls, rounds=rounds, warm=on_gpu).seconds / len(calls)
+            turns = 1 if on_gpu or (verdict.seconds or 0.0) > LONG_S else TURNS
+            found = [other.run(calls, rounds=rounds, warm=on_gpu).seconds for _ in range(turns)]
+            verdict.peer_seconds = min(found) / len(calls)
     if verdict.count and verdict.reference_count and verdict.count > speed.ratio * verdict.reference_count:
         verdict.slow, verdict.reason = True, speed.slow
     elif (not count or rung.kind == "cpp") and speed.measure is None and verdict.seconds and verdict.reference_seconds:

@@ -17,7 +17,7 @@ import tempfile
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,19 +129,23 @@ class Session:
 
     @contextmanager
     def _counting(self, kind: str) -> Iterator[Count]:
-        """Count inside the block; a C++ program is compiled once more, with calls at its loads and stores."""
+        """Count inside the block; a C++ program is compiled once more, with calls at its loads and stores. The count
+        stays 0 if that fails: a compiler may not know how, and a program with atomics needs functions that are not
+        there."""
         assert self.watch is not None
         if kind != "lines of cache":
             with counting(kind, self.watch) as count:
                 yield count
             return
         fast, count = self.module, Count()
-        self.module = compile_cpp(self.path, counted=True)
-        self.module.transect_fetched_bytes.restype = ctypes.c_long
+        with suppress(NotCompiled, OSError):
+            self.module = compile_cpp(self.path, counted=True)
         try:
             yield count
         finally:
-            count.value, self.module = self.module.transect_fetched_bytes(), fast
+            if self.module is not fast:
+                self.module.transect_fetched_bytes.restype = ctypes.c_long
+                count.value, self.module = self.module.transect_fetched_bytes(), fast
 
     def _written_over(self, arguments: list[Any]) -> list[Any]:
         """Write the numbers of this call into the tensors of the first one."""

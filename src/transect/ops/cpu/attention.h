@@ -271,23 +271,11 @@ struct Attention {
     Rows state(rows, cache.head_dim);
     scale_queries(b, head, begin, rows, state.scaled);
     const int last = position(b, begin + queries - 1) / TILE;
-    const bool alone = batch.query_starts[b + 1] - batch.query_starts[b] == 1;
     for (int t = first_tile(position(b, begin)); t <= last; t++) {
-      if (alone) ask_for_tile(b, t, head);
       one_tile(b, t, head, begin, rows, state.scaled, state.tile);
       for (int r = 0; r < rows; r++) merge(state.running[r], state.tile[r], cache.head_dim);
     }
     for (int r = 0; r < rows; r++) write(b, head, begin, r, state.running[r]);
-  }
-
-  // Asks for K and V of a tile: blocks are too short for the processor's own prefetch. Of several queries the first one
-  // leaves them in a cache.
-  void ask_for_tile(int b, int tile, int head) const {
-    const int32_t* blocks = table(b, tile);
-    const int positions = std::min(TILE, batch.seq_lens[b] - tile * TILE), size = cache.head_dim * cache.block_size * int(sizeof(E));
-    for (const E* part : {cache.k, cache.v})
-      for (int i = 0; i * cache.block_size < positions; i++)
-        for (int at = 0; at < size; at += 64) __builtin_prefetch((const char*)(part + cache.offset(blocks[i], head)) + at);
   }
 
   // One query: tiles in parallel into `partials`; whoever does the last one of a head merges them in order.
@@ -297,7 +285,6 @@ struct Attention {
     pool.share(count * cache.kv_heads, [&](int item) {
       const int head = item % cache.kv_heads, t = skip + item / cache.kv_heads;
       Rows state(rows, cache.head_dim);
-      ask_for_tile(0, t, head);
       scale_queries(0, head, 0, rows, state.scaled);
       one_tile(0, t, head, 0, rows, state.scaled, {partial(t, head), floats});
       if (finished[head].fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;

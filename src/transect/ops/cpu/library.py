@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...hardware.host_memory import HUGE_PAGE, host_memory
 from ..registry import Unavailable
 from . import build
 
@@ -55,6 +56,7 @@ class _StackConfig(Structure):
         *((name, c_int32) for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "block_size")),
         *((name, c_int32) for name in ("layer_norm", "gated", "activation", "rotary_half", "kv")),
         *((name, c_float) for name in ("norm_eps", "scale")),
+        *((name, c_void_p) for name in ("norm", "norm_bias")),
     )
 
 
@@ -173,7 +175,7 @@ class Library:
                 [
                     *(c_void_p, c_void_p, c_int, c_void_p),
                     *(*batch, *[c_void_p] * 4, c_int64, c_void_p, c_void_p),
-                    *(c_int, c_void_p, c_void_p),
+                    *(c_int, c_void_p, c_void_p, c_int),
                 ],
             ),
         }
@@ -189,7 +191,7 @@ class Library:
         """Pack ``weight = scale * code + zero``: codes uint8 [n, k]; scale, zero float32 [n, k / group] -> uint8. In
         ``FP8`` codes are the bits of e4m3, and ``zero`` is not read."""
         n, k = codes.shape
-        out = torch.empty(self._c.transect_packed_bytes(kind, n, k), dtype=torch.uint8)
+        out = _room(self._c.transect_packed_bytes(kind, n, k))
         codes, scale, zero = codes.contiguous(), scale.contiguous(), zero.contiguous()
         pointers = (codes.data_ptr(), scale.data_ptr(), zero.data_ptr(), out.data_ptr())
         self._c.transect_pack_affine(kind, n, k, *pointers)
@@ -199,7 +201,7 @@ class Library:
         """Pack a block type of GGUF files: codes uint8 [n, k]; float16 scales (and minima), uint8 [n, panels, 2 or 4];
         whole-number steps, uint8 [n, panels, groups, 1 or 2] or None -> uint8."""
         n, k = codes.shape
-        out = torch.empty(self._c.transect_packed_bytes(kind, n, k), dtype=torch.uint8)
+        out = _room(self._c.transect_packed_bytes(kind, n, k))
         codes, halves, steps = codes.contiguous(), halves.contiguous(), None if steps is None else steps.contiguous()
         pointers = (codes.data_ptr(), halves.data_ptr(), 0 if steps is None else steps.data_ptr(), out.data_ptr())
         self._c.transect_pack_blocks(kind, n, k, *pointers)
@@ -212,7 +214,7 @@ class Library:
             weight = weight.to(torch.float32)
         kind = Kind.BF16 if weight.dtype == torch.bfloat16 else Kind.F32
         weight = weight.contiguous()
-        out = torch.empty(self._c.transect_packed_bytes(kind, n, k), dtype=torch.uint8)
+        out = _room(self._c.transect_packed_bytes(kind, n, k))
         self._c.transect_pack_dense(kind, n, k, weight.data_ptr(), out.data_ptr())
         return kind, out
 
@@ -229,8 +231,9 @@ class Library:
     def rows(self, weight: PackedWeight, index: Tensor) -> Tensor:
         """Return the rows of W with numbers ``index`` int64 [count] -> float32 [count, k]: an embedding look-up."""
         index = index.contiguous()
-        if index.numel() and (int(index.min()) < 0 or int(index.max()) >= weight.n):
-            raise ValueError(f"row numbers must be in 0..{weight.n - 1}, got {int(index.min())}..{int(index.max())}")
+        lowest, highest = (int(end) for end in index.aminmax()) if index.numel() else (0, 0)
+        if lowest < 0 or highest >= weight.n:
+            raise ValueError(f"row numbers must be in 0..{weight.n - 1}, got {lowest}..{highest}")
         out = torch.empty(index.numel(), weight.k, dtype=torch.float32)
         self._c.transect_rows(byref(weight.c_struct()), index.data_ptr(), index.numel(), out.data_ptr())
         return out
@@ -271,9 +274,12 @@ class Library:
         times)."""
         return self._c.transect_fma_probe(self._pool, rounds)
 
-    def stack(self, layers: Sequence[StackLayer], **config: Any) -> LayerStack:
-        """Build all decoder layers as one call; ``config`` are the fields of ``StackConfig`` in ``stack.h``."""
-        return LayerStack(self, layers, config)
+    def stack(
+        self, layers: Sequence[StackLayer], norm: Tensor | None = None, norm_bias: Tensor | None = None, **config: Any
+    ) -> LayerStack:
+        """Build all decoder layers as one call; ``config`` are the fields of ``StackConfig`` in ``stack.h``. ``norm``:
+        weight of the norm after the layers, of the same kind as theirs, if ``run`` shall apply it."""
+        return LayerStack(self, layers, norm, norm_bias, config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,22 +323,25 @@ class StackAdapter:
 class LayerStack:
     """The decoder layers in C++, with their weights and scratch memory. Not to be called from two threads at once."""
 
-    def __init__(self, library: Library, layers: Sequence[StackLayer], config: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        library: Library,
+        layers: Sequence[StackLayer],
+        norm: Tensor | None,
+        norm_bias: Tensor | None,
+        config: dict[str, Any],
+    ) -> None:
         self.library = library
-        self._layers = tuple(layers)  # keeps the weights alive
+        self._layers, self._norms = tuple(layers), (norm, norm_bias)  # keeps the weights alive
         self._structs: list[_Packed] = []
         self._dim = config["dim"]
-        c_config = _StackConfig(**config, layers=len(layers))
+        last = {"norm": _floats(norm), "norm_bias": _floats(norm_bias)}
+        c_config = _StackConfig(**config, **last, layers=len(layers))
         c_layers = (_Layer * len(layers))(*(self._c_layer(layer) for layer in layers))
         self._stack = library._c.transect_stack_new(byref(c_config), c_layers, library._pool)
         weakref.finalize(self, library._c.transect_stack_free, self._stack)
 
     def _c_layer(self, layer: StackLayer) -> _Layer:
-        def address(tensor: Tensor | None) -> int | None:
-            if tensor is not None and (tensor.dtype != torch.float32 or not tensor.is_contiguous()):
-                raise ValueError("norm weights and scales must be contiguous float32")
-            return None if tensor is None else tensor.data_ptr()
-
         def packed(weight: PackedWeight | None) -> Any:
             if weight is None:
                 return None
@@ -342,7 +351,7 @@ class LayerStack:
         norms = ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm")
         scales = ("k_scale", "v_scale")
         weights = ("q", "k", "v", "o", "gate", "up", "down")
-        fields: dict[str, Any] = {name: address(getattr(layer, name)) for name in (*norms, *scales)}
+        fields: dict[str, Any] = {name: _floats(getattr(layer, name)) for name in (*norms, *scales)}
         fields |= {name: packed(getattr(layer, name)) for name in weights}
         return _Layer(**fields, window=layer.window)
 
@@ -360,8 +369,11 @@ class LayerStack:
         adapters: Sequence[StackAdapter | None] = (),
         taps: Sequence[int] = (),
         states: Tensor | None = None,
+        *,
+        finish: bool = False,
     ) -> None:
         """Add every layer's output to ``x`` [T, dim] float32 in place, and write this step's K and V to the caches.
+        With ``finish`` the norm after the layers is applied to ``x`` as well.
 
         Caches are [layers, blocks, kv_heads, block_size, head_dim] as ``empty_cache`` makes them; ``rotation`` is the
         cosine and sine of every position, float32 [positions, head_dim / 2], or None. ``slots`` int32 [T]: the adapter
@@ -370,6 +382,8 @@ class LayerStack:
         """
         if x.dtype != torch.float32 or not x.is_contiguous() or x.shape[1] != self._dim:
             raise ValueError(f"x must be contiguous float32 [tokens, {self._dim}]")
+        if finish and self._norms[0] is None:
+            raise ValueError("this stack was built without the norm after its layers")
         _check_cache(k_cache, v_cache)
         positions = positions.to(torch.int64).contiguous()
         cosine, sine = (None, None) if rotation is None else (table.data_ptr() for table in rotation)
@@ -387,8 +401,20 @@ class LayerStack:
             *(cosine, sine),
             *(k_cache.data_ptr(), v_cache.data_ptr(), v_cache.shape[1]),
             *(None if slots is None else slots.data_ptr(), table),
-            *(len(taps), (c_int * len(taps))(*taps), None if states is None else states.data_ptr()),
+            *(len(taps), (c_int * len(taps))(*taps), None if states is None else states.data_ptr(), finish),
         )
+
+
+def _room(nbytes: int) -> Tensor:
+    """Allocate a packed matrix, a large one in huge pages, whose addresses are looked up more quickly."""
+    return host_memory(nbytes) if nbytes >= 8 * HUGE_PAGE else torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _floats(tensor: Tensor | None) -> int | None:
+    """Return the address of a vector of the C++ side, None for none."""
+    if tensor is not None and (tensor.dtype != torch.float32 or not tensor.is_contiguous()):
+        raise ValueError("norm weights and scales must be contiguous float32")
+    return None if tensor is None else tensor.data_ptr()
 
 
 def empty_cache(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -193,9 +193,11 @@ void transect_stack_free(Stack* stack) { delete stack; }
 void transect_stack_run(Stack* stack, float* x, int tokens, const int64_t* positions, int rows, const int32_t* query_starts,
                         const int32_t* seq_lens, const int32_t* block_tables, int64_t table_stride, const float* cosine,
                         const float* sine, void* k, void* v, int64_t blocks, const int32_t* slots,
-                        const LowRank* const* table, int tap_count, const int32_t* tap_layers, float* tapped) {
+                        const LowRank* const* table, int tap_count, const int32_t* tap_layers, float* tapped,
+                        int finish) {
   const Batch batch{rows, query_starts, seq_lens, block_tables, table_stride};
-  stack->run(x, tokens, positions, batch, Rotation{cosine, sine}, k, v, blocks, slots, table, {tap_count, tap_layers, tapped});
+  stack->run(x, tokens, positions, batch, Rotation{cosine, sine}, k, v, blocks, slots, table, {tap_count, tap_layers, tapped},
+             finish != 0);
 }
 
 }  // extern "C"

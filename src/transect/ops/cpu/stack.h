@@ -16,6 +16,7 @@ struct StackConfig {  // mirrored field by field in library.py
   int32_t layers, dim, heads, kv_heads, head_dim, ffn, block_size;
   int32_t layer_norm, gated, activation, rotary_half, kv;
   float norm_eps, scale;
+  const float *norm, *norm_bias;  // after the layers
 };
 
 struct Rotation {  // cosines and sines [positions][rotary_half], or null where positions are learned
@@ -45,13 +46,13 @@ class Stack {
   }
 
   // x [tokens][dim] float32 in and out; caches [layers][blocks][kv_heads][head_dim x block_size]; `slots` as in low_rank.h,
-  // or null: no token has an adapter.
+  // or null: no token has an adapter. With `finish` the norm after the layers is applied too.
   void run(float* x, int tokens, const int64_t* positions, const Batch& batch, Rotation rotation, void* k_cache, void* v_cache,
-           int64_t blocks, const int32_t* slots, const LowRank* const* table, Taps taps) {
+           int64_t blocks, const int32_t* slots, const LowRank* const* table, Taps taps, bool finish) {
     runs_ = slots ? runs_of(tokens, slots, table) : std::vector<Run>();
     reserve(tokens, batch);
     rotation_ = rotation;
-    with_kv(c_.kv, [&]<class E>() { run_layers<E>(x, tokens, positions, batch, (E*)k_cache, (E*)v_cache, blocks, taps); });
+    with_kv(c_.kv, [&]<class E>() { run_layers<E>(x, tokens, positions, batch, (E*)k_cache, (E*)v_cache, blocks, taps, finish); });
   }
 
  private:
@@ -77,7 +78,7 @@ class Stack {
 
   template <class E>
   void run_layers(float* x, int tokens, const int64_t* positions, const Batch& batch, E* k_cache, E* v_cache, int64_t blocks,
-                  Taps taps) {
+                  Taps taps, bool finish) {
     const int64_t layer_size = blocks * c_.kv_heads * c_.head_dim * c_.block_size;
     std::vector<int32_t> row_of(tokens);
     for (int b = 0; b < batch.rows; b++)
@@ -109,7 +110,13 @@ class Stack {
         shrink_all(places + DOWN, hidden_.data(), layer.down->k);
         project({{layer.down, x}}, hidden_.data(), tokens, ADD, scratch, places + DOWN);
       }
+      if (finish) pool_.share(tokens, [&](int t) { normalize_one(x + int64_t(t) * c_.dim, c_.norm, c_.norm_bias, x + int64_t(t) * c_.dim); });
     });
+  }
+
+  void normalize_one(const float* from, const float* weight, const float* bias, float* to) const {
+    if (c_.layer_norm) layer_norm(from, weight, bias, c_.norm_eps, c_.dim, to);
+    else rms_norm(from, weight, c_.norm_eps, c_.dim, to);
   }
 
   // The norm, and the low-rank values of the product after it. Returns where this thread finds the norm. Of one token
@@ -117,16 +124,11 @@ class Stack {
   const float* normalize(const float* x, int tokens, const float* weight, const float* bias, int place, int thread) {
     const bool own = tokens == 1 && runs_.empty();
     float* normed = normed_.data() + (own ? int64_t(thread) * c_.dim : 0);
-    auto normalize_one = [&](int t) {
-      const float* from = x + int64_t(t) * c_.dim;
-      float* to = normed + int64_t(t) * c_.dim;
-      if (c_.layer_norm) layer_norm(from, weight, bias, c_.norm_eps, c_.dim, to);
-      else rms_norm(from, weight, c_.norm_eps, c_.dim, to);
-    };
-    if (own) return normalize_one(0), normed;
-    if (runs_.empty()) return pool_.share(tokens, normalize_one), normed;
+    auto one = [&](int t) { normalize_one(x + int64_t(t) * c_.dim, weight, bias, normed + int64_t(t) * c_.dim); };
+    if (own) return one(0), normed;
+    if (runs_.empty()) return pool_.share(tokens, one), normed;
     pool_.share(int(runs_.size()), [&](int i) {
-      for (int t = runs_[i].first; t < runs_[i].first + runs_[i].count; t++) normalize_one(t);
+      for (int t = runs_[i].first; t < runs_[i].first + runs_[i].count; t++) one(t);
       shrink(runs_[i], place, normed, c_.dim, low_.data(), low_stride_);
     });
     return normed;

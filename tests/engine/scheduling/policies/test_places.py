@@ -1,4 +1,4 @@
-"""A newcomer gets a place of whoever has more than its share, and nobody loses tokens by it."""
+"""A newcomer gets a place of a client that has more than its share, without any loss of tokens."""
 
 from msgspec import structs
 from small_engine import make, order_of_ends, recorded_batches, request, tokens_of

@@ -60,6 +60,8 @@ SMOOTHING = 1 / 128
 """Weight of the newest step in the share of steps with prompts."""
 KEPT = 0.75
 """Share of a step's room for prompts that must remain when its tokens are rounded down (``even``)."""
+DEAR = 1.5
+"""Time of a chunk, in units of its client's part, above which the client gets a whole room and then waits."""
 PAUSES = 32
 """Most steps without prompts for each step with prompts that is longer than the target: where the decodes alone take
 almost as long as the target, prompts would wait until they end."""
@@ -225,7 +227,7 @@ class StepBudget:
         tokens, chunk, _, pause, rooms, _ = self.of_next(running, waiting, cut, barred, state)
         if pause:
             return Coming(tokens, True)
-        if rooms:  # prompts of limited clients fill less of the step
+        if rooms or self.rooms.charged:  # prompts of limited clients fill less of the step, and yield to a newcomer's
             return Coming(tokens, False)
         here = sum(min(seq.length - seq.scheduled, chunk) for seq in running)
         here += waiting.num_tokens if chunk >= tokens else sum(min(seq.to_compute, chunk) for seq in waiting.in_order())
@@ -289,11 +291,18 @@ class StepBudget:
         room = tokens - rows
         long = LONG * (usual if usual > 0 else room)
         shares = self._shares(room, long, [count for count, _ in here], waiting, barred)
-        rooms = {client: max(1, int(room * part)) if part > 0.0 else 0 for client, part in parts.items()}
-        for client, _, done in prompts:  # a chunk that reads a long context takes the whole room, and then waits
-            if rooms.get(client) and self._least(beside, done, scored) - alone > parts[client] * self._room[1]:
-                rooms[client] = room
+        contexts = {client: done for client, _, done in prompts}
+        rooms = {client: self._tokens_of(part, room, contexts.get(client, 0)) for client, part in parts.items()}
         return Budget(tokens, self._chunk, shares, rooms=rooms, held=len(running) - rows)
+
+    def _tokens_of(self, part: float, room: int, done: int) -> int:
+        """Return the prompt tokens for ``part`` of a step's ``room``. If so few would take much longer than their part,
+        since any chunk reads its context of ``done`` tokens and weights, all of the room: their client then waits."""
+        tokens = max(1, int(room * part)) if part > 0.0 else 0
+        decodes, seconds = self._room
+        load = joined(decodes, StepLoad.of([(done, max(2, tokens))]))
+        dear = self.times.predict(load) - self.times.predict(decodes) > DEAR * part * seconds
+        return room if tokens and dear else tokens
 
     def _least(self, beside: StepLoad, context: int, scored: bool) -> float:
         """Predict the seconds of the shortest useful step with prompts: one token beyond those that are fixed."""

@@ -5,9 +5,9 @@ proportion to their weights, and take the time of that step as a reference. A cl
 step stays within a multiple of that time, of which it has its part. If its rows do not fit, they take turns: those that
 waited longest come first. Clients with as many rows as each other slow each other down alike, and no sequence pauses.
 
-Short prompts of any client may take all the room of a step beyond its decodes. A client whose prompts have taken
-several steps' room beyond its part is limited to the part, as long as others have work: then its prompts last longer,
-and the streams of others feel little of them.
+Short prompts of any client may take all the room of a step beyond its decodes. A client owes what its prompts took
+beyond its part, in time. They wait for prompts of clients that owe less; and once it owes several steps' room, they get
+the part alone, as long as others have work. Then they last longer, and the streams of others feel little of them.
 
 The part lets a client have its share of the time of each step, by weight: beside a stream of one other client half of
 the step, beside four a fifth. It is never less than ``LEAST``, so that a prompt ends in time beside many streams.
@@ -168,7 +168,8 @@ class Rooms:
         self._debts: dict[str, float] = {}
         """Rooms that each client owes; those that owe nothing are left out."""
         self._parts: dict[str, float] = {}
-        self._charged = False
+        self.charged = False
+        """True if the next step's prompts go on accounts: there are other clients, or one is expected."""
         self.limited: dict[str, float] = {}
         """Result of ``of_step`` for the step that was planned last."""
         self._next: dict[str, float] = {}
@@ -186,7 +187,7 @@ class Rooms:
             expected: a request of another client is likely to come soon.
         """
         total = sum(weights.values())
-        self._charged = len(weights) > 1 or expected
+        self.charged = len(weights) > 1 or expected
         self._parts = {client: part_of_room(weight, total, ratio) for client, weight in weights.items()}
         least = min((self._debts.get(client, 0.0) for client in prompts), default=0.0)
         self._next = {}
@@ -201,7 +202,7 @@ class Rooms:
 
     def discard(self) -> None:
         """Discard the bounds of the next step."""
-        self._charged, self._parts, self._next = False, {}, {}
+        self.charged, self._parts, self._next = False, {}, {}
 
     def decoded(self, steps: int) -> None:
         """Account for ``steps`` planned steps without prompts."""
@@ -214,7 +215,7 @@ class Rooms:
             self._debts[client] -= self._parts.get(client, LEAST)
             if self._debts[client] <= 0.0:
                 del self._debts[client]
-        if self._charged:
+        if self.charged:
             for client, rooms in taken.items():
                 self._debts[client] = min(self._debts.get(client, 0.0) + rooms, MOST_OWED)
         self.limited = self._next

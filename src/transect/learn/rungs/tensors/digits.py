@@ -69,7 +69,7 @@ def _images():
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ValueError("the digits come with scikit-learn: pip install scikit-learn") from None
+        raise ValueError("the digits come with scikit-learn: pip install scikit-learn (or '.[learn]')") from None
     images, labels = load_digits(return_X_y=True)
     return torch.from_numpy(images).float(), torch.from_numpy(labels).long()
 

@@ -29,7 +29,7 @@ SIZES = [(6144, 4096), (4096, 14336), (28672, 4096), (1024, 3072), (48, 64), (16
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_the_source_compiles_the_kernels_that_are_known_here(kind: scaled8_hopper.Kind) -> None:
+def test_the_source_compiles_the_kernels_that_are_known_here(kind: scaled8_hopper.Kernels8) -> None:
     source = cuda_build.source(f"{kind.source}.cu").read_text()
     listed = re.findall(r"^  TRANSECT_CUT\(([\d, ]+)\)$", source, re.M)
     assert [tuple(int(part) for part in line.split(",")) for line in listed] == list(kind.kernels)
@@ -58,7 +58,9 @@ def test_scales_of_blocks_have_a_tiling(m: int, gated: bool) -> None:
         assert not any(tiling.swap for tiling in tried)
 
 
-def inputs(m: int, n: int, k: int, device: str = "cpu", kind: scaled8_hopper.Kind = FP8) -> tuple[torch.Tensor, ...]:
+def inputs(
+    m: int, n: int, k: int, device: str = "cpu", kind: scaled8_hopper.Kernels8 = FP8
+) -> tuple[torch.Tensor, ...]:
     """Rows in 8 bits with their scales, codes with theirs, and a bias."""
     generator = torch.Generator(device).manual_seed(m + n + k)
     x, weight, bias = (torch.randn(shape, device=device, generator=generator) for shape in ((m, k), (n, k), n))
@@ -70,7 +72,7 @@ def inputs(m: int, n: int, k: int, device: str = "cpu", kind: scaled8_hopper.Kin
 
 
 def product(
-    a: torch.Tensor, s: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, kind: scaled8_hopper.Kind
+    a: torch.Tensor, s: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, kind: scaled8_hopper.Kernels8
 ) -> torch.Tensor:
     """The product in float64, without bias."""
     fp8 = kind is not WHOLE

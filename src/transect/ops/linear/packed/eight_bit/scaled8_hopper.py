@@ -80,7 +80,7 @@ COMPILED_BLOCKS: tuple[Compiled, ...] = (
 """The same with scales of blocks, whose kernels need twice the registers for sums, and X as the left operand."""
 
 
-class Kind(NamedTuple):
+class Kernels8(NamedTuple):
     """Kernels for one kind of numbers and scales."""
 
     name: str
@@ -91,19 +91,19 @@ class Kind(NamedTuple):
     """Most rows for which they are faster than ``scaled8_tiles.py``; 0 if they have not been measured."""
 
 
-FP8 = Kind("fp8", "scaled8_hopper", COMPILED, MOST_ROWS)
-WHOLE = Kind("int8", "scaled8_hopper_int8", COMPILED, 0)
-BLOCKS = Kind("fp8 with scales of blocks", "scaled8_hopper_blocks", COMPILED_BLOCKS, 0)
+FP8 = Kernels8("fp8", "scaled8_hopper", COMPILED, MOST_ROWS)
+WHOLE = Kernels8("int8", "scaled8_hopper_int8", COMPILED, 0)
+BLOCKS = Kernels8("fp8 with scales of blocks", "scaled8_hopper_blocks", COMPILED_BLOCKS, 0)
 
 
-def kind_of(fp8: bool, blocks: bool) -> Kind:
+def kind_of(fp8: bool, blocks: bool) -> Kernels8:
     """Return the kernels for codes in fp8 or whole numbers, with scales of rows or, of fp8, of blocks."""
     return BLOCKS if blocks else FP8 if fp8 else WHOLE
 
 
 @cache
 def choose_tiling(
-    m: int, n: int, k: int, gated: bool, units: int, unsplit: bool = False, kind: Kind = FP8
+    m: int, n: int, k: int, gated: bool, units: int, unsplit: bool = False, kind: Kernels8 = FP8
 ) -> HopperTiling | None:
     """Return the tiling of least predicted time for m rows by a weight of n x k on a GPU of ``units`` multiprocessors;
     None if ``scaled8_tiles.py`` is as fast. ``unsplit``: of those that do not split K."""
@@ -116,7 +116,7 @@ def choose_tiling(
     return rule.quickest_of(m, columns, k // 2, gated, units, rule.FP8, kind.kernels, unsplit)
 
 
-def refusal(a: Tensor, codes: Tensor, scale: Tensor, kind: Kind = FP8) -> str | None:
+def refusal(a: Tensor, codes: Tensor, scale: Tensor, kind: Kernels8 = FP8) -> str | None:
     """Return the reason why the kernels do not take these arguments; None if they do. All are as of
     ``scaled8_tiles.Tiles8.product``, which has checked them."""
     if (scale.ndim == 2) != (kind is BLOCKS):
@@ -137,7 +137,7 @@ class HopperRows8:
         RuntimeError: made inside a CUDA graph capture.
     """
 
-    def __init__(self, device: torch.device | None = None, kind: Kind = FP8) -> None:
+    def __init__(self, device: torch.device | None = None, kind: Kernels8 = FP8) -> None:
         self.kind = kind
         self._launch = cuda.bind_on_hopper(kind.source, f"transect_{kind.source}", "p" * 8 + "i" * 14 + "p", device)
         self._flags = torch.zeros(FLAGS, dtype=torch.int32, device=device or "cuda")

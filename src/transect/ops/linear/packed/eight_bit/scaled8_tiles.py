@@ -391,7 +391,7 @@ def _refusal(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None
     return refusal(x, codes, scale)
 
 
-def _hopper_implementation(kind: scaled8_hopper.Kind) -> Implementation:
+def _hopper_implementation(kind: scaled8_hopper.Kernels8) -> Implementation:
     """Return the implementation of one kind of numbers and scales."""
 
     def hopper_refusal(
