@@ -20,7 +20,7 @@ from ..drafters.drafter import Timed
 from ..drafters.drawn import DrawnDrafts
 from ..drafters.registry import SpeculativeConfig
 from ..request import Sequence
-from .speculation import COMMON_DECAY, LEARN_STEPS, Acceptance, Speculation, Track, next_count
+from .speculation import COMMON_DECAY, LEARN_STEPS, Acceptance, Speculation, Track, in_order, next_count
 
 PROBE_SHARE = 0.01
 """Share of the time that probes may take."""
@@ -148,7 +148,7 @@ class ModelSpeculation(Speculation):
             for _ in range(most[at]):
                 chance *= rate
                 gains.append((chance, at))
-        gains.sort(key=lambda gain: (-gain[0], gain[1]))
+        gains.sort(key=lambda gain: in_order(gain, sequences))
         best_rate, best, expected = self._least_gain(rows) * rows / verify(0), 0, float(rows)
         depths: dict[int, int] = {}
         drafting: list[int] = []  # sequences that draft a first, a second, ... token

@@ -332,7 +332,7 @@ class Speculation:
         rows = len(sequences)
         best_rate, best = self._least_gain(rows) * rows / seconds(0), 0
         # Chances fall from draft to draft of a sequence, so the most likely drafts of all are prefixes of each.
-        gains.sort(key=lambda gain: (-gain[0], gain[1]))
+        gains.sort(key=lambda gain: in_order(gain, sequences))
         expected, coming, last = float(rows), 1, min(len(gains), max(room, 0))
         for count, (chance, _) in enumerate(gains[:last], 1):
             expected += chance
@@ -368,6 +368,13 @@ class Speculation:
 
         alone = seconds(0)
         return lambda drafts: max(seconds(drafts), alone)  # measured as shorter, it was by chance
+
+
+def in_order(gain: tuple[float, int], sequences: Listed[Sequence]) -> tuple[float, int, int]:
+    """Return the key that sorts drafts, (chance, sequence), by chance. Of about equal ones those of the sequence with
+    the shortest answer so far come first: always drafting for the same sequences would leave others to end alone."""
+    chance, at = gain
+    return -round(chance, 2), len(sequences[at].output_token_ids), at
 
 
 def next_count(count: int) -> int:
