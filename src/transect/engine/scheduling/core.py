@@ -88,6 +88,8 @@ class EngineCore:
         """Number of the last step whose work was counted, and that work."""
         self._ended = 0.0
         """Time of the last step's result, in seconds of the scheduler's clock."""
+        self._more_to_do = False
+        """There was unfinished work after the last result."""
         self._planning = {False: 0.0, True: 0.0}
         """Smoothed seconds of planning and submitting a step; True: a step without a graph."""
         self._graph = scheduler.config.graph_tokens or math.inf
@@ -280,6 +282,7 @@ class EngineCore:
         if late and launching:  # the next step has begun since, with the first of its kernels
             self._ended = began + learned
         self._ready.extend(self.scheduler.commit(done.batch, result))
+        self._more_to_do = self.scheduler.has_unfinished
         if self.decisions is not None:
             self.decisions.done(done.batch, result, asked, ended, learned, done.launched, done.drawn)
 
@@ -292,8 +295,8 @@ class EngineCore:
         lesson = Lesson(work, seconds)
         if self.scheduler.speculation is not None:
             drafted = any(row.drafts for row in done.batch.rows)
-            cycle = ended - self._ended - done.drafting  # with the host's work in between, unless it had nothing to do
-            cycle = cycle if cycle < 2 * seconds else seconds
+            # With the host's work in between, unless there was nothing to do.
+            cycle = ended - self._ended - done.drafting if self._more_to_do else seconds
             lesson = Lesson(work, seconds, cycle, drafted, self.scheduler.speculation.take_measured())
         self.learn(lesson)
         self._waited = False

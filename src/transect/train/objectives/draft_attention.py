@@ -53,8 +53,8 @@ def by_cpu() -> FusedAttention:
 
     native = kernels(torch.get_num_threads())
     return FusedAttention(
-        lambda *inputs: native.attention(*inputs, None),
-        lambda g, q, k, v, *found: native.attention_backward(g, *found[:2], q, k, v, *found[2:], None),
+        lambda q, k, v, bounds, scale: native.attention(q, k, v, bounds, scale, None),
+        lambda g, q, k, v, out, lse, *how: native.attention_backward(g, out, lse, q, k, v, how[0], how[1], None),
         1.0,
     )
 

@@ -4,7 +4,8 @@ import math
 import random
 
 import pytest
-from small_engine import make, recorded_batches, request, tokens_of
+from small_engine import lengths, make, recorded_batches, request, tokens_of
+from timed_device import engine
 
 from transect.costs.learning import StepTimes
 from transect.costs.steps import StepLoad
@@ -112,6 +113,33 @@ def test_noise_of_measured_times_costs_little(chance: float):
     rows, each = 16, 0.2
     runs = [tokens_per_second(chance, rows, each, noise=0.2, tokens=600, seed=seed) for seed in range(3)]
     assert sum(runs) / len(runs) >= 0.97 * rows / (1.0 + each * rows)
+
+
+class Wrong:
+    """Guesses that no draw of ``timed_device`` equals."""
+
+    def guess(self, seq_id: int, prompt: tuple[int, ...], output: list[int], most: int) -> Guess:
+        return Guess((2,) * most, (1.0,) * most, 4)
+
+    def ended(self, seq_id: int, output: list[int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rows", [1, 16, 256])
+def test_where_drafts_do_not_pay_steps_are_those_without(rows: int):
+    """After a trial or two the same rows begin at the same times, one step ahead of their tokens."""
+    found = []
+    for speculation in (None, SpeculativeConfig(method="ngram")):
+        core = engine(lag=1, max_num_seqs=4 * rows, max_num_batched_tokens=4 * rows + 16, speculation=speculation)
+        if speculation is not None:
+            core.scheduler.speculation.drafter = Wrong()
+        for number in range(rows):
+            core.add(request(f"r{number}", max_tokens=60))
+        while core.has_work:
+            core.step()
+        last = core.executor.batches[-40:]
+        found.append([(round(began - last[0][0], 9), batch.again, lengths(batch)) for began, batch in last])
+    assert found[0] == found[1]
 
 
 def test_acceptance_is_known_before_the_first_draft():

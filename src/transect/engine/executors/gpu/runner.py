@@ -123,9 +123,9 @@ class GPURunner:
         self._host_sampler = None if sample_on_device else Sampler(fill_masks)
         self._masks = MaskTable(model.config.vocab_size, self._max_draws, self._device, fill_masks, stages)
         self._host_tokens: dict[int, int] = {}
-        graphs = min(graph_tokens, max_num_batched_tokens)
+        most = min(graph_tokens, max_num_batched_tokens)
         self.padding = {
-            "graph_tokens": graphs, "multiple": pad_tokens, "fine_rows": int(fine_rows), "rows": max_num_seqs,
+            "graph_tokens": most, "multiple": pad_tokens, "fine_rows": int(fine_rows), "rows": max_num_seqs,
         }  # fmt: skip
         """Padded step sizes, used by the step-time model; see ``step_sizes.py``."""
         self.launched = ""

@@ -124,7 +124,7 @@ class DrawnDrafts:
             drafts by seq_id; fewer than wanted, or none, where there are no blocks, after a stop token, or where there
             is no token to draw.
         """
-        began = self._clock.now()
+        began, steps = self._clock.now(), len(self.measured)
         counts: dict[int, int] = {}
         mirrors: dict[int, Drafting] = {}
         for seq, count in wanted:
@@ -142,6 +142,11 @@ class DrawnDrafts:
         found = {seq_id: tuple(tokens) for seq_id, tokens in drafts.items() if tokens}
         found = found if self._agree is None else self._agree(found)
         self.seconds_spent = self._clock.now() - began
+        # Work of the host before and between the steps is as much a part of drafting: the steps share it.
+        taken = sum(seconds for _, seconds in self.measured[steps:])
+        if taken > 0:
+            share = self.seconds_spent / taken
+            self.measured[steps:] = [(load, share * seconds) for load, seconds in self.measured[steps:]]
         return found
 
     def take_measured(self) -> list[Timed]:

@@ -12,6 +12,7 @@ the time since the last probe pays for them.
 from __future__ import annotations
 
 from collections.abc import Sequence as Listed
+from functools import cache
 
 from ....costs.learning import StepTimes
 from ....costs.steps import StepLoad
@@ -19,13 +20,16 @@ from ..drafters.drafter import Timed
 from ..drafters.drawn import DrawnDrafts
 from ..drafters.registry import SpeculativeConfig
 from ..request import Sequence
-from .speculation import COMMON_DECAY, LEARN_STEPS, Acceptance, Speculation, Track
+from .speculation import COMMON_DECAY, LEARN_STEPS, Acceptance, Speculation, Track, in_order, next_count
 
 PROBE_SHARE = 0.01
 """Share of the time that probes may take."""
 FIRST_PROBES = 3
 """Probes that need not be paid for: nothing is known of a new engine."""
 PROBE_TOKENS = 2
+REST = 16
+"""Steps after one without drafts in which none is considered, as long as the same number of sequences decodes: nothing
+is learned of drafts meanwhile, and the choice would take time in each step."""
 HORIZON = 64
 """Most steps over which the time to catch up with a sequence is spread."""
 PRIOR = 0.6
@@ -66,6 +70,7 @@ class ModelSpeculation(Speculation):
         if not counts and self.config.adaptive:
             counts, probe = self._probe(sequences, most, room, model)
         self.worthwhile = bool(counts)
+        self._resting = REST if self.config.adaptive and not counts else 0, len(sequences)
         if not counts or not known:
             return {}
         self._credit -= probe
@@ -143,23 +148,24 @@ class ModelSpeculation(Speculation):
             for _ in range(most[at]):
                 chance *= rate
                 gains.append((chance, at))
-        gains.sort(key=lambda gain: (-gain[0], gain[1]))
+        gains.sort(key=lambda gain: in_order(gain, sequences))
         best_rate, best, expected = self._least_gain(rows) * rows / verify(0), 0, float(rows)
         depths: dict[int, int] = {}
         drafting: list[int] = []  # sequences that draft a first, a second, ... token
-        costs: list[float] = []
-        late = 0.0
-        for count, (chance, at) in enumerate(gains[: max(room, 0)], 1):
+        cost = cache(lambda count: model.seconds([count], 0, length))
+        late, coming, last = 0.0, 1, min(len(gains), max(room, 0))
+        for count, (chance, at) in enumerate(gains[:last], 1):
             depth = depths[at] = depths.get(at, 0) + 1
             if depth == 1:
                 late += self._late(sequences[at], model)
             if depth > len(drafting):
                 drafting.append(0)
-                costs.append(0.0)
             drafting[depth - 1] += 1
-            costs[depth - 1] = model.seconds(drafting[depth - 1 : depth], 0, length)
             expected += chance
-            rate = expected / (verify(count) + sum(costs) + late)
+            if count < coming and count < last:
+                continue
+            coming = next_count(count)
+            rate = expected / (verify(count) + sum(map(cost, drafting)) + late)
             if rate > best_rate:
                 best_rate, best = rate, count
         counts: dict[int, int] = {}

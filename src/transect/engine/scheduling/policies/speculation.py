@@ -56,6 +56,11 @@ SIMILAR = 127
 PRIOR_STEPS = 20
 """Weight of the steps of similar sizes in the measured time of a size, in steps. The best of many sizes is chosen: with
 a few noisy measurements of each, that would be the one that was measured at a lucky moment."""
+ALL_COUNTS, COARSE = 16, 8
+"""Numbers of drafts of a step that are compared: each up to the first, then larger ones an eighth apart. With many
+sequences the choice would take longer than the step."""
+RESTS, REST_ROWS = 8, 16
+"""Most steps after one without drafts in which none is considered: one for so many sequences that decode."""
 MOST_KEPT = 4096
 MATCHES = (2, 4, 8)
 """Lengths of matches whose acceptance is estimated separately."""
@@ -125,7 +130,7 @@ class Corrections:
             if steps is None:
                 steps = self._steps[key] = deque(maxlen=MEDIAN_OF if key > 0 else SIMILAR)
             steps.append(step)
-            self._middle[key] = sorted(steps)[(len(steps) - 1) // 2]
+            self._middle.pop(key, None)
 
     def measured(self, rows: int) -> int:
         """Return the number of steps that the measured time of ``rows`` rows is of, those of similar sizes."""
@@ -135,17 +140,24 @@ class Corrections:
         """Return measured over predicted time for steps of ``rows`` rows: that of similar sizes, or of all steps, as
         far as there were few such steps."""
         own, similar = _range(rows), -rows.bit_length()
-        if similar not in self._middle:
-            return self._middle[0].ratio if self._middle else 1.0
+        if similar not in self._steps:
+            return self._median(0).ratio if self._steps else 1.0
         found = self._ratio(similar, times)
-        if own in self._middle:
+        if own in self._steps:
             count = len(self._steps[own])
             found += (self._ratio(own, times) - found) * count / (count + PRIOR_STEPS)
         return found
 
     def _ratio(self, key: int, times: StepTimes) -> float:
-        step = self._middle[key]
+        step = self._median(key)
         return step.seconds / max(times.predict(step.load), 1e-9)
+
+    def _median(self, key: int) -> Measured:
+        found = self._middle.get(key)
+        if found is None:
+            steps = self._steps[key]
+            found = self._middle[key] = sorted(steps)[(len(steps) - 1) // 2]
+        return found
 
 
 class Track:
@@ -195,8 +207,19 @@ class Speculation:
         their planning is not hidden behind the device."""
         self._measured = [0] * 32
         """Number of decode steps by the bit length of their tokens."""
+        self._resting = 0, 0
+        """Steps left without a choice, and the sequences that decode in them."""
         self._drafted_before = False
         """The last step that was timed had drafts."""
+
+    def rests(self, running: int) -> bool:
+        """Return True if no drafts are considered for the next step of ``running`` sequences: the choice takes time,
+        and its last result was that drafts do not pay for as many."""
+        left, rows = self._resting
+        if not left or rows != running:
+            return False
+        self._resting = left - 1, rows
+        return True
 
     def drafts(self, sequences: Listed[Sequence], room: int, *, known: bool = True) -> dict[int, tuple[int, ...]]:
         """Return drafts by seq_id, at most ``room`` tokens, for sequences that decode in the next step together.
@@ -217,6 +240,7 @@ class Speculation:
                 gains.append((chance, at))
         counts = self._best_counts(gains, sequences, room)
         self.worthwhile = bool(counts)
+        self._resting = 0 if counts else min(RESTS, len(sequences) // REST_ROWS), len(sequences)
         chosen = {seq.seq_id: guess.tokens[: counts[at]] for at, (seq, guess) in enumerate(guesses) if counts.get(at)}
         return _allowed(sequences, chosen) if known else chosen
 
@@ -308,10 +332,13 @@ class Speculation:
         rows = len(sequences)
         best_rate, best = self._least_gain(rows) * rows / seconds(0), 0
         # Chances fall from draft to draft of a sequence, so the most likely drafts of all are prefixes of each.
-        gains.sort(key=lambda gain: (-gain[0], gain[1]))
-        expected = float(rows)
-        for count, (chance, _) in enumerate(gains[: max(room, 0)], 1):
+        gains.sort(key=lambda gain: in_order(gain, sequences))
+        expected, coming, last = float(rows), 1, min(len(gains), max(room, 0))
+        for count, (chance, _) in enumerate(gains[:last], 1):
             expected += chance
+            if count < coming and count < last:
+                continue
+            coming = next_count(count)
             rate = expected / seconds(count)
             if rate > best_rate:
                 best_rate, best = rate, count
@@ -341,6 +368,18 @@ class Speculation:
 
         alone = seconds(0)
         return lambda drafts: max(seconds(drafts), alone)  # measured as shorter, it was by chance
+
+
+def in_order(gain: tuple[float, int], sequences: Listed[Sequence]) -> tuple[float, int, int]:
+    """Return the key that sorts drafts, (chance, sequence), by chance. Of about equal ones those of the sequence with
+    the shortest answer so far come first: always drafting for the same sequences would leave others to end alone."""
+    chance, at = gain
+    return -round(chance, 2), len(sequences[at].output_token_ids), at
+
+
+def next_count(count: int) -> int:
+    """Return the number of drafts to compare after ``count``."""
+    return count + 1 + (count // COARSE if count >= ALL_COUNTS else 0)
 
 
 def _allowed(sequences: Listed[Sequence], drafts: dict[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
