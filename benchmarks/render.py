@@ -568,6 +568,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
     "products-by-shape": lambda: products_by_shape.page(_load("h200/products_by_shape.json")),
     "products-fp8": lambda: products_fp8.page(_load("h200/products_fp8.json")),
+    "products-int8": lambda: products_fp8.page(_load("h200/products_int8.json")),
+    "products-blocks": lambda: products_fp8.page(_load("h200/products_blocks.json")),
     "products-many": lambda: products_by_shape.many_page(_load("h200/products_many.json")),
     "shapes": lambda: shapes_gpu.page(_load("h200/shapes.json")),
     "long-prompts": lambda: long_prompts.page(_load("h200/long_prompts.json")),

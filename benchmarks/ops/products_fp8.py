@@ -30,7 +30,7 @@ import _paths  # noqa: F401
 from benchmarks import record
 from benchmarks.ops.graph_time import graph_times
 from transect.ops.activation import swiglu
-from transect.ops.linear.few_rows.hopper import MOST_ROWS, HopperTiling, candidates
+from transect.ops.linear.few_rows.hopper import HopperTiling, candidates
 from transect.ops.linear.few_rows.rule import MOST_PARTS
 from transect.ops.linear.packed.eight_bit import scaled8_hopper, scaled8_rounding, scaled8_tiles
 from transect.ops.linear.packed.eight_bit.scaled8_hopper import BLOCKS, FP8, WHOLE, HopperRows8, Kernels8
@@ -110,10 +110,13 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
     rows = []
     for row in result["rows"]:
         m, n, k, gated = (row[name] for name in ("m", "n", "k", "gated"))
-        timed = {HopperTiling(*fields): us for fields, us in row["us"]}
-        best = min(timed, key=lambda tiling: timed[tiling])
         kind = KINDS[result.get("kind", "fp8")]
-        taken = scaled8_hopper.choose_tiling(m, n, k, gated, 132, kind=kind._replace(most_rows=MOST_ROWS))
+        timed = {HopperTiling(*fields): us for fields, us in row["us"]}
+        timed = {tiling: us for tiling, us in timed.items() if tiling.compiled in kind.kernels}
+        if not timed:  # of kernels that are not compiled any more
+            continue
+        best = min(timed, key=lambda tiling: timed[tiling])
+        taken = scaled8_hopper.choose_tiling(m, n, k, gated, 132, kind=kind)
         rows.append(
             {name: row[name] for name in ("m", "n", "k", "gated", "tiles", "gate", "round") if name in row}
             | {"best": name_of(best), "best_us": timed[best]}
@@ -129,8 +132,9 @@ def page(result: dict[str, Any]) -> str:
     known = {(row["n"], row["k"], row["gated"], row["m"]): row for row in result["rows"]}
     lines = ["| rows | " + " | ".join(names) + " |", "|---" * (1 + len(names)) + "|"]
     for m in sorted({row["m"] for row in result["rows"]}):
-        cells = [known[n, k, gated, m] for n, k, gated in dict.fromkeys(order)]
-        lines.append(f"| {m} | " + " | ".join(f"{row['rule_us']:.1f} ({row['tiles']:.1f})" for row in cells) + " |")
+        cells = [known.get((n, k, gated, m)) for n, k, gated in dict.fromkeys(order)]
+        times = [f"{row['rule_us']:.1f} ({row['tiles']:.1f})" if row else "" for row in cells]
+        lines.append(f"| {m} | " + " | ".join(times) + " |")
     ratios = [row["rule_us"] / min(row["best_us"], row["tiles"]) for row in result["rows"] if not row["gated"]]
     ratios += [row["rule_us"] / row["best_us"] for row in result["rows"] if row["gated"]]
     against = statistics.mean(row["rule_us"] / row["tiles"] for row in result["rows"])

@@ -106,17 +106,15 @@ class Products8:
             hopper = _hopper_rows(device, fp8, blocks)
         except Unavailable as reason:
             log.warning("products of few rows in 8 bits decode by a Triton kernel, which is slower: %s", reason)
-        chain = None
-        if few is not None and dependent and target.hopper and scaled8_chain.faster(fp8, blocks):
-            chain = scaled8_chain.CudaChain(device)
+        chain = scaled8_chain.CudaChain(device) if few is not None and dependent and target.hopper else None
         many = scaled8_tiles.Tiles8(dependent_launch=dependent, hopper=hopper)
         return cls(few, many if target.fp8_products or not fp8 else None, dependent, chain)
 
 
 def _hopper_rows(device: torch.device, fp8: bool, blocks: bool) -> scaled8_hopper.HopperRows8 | None:
-    """Return the kernels for 17 to 256 rows; None if this GPU has none, or none that are faster than others."""
+    """Return the kernels for 17 to 256 rows; None if this GPU has none."""
     kind = scaled8_hopper.kind_of(fp8, blocks)
-    return scaled8_hopper.HopperRows8(device, kind) if target_of(device).hopper and kind.most_rows else None
+    return scaled8_hopper.HopperRows8(device, kind) if target_of(device).hopper else None
 
 
 def _invariant_tiles(device: torch.device, dependent: bool, fp8: bool, blocks: bool) -> scaled8_tiles.Tiles8 | None:

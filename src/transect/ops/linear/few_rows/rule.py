@@ -12,8 +12,9 @@ what runs otherwise.
 
 The costs of bfloat16 are fitted to 3,700 launches at 36 sizes of weights and 48 to 200 rows on an H200
 (``benchmarks/ops/products_by_shape.py``). What the rule takes was 1.9% slower than the quickest of each size on
-average. Those of fp8 are fitted to 9,547 launches at 30 sizes and 32 to 256 rows: 2.9% slower. A product in fp8 is
-described as one in bfloat16 with half as many k, which takes as many chunks and instructions.
+average. Those of fp8 are fitted to 9,547 launches at 30 sizes and 32 to 256 rows: 2.9% slower. Those of fp8 with scales
+of blocks are fitted to the matrices of one model, 32 to 256 rows; a step, which multiplies by scales, costs most. A
+product in 8 bits is described as one in bfloat16 with half as many k, which takes as many chunks and instructions.
 """
 
 from __future__ import annotations
@@ -68,6 +69,10 @@ BF16 = Costs(3.83e12, 7.73e12, 7.23e14, 2.9e-6, 37e-9, 4.4e-12, 1.2e-6, 8.2e-11,
 FP8 = Costs(
     4.36e12, 1.06e13, 8.5e14, 2e-6, 41e-9, 1.6e-11, 2.7e-6, 8.1e-11, 1.9e-6, 1.5e-10, 1.8e-6, 4.1e-11, 0.67,
     same=0.6, apart=0.72, tail=0.38, sharpness=3, most_ranks=2,
+)  # fmt: skip
+FP8_BLOCKS = Costs(
+    8.5e12, 5.6e12, 3.4e15, 1.1e-6, 131e-9, 1.6e-11, 1.94e-6, 5.2e-11, 1.43e-6, 1.5e-10, 1.08e-6, 5.1e-11, 0.32,
+    same=0.96, apart=0.9, tail=0.23, sharpness=3, most_ranks=4,
 )  # fmt: skip
 CUBLAS_START, CUBLAS_STEP, CUBLAS_MEMORY, CUBLAS_TENSOR = 3.1e-6, 25.7e-9, 3.96e12, 8.7e14
 GATE_START, GATE_BYTES = 1.5e-6, 3.5e12

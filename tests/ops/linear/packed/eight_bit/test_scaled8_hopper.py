@@ -54,7 +54,8 @@ def test_every_size_has_a_tiling_that_takes_it(m: int, n: int, k: int, gated: bo
 def test_scales_of_blocks_have_a_tiling(m: int, gated: bool) -> None:
     for n, k in ((6144, 4096), (4096, 14336), (28672, 4096), (1024, 3072)):
         tried = candidates(m, n // 2 if gated else n, k // 2, gated=gated, kernels=BLOCKS.kernels)
-        assert {tiling.pair for tiling in tried} == ({1} if m <= 64 else {1, 2} if m <= 128 else {2})
+        pairs = {1} if m <= 64 else {1, 2} if m <= 128 else {2}
+        assert {tiling.pair for tiling in tried} == (pairs - {2} if gated else pairs)
         assert not any(tiling.swap for tiling in tried)
 
 
@@ -162,7 +163,7 @@ def test_every_tiling_gives_the_product_and_every_run_the_same(
     else:
         want = want + bias.double()
     tried = candidates(m, n // 2 if gated else n, k // 2, gated=gated, kernels=kind.kernels)
-    assert tried
+    assert tried or (gated and kind is BLOCKS and m > 128)
     order = scaled8_tiles.Tiles8(unsplit=True).product(a, s, codes, scale, bias, kind is not WHOLE)
     for tiling in tried:
         got = rows(a, s, codes, scale, bias, tiling=tiling, gated=gated)
@@ -186,7 +187,7 @@ def test_tiles_leave_it_what_it_is_quicker_for(rows: HopperRows8, m: int) -> Non
     gated = both.gated(a, s, codes, scale, fp8)
     want = F.silu(halves[0]) * halves[1]
     assert apart.gated(a, s, codes, scale, fp8) is None
-    if m > rows.kind.most_rows:
+    if rows.kind is BLOCKS and m > 128:  # there the gate is another launch
         assert gated is None
         return
     assert gated is not None

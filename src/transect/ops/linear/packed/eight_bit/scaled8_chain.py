@@ -38,11 +38,6 @@ class Matrix8(NamedTuple):
         return FP8_BLOCKS if self.scale.ndim == 2 else FP8 if self.fp8 else WHOLE
 
 
-def faster(fp8: bool, blocks: bool) -> bool:
-    """Return True if the chain has been measured to be faster than four launches."""
-    return fp8 and not blocks
-
-
 def reference(attended: Tensor, residual: Tensor, weights: ChainWeights) -> tuple[Tensor, Tensor]:
     """Compute (y, u) in the dtype of the inputs, by torch in their dtype or float32, whichever is wider."""
 

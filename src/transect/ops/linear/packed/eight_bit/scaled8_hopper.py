@@ -73,9 +73,6 @@ COMPILED_BLOCKS: tuple[Compiled, ...] = (
     (0, 1, 128, 1, 1, 1, 2),
     (0, 1, 112, 2, 1, 1, 1),
     (0, 1, 128, 2, 1, 1, 1),
-    (0, 1, 112, 1, 1, 2, 2),
-    (0, 1, 112, 2, 1, 2, 1),
-    (0, 1, 128, 2, 1, 2, 1),
 )
 """The same with scales of blocks, whose kernels need twice the registers for sums, and X as the left operand."""
 
@@ -87,13 +84,12 @@ class Kernels8(NamedTuple):
     source: str
     """Name of the source and, after ``transect_``, of its launcher."""
     kernels: tuple[Compiled, ...]
-    most_rows: int
-    """Most rows for which they are faster than ``scaled8_tiles.py``; 0 if they have not been measured."""
+    costs: rule.Costs
 
 
-FP8 = Kernels8("fp8", "scaled8_hopper", COMPILED, MOST_ROWS)
-WHOLE = Kernels8("int8", "scaled8_hopper_int8", COMPILED, 0)
-BLOCKS = Kernels8("fp8 with scales of blocks", "scaled8_hopper_blocks", COMPILED_BLOCKS, 0)
+FP8 = Kernels8("fp8", "scaled8_hopper", COMPILED, rule.FP8)
+WHOLE = Kernels8("int8", "scaled8_hopper_int8", COMPILED, rule.FP8)
+BLOCKS = Kernels8("fp8 with scales of blocks", "scaled8_hopper_blocks", COMPILED_BLOCKS, rule.FP8_BLOCKS)
 
 
 def kind_of(fp8: bool, blocks: bool) -> Kernels8:
@@ -108,12 +104,12 @@ def choose_tiling(
     """Return the tiling of least predicted time for m rows by a weight of n x k on a GPU of ``units`` multiprocessors;
     None if ``scaled8_tiles.py`` is as fast. ``unsplit``: of those that do not split K."""
     # Its tiles of 128 by 64 all run at once there, and none is long.
-    if m > 224 and not gated and 2 * n <= 64 * units and k < 8192:
+    if kind is FP8 and m > 224 and not gated and 2 * n <= 64 * units and k < 8192:
         return None
     columns = n // 2 if gated else n
-    if m > kind.most_rows or (gated and kind is BLOCKS and columns % BLOCK):
+    if gated and kind is BLOCKS and columns % BLOCK:
         return None
-    return rule.quickest_of(m, columns, k // 2, gated, units, rule.FP8, kind.kernels, unsplit)
+    return rule.quickest_of(m, columns, k // 2, gated, units, kind.costs, kind.kernels, unsplit)
 
 
 def refusal(a: Tensor, codes: Tensor, scale: Tensor, kind: Kernels8 = FP8) -> str | None:

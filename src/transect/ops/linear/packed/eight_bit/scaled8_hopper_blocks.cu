@@ -34,8 +34,5 @@ extern "C" int transect_scaled8_hopper_blocks(const void* x, const void* weight,
   TRANSECT_CUT(0, 1, 128, 1, 1, 1, 2)
   TRANSECT_CUT(0, 1, 112, 2, 1, 1, 1)
   TRANSECT_CUT(0, 1, 128, 2, 1, 1, 1)
-  TRANSECT_CUT(0, 1, 112, 1, 1, 2, 2)
-  TRANSECT_CUT(0, 1, 112, 2, 1, 2, 1)
-  TRANSECT_CUT(0, 1, 128, 2, 1, 2, 1)
   return -1;
 }
