@@ -90,7 +90,7 @@ def main() -> None:
         print("digits is left out: scikit-learn is not installed")
     for name in names:
         if rungs.get(name, {}).get("commit") != record.commit():
-            rungs[name] = {"commit": record.commit()}
+            rungs[name] = {"commit": record.commit(), "processor": record.environment()["processor"]}
     workers = 1 if on_gpu else arguments.workers
     result = {
         "commit": record.commit(), "environment": record.environment(PACKAGES), "device": limits.device,
@@ -130,9 +130,10 @@ def alarms_table(result: dict[str, Any]) -> str:
     rungs = result["rungs"]
     runs, alarms, slow = totals(rungs)
     least = min(each["runs"] for each in rungs.values())
+    processors = " and ".join(dict.fromkeys(each["processor"] for each in rungs.values()))
     text = (
         f"{runs:,} checks of shipped solutions, {least} or more of each of {len(rungs)} rungs: false alarms: "
-        f"**{alarms}**; called slow: {slow}. `{result['command']}` on {result['environment']['processor']}, "
+        f"**{alarms}**; called slow: {slow}. `{result['command']}` on {processors}, "
         f"{made_at(result)}."
     )
     rows = [
