@@ -257,7 +257,8 @@ def test_the_openai_client_reads_a_search_as_an_answer_and_the_bill_has_all_bran
     trees = [chunk.search for chunk in chunks if "branches" in (getattr(chunk, "search", None) or {})]
     assert text and len(trees) == 1 and chunks[-1].usage.completion_tokens == trees[0]["tokens"] > 12
     bill = httpx.get(f"{server.url}/v1/requests/{chunks[0].id}/bill", timeout=PATIENCE_S).json()
-    assert len(bill["parts"]) == len(trees[0]["branches"]) and bill["output_tokens"] >= trees[0]["tokens"]
+    begun = [branch for branch in trees[0]["branches"] if branch["tokens"]]  # the budget may end before the last
+    assert len(bill["parts"]) == len(begun) > 3 and bill["output_tokens"] >= trees[0]["tokens"]
 
 
 @pytest.mark.parametrize("stream", [True, False])

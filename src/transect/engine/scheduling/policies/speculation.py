@@ -60,7 +60,7 @@ ALL_COUNTS, COARSE = 16, 8
 """Numbers of drafts of a step that are compared: each up to the first, then larger ones an eighth apart. With many
 sequences the choice would take longer than the step."""
 RESTS, REST_ROWS = 8, 16
-"""Most steps after one without drafts in which none is considered: one for so many sequences that decode."""
+"""Most steps after one without drafts in which none is considered, and the sequences that add one such step."""
 MOST_KEPT = 4096
 MATCHES = (2, 4, 8)
 """Lengths of matches whose acceptance is estimated separately."""

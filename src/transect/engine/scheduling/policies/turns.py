@@ -169,7 +169,7 @@ class Rooms:
         """Rooms that each client owes; those that owe nothing are left out."""
         self._parts: dict[str, float] = {}
         self.charged = False
-        """True if the next step's prompts go on accounts: there are other clients, or one is expected."""
+        """True if the next step's prompts are charged to accounts: there are other clients, or one is expected."""
         self.limited: dict[str, float] = {}
         """Result of ``of_step`` for the step that was planned last."""
         self._next: dict[str, float] = {}
