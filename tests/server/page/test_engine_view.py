@@ -89,9 +89,10 @@ def test_the_bill_of_a_request_grows_beside_it(engine_page, busy):
 KEEP = f"""(() => {{
     const model = {MODEL}, sight = model.sights.at(-1)
     const step = model.steps.filter((each) => each.end <= sight.at).at(-1)
-    return {{ step: step.number, owners: [...model.owners], waiting: model.waiting.map(([seq]) => seq) }}
+    const here = ([seq]) => model.requests.get(seq)?.arrival <= step.end
+    return {{ step: step.number, owners: [...model.owners], waiting: model.waiting.filter(here).map(([seq]) => seq) }}
 }})()"""
-"""The newest snapshot, and the step before it."""
+"""The newest snapshot, the step before it, and the requests of the snapshot that had arrived when this step ended."""
 
 
 def test_a_paused_view_is_scrubbed_back_and_asks_for_nothing(engine_page, busy):
