@@ -67,6 +67,7 @@ from benchmarks.tables import ladder as ladder_tables
 from benchmarks.tables import moe as moe_tables
 from benchmarks.tables import offload as offload_tables
 from benchmarks.tables import ops as ops_tables
+from benchmarks.tables import page as page_tables
 from benchmarks.tables import pretrain as pretrain_tables
 from benchmarks.tables import scaling as scaling_tables
 from benchmarks.tables import search as search_tables
@@ -508,6 +509,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     ),
     "learn-map": map_page,
     **{f"learn-{road}": partial(chapters, road) for road in ROADS},
+    "page-frames": lambda: page_tables.frames(_load("cpu/page_frames.json")),
+    "page-probabilities": lambda: page_tables.probabilities(_load("cpu/token_probabilities.json")),
     "learn-alarms": once_recorded("cpu/ladder.json", "benchmarks/checks/ladder.py", rungs.alarms_table),
     "learn-gpu": once_recorded("h200/ladder.json", "benchmarks/checks/ladder.py --device cuda", rungs.kernels_table),
     "learn-limits": once_recorded("cpu/ladder_limits.json", "benchmarks/checks/ladder_limits.py", ladder_limits.table),
