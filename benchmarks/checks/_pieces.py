@@ -14,10 +14,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hypothesis import HealthCheck, Phase, settings
+
 from benchmarks import record
 
 Piece = Callable[[int], Counter[str]]
 """Runs the piece of a number and returns its counts. An exception ends the check."""
+
+
+def examples(most: int) -> settings:
+    """Return the settings of a piece: ``most`` drawn workloads, without shrinking, a database or a time limit."""
+    return settings(
+        max_examples=most, database=None, deadline=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck), print_blob=True,
+    )  # fmt: skip
 
 
 def parser_of(description: str, out: Path, minutes: float) -> argparse.ArgumentParser:

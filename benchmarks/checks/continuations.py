@@ -20,14 +20,14 @@ import torch
 
 import _paths  # noqa: F401
 from benchmarks import record
-from benchmarks.checks._pieces import parser_of, run_pieces
+from benchmarks.checks._pieces import examples, parser_of, run_pieces
 
 sys.path.insert(0, str(record.ROOT / "tests" / "helpers"))
 
 from continuations import continuations
 from continued_runs import check_cuts
 from engine_workloads import Workload, run, workloads
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import given, seed
 
 KINDS: dict[str, dict[str, Any]] = {
     "tokens at once": {"lag": 0},
@@ -55,14 +55,7 @@ def piece(number: int) -> Counter[str]:
     counts: Counter[str] = Counter()
 
     @seed(number)
-    @settings(
-        max_examples=WORKLOADS,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-        print_blob=True,
-    )
+    @examples(WORKLOADS)
     @given(continuations(workloads(**list(KINDS.values())[number % len(KINDS)])))
     def check(workload: Workload) -> None:
         counts["workloads"] += 1

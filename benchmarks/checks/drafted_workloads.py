@@ -14,11 +14,11 @@ import sys
 from collections import Counter
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import given, seed
 
 import _paths  # noqa: F401
 from benchmarks import record
-from benchmarks.checks._pieces import parser_of, run_pieces
+from benchmarks.checks._pieces import examples, parser_of, run_pieces
 
 sys.path.insert(0, str(record.ROOT / "tests" / "helpers"))
 from engine_workloads import Workload, run, workloads
@@ -41,13 +41,7 @@ def piece(number: int) -> Counter[str]:
     counts: Counter[str] = Counter()
 
     @seed(number)
-    @settings(
-        max_examples=WORKLOADS,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @examples(WORKLOADS)
     @given(workloads(drafting=True, **list(KINDS.values())[number % len(KINDS)]))
     def check(workload: Workload) -> None:
         counts["workloads"] += 1

@@ -7,8 +7,8 @@ cores. Bytes are those of the requirements of this package with the extra ``lear
 and of the installed files as their records list them. Limits: 60 s for each check, 1 GB
 to download.
 
-Checks that FILE has from the same commit are not repeated. All take about 4 minutes on two cores; ``--seconds`` begins
-no check after so many.
+Checks that FILE has from the same commit are not repeated. All take about 4 minutes on two cores; ``--seconds``: no
+check begins later than that.
 """
 
 from __future__ import annotations

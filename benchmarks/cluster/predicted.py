@@ -12,7 +12,7 @@ the limits of the settings. Then the drill happens: router, hosts, engine proces
 Compared are the 99th percentile of the time of whole requests, what the drill adds to it, the replica-seconds that it
 costs, and the requests that it drops. A drill that adds nothing is compared by its percentile. Writes
 benchmarks/results/cpu/fleet_predicted.json. Each run is a round with measurements and predictions of its own; it is
-added to the rounds that the file has, and tables show medians: delete the file to begin anew. The measurements take two
+added to the rounds that the file has, and tables show medians: delete the file to start over. The measurements take two
 minutes, a drill about 28 s: run the drills in parts, several times.
 """
 

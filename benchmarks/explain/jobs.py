@@ -151,7 +151,7 @@ def table(result: dict[str, Any]) -> str:
     lines = ["| job | launcher | named | right | gain | evidence |", "|---|---|---|---|---:|---|"]
     for name, row in result["jobs"].items():
         right = "yes" if row["right"] else "no"
-        cells = [name, row["launcher"], row["straggler"] or "nobody", right, f"{row['share']:.0%}", row["evidence"]]
+        cells = [name, row["launcher"], row["straggler"] or "none", right, f"{row['share']:.0%}", row["evidence"]]
         lines.append(f"| {' | '.join(cells)} |")
     machine = result["environment"]
     where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
@@ -187,7 +187,7 @@ def main() -> None:
         said = row.pop("said")
         result["jobs"][name] = row
         print(
-            f"{name:20} {row['straggler'] or 'nobody'}: {row['evidence']}{'' if row['right'] else '   <--'}", flush=True
+            f"{name:20} {row['straggler'] or 'none'}: {row['evidence']}{'' if row['right'] else '   <--'}", flush=True
         )
         if options.say or not row["right"]:
             print(said, flush=True)

@@ -1,4 +1,4 @@
-"""What llama.cpp and its forks share: three pieces of work through the C interface, with the module that binds it."""
+"""The three pieces of work of llama.cpp and its forks, through the C interface of the module that binds it."""
 
 from __future__ import annotations
 

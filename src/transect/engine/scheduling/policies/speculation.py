@@ -90,7 +90,7 @@ class Acceptance:
         """Count ``hits`` right tokens in a row, and a wrong one after them if ``missed``. Returns True if that made it
         forget earlier guesses."""
         self._misses = self._misses + 1 if missed and not hits else 0
-        # The text has changed where so many wrong guesses are unlikely.
+        # This number of wrong guesses in a row is unlikely, unless the text has changed.
         if self._misses > 1 and (1.0 - self.hits / self.trials) ** self._misses < self._unlikely:
             forgot = self.hits > 0
             self.hits, self.trials = 0.0, float(self._misses)
