@@ -43,6 +43,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Imports and the collection of tests make a million objects that stay: no search for garbage until they are there.
+gc.disable()
+
 left_out = pytest.StashKey[int]()
 MANY = 1000
 """After so many tests the dearest of them are named."""
@@ -102,9 +105,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the test files have imported stays; else every search for garbage goes through it, for half a second."""
+    """Search for garbage from now on, but never in what the test files have imported, which takes half a second."""
     if not effort.proving():
         quick_interpreter.install()
+    gc.enable()
     gc.collect()
     gc.freeze()
 
