@@ -165,6 +165,16 @@ def short_path() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
+def two_ranks():
+    """This process and another one, on the CPU, which takes seconds to start; one engine at a time runs on them."""
+    from two_ranks import started
+
+    ranks = started("cpu")
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
 def remembered() -> Remembered:
     """Keeps what compilers said about the same inputs in an earlier run."""
     return Remembered()
