@@ -66,8 +66,9 @@ lint: setup-dev
 	@$(BIN)/ruff format --check .ci src tests benchmarks examples recipes hatch_build.py
 	@$(BIN)/lint-imports
 
+# Tests that run at the same time go first: they take longer.
 types: setup-dev
-	@$(BIN)/mypy
+	@nice -n 19 $(BIN)/mypy
 
 bench: setup
 	@$(PIP) -e '.[bench]'

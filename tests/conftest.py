@@ -16,6 +16,7 @@ import effort
 import pytest
 import quick_interpreter
 import unwritten_memory
+from changed_package import ChangedPackages
 from hypothesis import HealthCheck, settings
 from remembered import Remembered
 
@@ -111,6 +112,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 5, 5)  # Triton's interpreter makes thousands of objects a millisecond
 
 
 @pytest.hookimpl(trylast=True)
@@ -172,6 +174,14 @@ def two_ranks():
     ranks = started("cpu")
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def changed_packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChangedPackages]:
+    """Copies of the package with the changes that guides show, by the guide's page."""
+    packages = ChangedPackages(tmp_path_factory.mktemp)
+    yield packages
+    packages.close()
 
 
 @pytest.fixture(scope="session")
