@@ -17,7 +17,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from .capture.slips import RequestContent, fits_form, form_of, split_answer
 from .http.errors import ApiError, nearest
 from .operations import request_log
 from .operations.metrics import BETWEEN_TOKENS_S, FIRST_TOKEN_S
+from .sender import note_request
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -78,19 +78,6 @@ class Release:
     name: str
     versions: tuple[ReleasedVersion, ...]
     changed: float = field(default_factory=time.time)
-
-
-_series: ContextVar[VersionSeries | None] = ContextVar("transect_version", default=None)
-
-
-def current_version() -> VersionSeries | None:
-    """Return the version that was chosen for the request of this task; None if it named no release."""
-    return _series.get()
-
-
-def forget_version() -> None:
-    """Let the request of this task have no release."""
-    _series.set(None)
 
 
 class Releases:
@@ -176,7 +163,7 @@ class Releases:
             return None
         version = choose_version(release.versions, f"{name}\0{key or os.urandom(16).hex()}")
         request_log.note(release=name, version=version.model)
-        _series.set(self.series(name, version.model))
+        note_request(version=self.series(name, version.model))
         return version.model
 
     def series(self, name: str, model: str) -> VersionSeries:

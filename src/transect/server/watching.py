@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from .capture.slips import CaptureSlip, RequestContent
 from .http.errors import ApiError
-from .releases import current_version
+from .sender import current_request
 from .serving import Serving
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class RequestWatch:
 
     def __init__(self, serving: Serving, answer: str, prompts: int, part: bool = False) -> None:
         self._serving, self._answer, self._left = serving, answer, prompts
-        self._version = None if part else current_version()
+        self._version = None if part else current_request().version
         self._content: RequestContent | None = None
         self._slip: CaptureSlip | None = None
         self._running = self._failed = False
