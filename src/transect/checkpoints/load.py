@@ -300,6 +300,8 @@ def kernels(
         reason = f"the C++ kernels have no KV cache in {kv_cache_dtype}, only in {known}"
     elif cache_format(kv_cache_dtype) is not None and shared:
         reason = f"the C++ kernels have no KV cache in {kv_cache_dtype} where ranks share a model"
+    elif config.moe is not None and shared:
+        reason = "the C++ kernels do not have experts that ranks share"
     elif blocks and lacks_layers(config, block_size, quantization):
         reason, lacks = None, refusal(config, block_size)
     else:
