@@ -3,6 +3,7 @@
 #pragma once
 #include <memory>
 #include "attention.h"
+#include "experts.h"
 #include "low_rank.h"
 #include "norm.h"
 #include "packed.h"
@@ -28,6 +29,7 @@ struct Layer {  // mirrored field by field in library.py
   const Packed *q, *k, *v, *o, *gate, *up, *down;
   int64_t window;
   const float *k_scale, *v_scale;  // [kv_heads], what keys and values are divided by; or null
+  const Experts* experts;  // instead of gate, up and down; or null
 };
 
 struct Taps {  // x in front of `layers`, which ascend, is copied to `states` [count][tokens][dim]
@@ -39,8 +41,10 @@ struct Taps {  // x in front of `layers`, which ascend, is copied to `states` [c
 class Stack {
  public:
   Stack(const StackConfig& config, const Layer* layers, Pool* pool)
-      : c_(config), layers_(layers, layers + config.layers), pool_(*pool) {
+      : c_(config), layers_(layers, layers + config.layers), pool_(*pool), mixture_(*pool, config.dim) {
     widest_ = std::max({c_.dim, c_.heads * c_.head_dim, c_.ffn});
+    for (const Layer& layer : layers_)
+      if (const Experts* e = layer.experts) widest_ = std::max({widest_, e->width(), e->shared_width()});
     finished_ = std::vector<std::atomic<int>>(c_.kv_heads);
     scratch_.resize(size_t(pool_.threads()) * widest_ * TILE_COLUMNS + 64);
   }
@@ -69,6 +73,8 @@ class Stack {
     grow(attended_, size_t(tokens) * c_.heads * c_.head_dim);
     grow(hidden_, size_t(tokens) * c_.ffn);
     if (c_.gated) grow(gate_, size_t(tokens) * c_.ffn);
+    for (const Layer& layer : layers_)
+      if (layer.experts) mixture_.reserve(*layer.experts, tokens);
     grow(partials_, Attention<float>::partial_floats(c_.head_dim, c_.heads, longest));
     low_stride_ = 0;
     for (const Run& run : runs_)
@@ -106,6 +112,10 @@ class Stack {
         shrink_all(places + O, attended_.data(), layer.o->k);
         project({{layer.o, x}}, attended_.data(), tokens, ADD, scratch, places + O);
         normed = normalize(x, tokens, layer.mlp_norm, layer.mlp_norm_bias, places + GATE_UP, thread);
+        if (layer.experts) {
+          mixture_.add(*layer.experts, normed, tokens, x, scratch);
+          continue;
+        }
         feed_forward(layer, normed, tokens, scratch, places + GATE_UP);
         shrink_all(places + DOWN, hidden_.data(), layer.down->k);
         project({{layer.down, x}}, hidden_.data(), tokens, ADD, scratch, places + DOWN);
@@ -230,6 +240,7 @@ class Stack {
   const StackConfig c_;
   const std::vector<Layer> layers_;
   Pool& pool_;
+  Mixture mixture_;
   int widest_;
   Rotation rotation_{};
   std::vector<float> scratch_, normed_, q_, k_, v_, attended_, hidden_, gate_, partials_, low_;
