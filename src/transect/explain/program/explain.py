@@ -294,7 +294,7 @@ def fit(split: Split, named: list[Named], plain: float) -> list[Named]:
     parts["profiler"] = split.wall - plain
     if split.on_gpu:
         split.profiling = max(split.profiling, parts["profiler"])
-    for op in split.ops:
+    for op in (*split.ops, *split.loading):
         op.seconds *= min(1.0, shrink)
         op.usual *= min(1.0, shrink)
     ratio = {part: parts[part] / seconds for part, seconds in before.items() if seconds > 0}

@@ -31,6 +31,7 @@ from .findings_host import (
 from .findings_work import (
     dense_gradients,
     gradients,
+    one_hot_products,
     padding,
     pairs,
     prefix,
@@ -43,10 +44,12 @@ from .split import BLOCKED_S, COPIES, OpStat, of_number, on_the_host
 from .stretches import stretches
 from .trace import Key
 
-CALLING = ("launch", "sync", "layout", "convert", "grow", "small batch")
+CALLING = ("launch", "eager", "sync", "layout", "convert", "grow", "small batch")
 """Kinds of findings about operators, of which a library may call a share that is another finding."""
 LEAST = 0.02
 """Least gain, as a share of the wall time, of a reported finding."""
+IDLE_CORE = 0.7
+"""Share of the time for which a core must be idle to count as free for workers."""
 LEAST_CALLED = 0.05
 """Least share of samples in which the user's lines call operators themselves."""
 ON_DEVICE = ("float32 products", "float64", "padding", "attention", "prefix", "broadcast")
@@ -184,9 +187,14 @@ def loading(material: Material) -> Iterator[Finding]:
     if plain and not split.on_gpu:
         seconds = plain.get("loading", 0.0) * split.own
     workers = max(1, usable_cores() - 1)
+    cores = int(material.facts.get("cores") or usable_cores())
+    free = min(cores - 1, float(material.facts.get("idle_cores", cores - 1)))
     rest = split.own - seconds
     beside = any("MultiProcessingDataLoader" in key.name for key in split.trace.keys)
     left = 0.0 if beside else max(0.0, seconds / workers - rest)
+    # Without a core for workers, what operators compute in the loader is computed elsewhere, for whole batches.
+    computed = min(seconds, sum(op.seconds - op.launch for op in split.loading if "::" in op.key.name))
+    kept = min(left, computed) if free >= IDLE_CORE else computed
     advice = (
         f"DataLoader(num_workers={workers}, persistent_workers=True, prefetch_factor=2): loads while the step computes"
     )
@@ -200,7 +208,7 @@ def loading(material: Material) -> Iterator[Finding]:
         "loading",
         "the loop waits for the workers that load its data" if beside else "the loop waits for its data",
         f"{1e3 * seconds:.1f} ms in DataLoader.__next__",
-        seconds - left if waits else seconds,
+        seconds - left if waits else seconds - kept,
         advice,
         apply="" if beside or usable_cores() < 2 else "loader workers",
         gains={"loader workers": seconds - left},
@@ -282,4 +290,5 @@ DETECTORS: tuple[Callable[[Material], Iterator[Finding]], ...] = (
     recomputation,
     prefix,
     pairs,
+    one_hot_products,
 )

@@ -144,13 +144,13 @@ def launching(material: Material) -> Iterator[Finding]:
         seconds = split.parts["launch"] * left if share else split.parts["launch"] - _sync_launch(split, waits)
     seconds *= 1 - 1 / most.calls
     chained = bool(material.facts.get("chained"))
-    fusible = _fusible(split)
-    fused = seconds * fusible
+    fused = seconds * _fusible(split)
     if not split.on_gpu and not chained:  # on a GPU a graph replaces all calls
         looped, compiled = looped_share(material)
-        # A compiled step begins with checks of its inputs, once forward and once backward.
-        checks = 2 * COMPILED_S * int(material.facts.get("steps") or 1)
-        seconds = looped * _batched(split, seconds) + max(0.0, compiled * fused - checks)
+        seconds = looped * _batched(split, seconds)
+        if compiled:
+            yield _compiled(material, fused, compiled)
+            fused *= looped
     yield Finding(
         "launch",
         "many small operators",
@@ -162,6 +162,25 @@ def launching(material: Material) -> Iterator[Finding]:
         else "do the loop's work in one batch; else torch.compile or a CUDA graph",
         apply=_fewer_calls(material, chained),
         gains={"compile": fused},
+    )
+
+
+def _compiled(material: Material, fused: float, share: float) -> Finding:
+    """Return the finding about modules that call small operators while they train, where a batch replaces none.
+
+    Args:
+        fused: seconds of calling operators that a compiler removes, if it compiles all of them.
+        share: share of these calls that is in modules.
+    """
+    # A compiled step begins with checks of its inputs, once forward and once backward.
+    checks = 2 * COMPILED_S * int(material.facts.get("steps") or 1)
+    return Finding(
+        "eager",
+        "modules call small operators one by one",
+        f"{share:.0%} of the calls are in modules, or in their backward passes",
+        max(0.0, share * fused - checks),
+        "torch.compile(model), or a larger batch: it makes the same calls for more rows",
+        apply="compile",
     )
 
 

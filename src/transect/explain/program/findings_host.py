@@ -32,7 +32,10 @@ HOST_ADVICE = {
         "switch autograd's anomaly detection off: set_detect_anomaly(False)",
     ),
     "printing": ("tensors are printed in the loop", "print a few numbers every N steps, not whole tensors"),
-    "saving": ("checkpoints are written in the loop", "save every N steps, or copy the state and write it in a thread"),
+    "saving": (
+        "files are written in the loop: checkpoints, pictures or tables",
+        "save every N steps, or copy the data and write it in a thread",
+    ),
     "building": ("models are built or loaded in the loop", "build and load them once, before the loop"),
     "copying": ("objects are copied deep in the loop", "keep one copy and write into it: tensor.copy_()"),
     "optimizer": ("the optimizer goes from parameter to parameter", "fused=True, or foreach=True"),
