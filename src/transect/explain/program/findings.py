@@ -16,6 +16,7 @@ from .doing import calls_itself, doing_of, in_loader
 from .finding import MANY, Finding, Material, weighed
 from .findings_calls import launching, runtime_calls, small_batch, synchronisation
 from .findings_host import (
+    EVERYWHERE,
     IDLE,
     SAMPLED,
     collector,
@@ -48,6 +49,11 @@ CALLING = ("launch", "eager", "sync", "layout", "convert", "grow", "small batch"
 """Kinds of findings about operators, of which a library may call a share that is another finding."""
 LEAST = 0.02
 """Least gain, as a share of the wall time, of a reported finding."""
+FOREIGN = (*(set(EVERYWHERE) - set(IDLE)), "python", "loading", "stacks", "printing", "saving", "copying", "building")
+"""Kinds of findings about other code than operators, which replaces theirs in a core's caches."""
+EVICTED, WARMER = 0.1, 0.3
+"""Time that such code adds to the calls after it, as a share of its own, and the largest share of theirs
+(docs/lab-notes/explain.md)."""
 IDLE_CORE = 0.7
 """Share of the time for which a core must be idle to count as free for workers."""
 LEAST_CALLED = 0.05
@@ -67,7 +73,7 @@ def find(material: Material) -> list[Finding]:
         * (left if each.kind in CALLING else 1.0)
         for each in found
     }
-    found = [replace(each, gain=each.gain * scale[each.kind]) for each in found]
+    found = [replace(each, gain=_warmed(each, each.gain * scale[each.kind], material)) for each in found]
     wall = material.split.own or 1.0
     if material.split.on_gpu:
         most = max(0.0, wall - material.split.issued(BLOCKED_S))
@@ -75,6 +81,16 @@ def find(material: Material) -> list[Finding]:
     found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
     found = sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain)
     return [replace(each, gain=min(each.gain, wall)) for each in placed(found, material)]
+
+
+def _warmed(found: Finding, gain: float, material: Material) -> float:
+    """Return a gain with that of other calls, which are faster if no other code replaces theirs in the caches."""
+    split = material.split
+    if split.on_gpu or found.kind not in FOREIGN:
+        return gain
+    calls = max(0.0, min(split.parts["launch"], split.own - gain))
+    own = sum(op.seconds for op in split.loading if "::" in op.key.name) if found.kind == "loading" else 0.0
+    return gain + min(EVICTED * max(0.0, gain - own), WARMER * calls)
 
 
 def compiling(material: Material) -> Iterator[Finding]:

@@ -54,9 +54,10 @@ def gradients(material: Material) -> Iterator[Finding]:
     if material.facts.get("backward", True):
         return
     split = material.split
-    calls = min(split.trace.recorded, sum(op.calls for op in split.ops if op.key.nodes))
-    seconds = calls * float(material.facts.get("autograd_s", RECORDING_S))
-    seconds = min(seconds, (split.parts["launch"] + split.parts["inefficiency"]) / 2)
+    calls = recorded_calls(split)
+    forgotten = float(material.facts.get("forgetting_s", 0.0))
+    seconds = calls * (float(material.facts.get("autograd_s", RECORDING_S)) - forgotten)
+    seconds = min(seconds, (split.parts["launch"] + split.parts["inefficiency"]) / 2) + calls * forgotten
     if split.on_gpu:  # beside what the GPU computes recording costs nothing
         seconds = min(seconds, max(0.0, split.issuing - split.busy))
     if calls >= MANY:
@@ -68,6 +69,11 @@ def gradients(material: Material) -> Iterator[Finding]:
             "run inference under torch.inference_mode()",
             apply="inference mode",
         )
+
+
+def recorded_calls(split: Split) -> int:
+    """Return the number of operators that autograd recorded."""
+    return min(split.trace.recorded, sum(op.calls for op in split.ops if op.key.nodes))
 
 
 def unused_gradients(material: Material) -> Iterator[Finding]:
