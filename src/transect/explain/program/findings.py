@@ -208,23 +208,25 @@ def loading(material: Material) -> Iterator[Finding]:
     rest = split.own - seconds
     beside = any("MultiProcessingDataLoader" in key.name for key in split.trace.keys)
     left = 0.0 if beside else max(0.0, seconds / workers - rest)
-    # Without a core for workers, what operators compute in the loader is computed elsewhere, for whole batches.
-    computed = min(seconds, sum(op.seconds - op.launch for op in split.loading if "::" in op.key.name))
-    kept = min(left, computed) if free >= IDLE_CORE else computed
     advice = (
         f"DataLoader(num_workers={workers}, persistent_workers=True, prefetch_factor=2): loads while the step computes"
     )
     if beside:
         advice = "more workers, or less work for each sample; persistent_workers=True, and a larger prefetch_factor"
     inside = [sample for sample in material.stacks if in_loader(sample.stack)]
-    waits = 2 * sum(doing_of(sample.stack).kind in IDLE for sample in inside) > len(inside) or not inside
+    waits = 2 * sum(doing_of(sample.stack).kind in IDLE for sample in inside) > len(inside)
+    if not inside:
+        waits = free >= IDLE_CORE
+    # Without a core for workers, what operators compute in the loader is computed elsewhere, for whole batches.
+    computed = min(seconds, sum(op.seconds - op.launch for op in split.loading if "::" in op.key.name))
+    kept = left if waits else min(left, computed) if free >= IDLE_CORE else computed
     if left and not waits:
         advice = f"a faster __getitem__, or one for whole batches; {advice}, {1e3 * (seconds - left):.1f} ms at most"
     yield Finding(
         "loading",
         "the loop waits for the workers that load its data" if beside else "the loop waits for its data",
         f"{1e3 * seconds:.1f} ms in DataLoader.__next__",
-        seconds - left if waits else seconds - kept,
+        seconds - kept,
         advice,
         apply="" if beside or usable_cores() < 2 else "loader workers",
         gains={"loader workers": seconds - left},
