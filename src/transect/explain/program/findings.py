@@ -49,8 +49,8 @@ CALLING = ("launch", "eager", "sync", "layout", "convert", "grow", "small batch"
 """Kinds of findings about operators, of which a library may call a share that is another finding."""
 LEAST = 0.02
 """Least gain, as a share of the wall time, of a reported finding."""
-FOREIGN = (*(set(EVERYWHERE) - set(IDLE)), "python", "loading", "stacks", "printing", "saving", "copying", "building")
-"""Kinds of findings about other code than operators, which replaces theirs in a core's caches."""
+FOREIGN = {*EVERYWHERE, "python", "loading", "stacks", "printing", "saving", "copying", "building", "grow"} - set(IDLE)
+"""Kinds of findings about work that replaces the operators' code and data in a core's caches."""
 EVICTED, WARMER = 0.1, 0.3
 """Time that such code adds to the calls after it, as a share of its own, and the largest share of theirs
 (docs/lab-notes/explain.md)."""

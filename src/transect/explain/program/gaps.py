@@ -103,16 +103,20 @@ def _alike(split: Split) -> list[list[IdleGap]]:
 
 
 def _find_python(split: Split, samples: StackSamples | None, groups: list[list[IdleGap]]) -> None:
-    """Label the gaps between the same two operators, if their samples mostly show Python that calls no operators."""
-    begins, found = [gap.begin for gap in split.gaps], samples.samples if samples is not None else []
-    seen: dict[int, int] = {}
-    for sample in found:
+    """Label the gaps between the same two operators, if their samples mostly show Python that calls no operators.
+
+    A sampler gets the interpreter's lock late, often when the next operator releases it: a sample belongs to the last
+    gap, unless that is shorter than the time since its end.
+    """
+    begins = [gap.begin for gap in split.gaps]
+    seen: Counter[int] = Counter()
+    for sample in samples.samples if samples is not None else ():
         index = bisect_right(begins, sample.at) - 1
-        if index >= 0 and sample.at <= split.gaps[index].end and split.gaps[index].seconds > SHORT_GAP_S:
-            gap = id(split.gaps[index])
-            seen[gap] = seen.get(gap, 0) + (1 if doing_of(sample.stack).part in ("host", "loading") else -1)
+        gap = split.gaps[index]
+        if index >= 0 and gap.seconds > SHORT_GAP_S and sample.at - gap.end <= gap.seconds:
+            seen[id(gap)] += 1 if doing_of(sample.stack).part in ("host", "loading") else -1
     for group in groups:
-        if sum(seen.get(id(gap), 0) for gap in group) > 0:
+        if sum(seen[id(gap)] for gap in group) > 0:
             for gap in group:
                 gap.label = COMPUTES
 
