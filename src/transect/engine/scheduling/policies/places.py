@@ -15,6 +15,8 @@ from ..request import Sequence
 LOOKED_AT = 64
 """Sequences at the front of the queue that are searched for a newcomer: clients below their shares have small tags."""
 
+RULES = {"places": {"by": ("exchange",), "settings": {"max_num_seqs": 4}}}
+
 
 def exchange(
     running: Iterable[Sequence], waiting: Iterable[Sequence], amount_of: Callable[[Sequence], int], most: int
