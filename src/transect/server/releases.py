@@ -29,7 +29,6 @@ from .capture.slips import RequestContent, fits_form, form_of, split_answer
 from .http.errors import ApiError, nearest
 from .operations import request_log
 from .operations.metrics import BETWEEN_TOKENS_S, FIRST_TOKEN_S
-from .sender import note_request
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -152,8 +151,8 @@ class Releases:
         """List the released names."""
         return list(self._releases)
 
-    def choose(self, name: str, key: str) -> str | None:
-        """Choose the version for a request, and remember it for this task; None if the name is not released.
+    def choose(self, name: str, key: str) -> VersionSeries | None:
+        """Choose the version for a request; None if the name is not released.
 
         Args:
             key: of the sender; if empty, the version is drawn.
@@ -163,8 +162,7 @@ class Releases:
             return None
         version = choose_version(release.versions, f"{name}\0{key or os.urandom(16).hex()}")
         request_log.note(release=name, version=version.model)
-        note_request(version=self.series(name, version.model))
-        return version.model
+        return self.series(name, version.model)
 
     def series(self, name: str, model: str) -> VersionSeries:
         """Return the metrics of a version of a release."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..search.methods.registry import SearchMethod
-    from .releases import VersionSeries
 
 MOST_ID = 256
 """Characters of an id of a user or session; of longer ones the beginning counts."""
@@ -67,13 +66,13 @@ class CurrentRequest:
     Attributes:
         sender: see ``sender_of``.
         adapter: name of the chosen adapter; empty for the base.
-        version: the version that was chosen for a released name; None if the request names no release.
+        version: ``releases.VersionSeries`` of the chosen version; None if the request names no release.
         method: search method, if a prefix of the model's name asks for one.
     """
 
     sender: Sender = Sender()
     adapter: str = ""
-    version: VersionSeries | None = None
+    version: Any = None
     method: SearchMethod | None = None
 
 

@@ -152,7 +152,10 @@ class Serving:
         names = self.options.model_names
         if name is None or name in names:
             return
-        name = self.releases.choose(name, current_request().sender.key) or name
+        version = self.releases.choose(name, current_request().sender.key)
+        if version is not None:
+            note_request(version=version)
+            name = version.model
         if name in names:
             return
         if self.adapters.find(name) is not None:
