@@ -305,6 +305,8 @@ def kernels(
         reason = f"the C++ kernels have no KV cache in {kv_cache_dtype} where ranks share a model"
     elif config.moe is not None and shared:
         reason = "the C++ kernels do not have experts that ranks share"
+    elif config.moe is not None and config.moe.clamp is not None and not blocks:  # gpt-oss, in MXFP4
+        reason = "the C++ kernels read MXFP4 from GGUF files alone"
     elif blocks and lacks_layers(config, block_size, quantization):
         reason, lacks = None, refusal(config, block_size)
     else:

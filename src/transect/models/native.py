@@ -48,6 +48,8 @@ from .weights.weight import Weight
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 FIRST_POSITIONS = 2048
+BEYOND = ("experts", "attention sinks", "a norm over all heads of q")
+"""Features beyond other stacks that the C++ kernels have."""
 
 
 class NativeStack:
@@ -86,6 +88,7 @@ class NativeStack:
             activation=ACTIVATIONS[config.activation],
             rotary_half=config.head_dim // 2,
             kv=KV_DTYPES[kv_dtype],
+            qk_norm_whole=int(config.qk_norm_whole),
             norm_eps=config.norm_eps,
             scale=config.attention_scale,
         )
@@ -151,7 +154,7 @@ class NativeStack:
 
 def refusal(config: ModelConfig, block_size: int, quantization: str | None = None) -> str | None:
     """Return the reason why the C++ kernels cannot run this model, as a sentence; None if they can."""
-    beyond = [feature for feature in config.beyond_stacks if feature != "experts"] + _beyond_experts(config)
+    beyond = [feature for feature in config.beyond_stacks if feature not in BEYOND] + _beyond_experts(config)
     if beyond:
         return f"the C++ kernels do not have {beyond[0]}"
     form = rounding(quantization)
@@ -183,7 +186,6 @@ def _beyond_experts(config: ModelConfig) -> list[str]:
     odd = [n for n in (config.dim, moe.expert_dim, moe.shared_dim) if n % GROUP_ROWS]
     found = {
         "experts that ranks share": moe.ranks > 1,
-        "a clamped activation of experts": moe.clamp is not None,
         "router weights on the inputs of experts": moe.weighs_inputs,
         f"experts of a width that is not a multiple of {GROUP_ROWS}": bool(odd),
     }
@@ -305,6 +307,7 @@ def _stack_layer(layer: nn.Module, window: int | None, library: Library) -> Stac
         k_scale=None if attention.kv_scales is None else attention.kv_scales.keys,
         v_scale=None if attention.kv_scales is None else attention.kv_scales.values,
         experts=_stack_experts(mlp, library) if isinstance(mlp, MoE) else None,
+        sinks=None if attention.sinks is None else attention.sinks.data,
     )
 
 
@@ -323,6 +326,7 @@ def _stack_experts(mlp: MoE, library: Library) -> StackExperts:
         groups=moe.groups,
         groups_kept=moe.groups_kept,
         scale=moe.scale,
+        clamp=moe.clamp or 0.0,
         score_bias=router.score_bias,
         router=replace(scores, bias=bias),
         shared_router=None if shared is None else pack(library, shared.weight.detach().float()),

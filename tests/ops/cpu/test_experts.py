@@ -30,7 +30,13 @@ MIXTURES = {
     "a gate of shared experts, one dense layer": MoEConfig(
         7, 7, 16, shared_dim=32, shared_gate=True, bias=True, dense_layers=(0,)
     ),
+    "gpt-oss": MoEConfig(8, 3, 16, clamp=1.5, bias=True, router_bias=True),
 }
+ATTENTION = {
+    "gpt-oss": {"attention_sinks": True, "qk_norm": False, "sliding_window": 9, "full_attention_layers": (1,)},
+    "softmax of all, experts without rows": {"qk_norm_whole": True},
+}
+"""Attention beside some of the mixtures, as its family has it."""
 LENGTHS = (1, 2, 17, 40)
 """Tokens of the sequences of a batch; 40 tokens to 2 of 6 experts are many rows of one."""
 
@@ -42,7 +48,7 @@ def drawn(config: ModelConfig) -> Decoder:
     generator = torch.Generator().manual_seed(0)
     plain.init_weights(0.3, generator)
     for name, values in plain.state_dict().items():
-        if name.endswith("bias"):
+        if name.endswith(("bias", "sinks")):
             values.copy_(0.3 * torch.randn(values.shape, generator=generator))
     return plain
 
@@ -74,7 +80,7 @@ def hidden(model: Decoder, lengths: tuple[int, ...], start: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_are_those_of_torch_and_the_same_in_any_batch(library: Library, name: str) -> None:
-    config = replace(CONFIG, moe=MIXTURES[name])
+    config = replace(CONFIG, moe=MIXTURES[name], **ATTENTION.get(name, {}))
     assert refusal(config, 16) is None
     plain = drawn(config)
     model = on(library, plain)
@@ -96,7 +102,6 @@ def test_threads_do_not_change_the_bits() -> None:
     [
         ({"expert_dim": 24}, "experts of a width that is not a multiple of 16"),
         ({"shared_dim": 8}, "experts of a width that is not a multiple of 16"),
-        ({"clamp": 7.0}, "a clamped activation of experts"),
         ({"weighs_inputs": True}, "router weights on the inputs of experts"),
         ({"ranks": 2}, "experts that ranks share"),
     ],

@@ -16,13 +16,22 @@ namespace transect {
 
 struct Experts {  // of one layer; mirrored field by field in experts.py
   int32_t count, used, sigmoid, renormalize, groups, groups_kept;
-  float scale;
+  float scale, clamp;  // clamp > 0: of gpt-oss's activation
   const float* score_bias;                                             // [count], for the choice alone; or null
   const Packed *router, *gate, *up, *down;                             // the matrices of all experts are concatenated along rows
   const Packed *shared_router, *shared_gate, *shared_up, *shared_down;  // null where there are none
   int width() const { return gate->n / count; }
   int shared_width() const { return shared_up ? shared_up->n : 0; }
 };
+
+// silu(gate) * up, or with a clamp (up + 1) gate sigmoid(1.702 gate)
+inline vf gated(vf gate, vf up, float clamp) {
+  if (!clamp) return silu(gate) * up;
+  const vf most = splat(clamp);
+  gate = select(gate > most, most, gate);
+  up = select(up > most, most, max(up, -most));
+  return (up + 1.f) * gate * sigmoid(gate * 1.702f);
+}
 
 inline float gate_of(float logit) { return 1.f / (1.f + std::exp(-std::max(logit, -80.f))); }
 
@@ -107,7 +116,7 @@ class Mixture {
     });
     pool_.share(1, [&](int) { sort(e, normed, tokens); });
     if (tokens > 1) pool_.share(int(jobs_.size()), [&](int i) { gather(jobs_[i], normed); });
-    pool_.share(hidden_items_, [&](int item) { hidden(job_of(item, &Job::first_hidden), item, scratch); });
+    pool_.share(hidden_items_, [&](int item) { hidden(job_of(item, &Job::first_hidden), item, e.clamp, scratch); });
     pool_.share(out_items_, [&](int item) {
       const Job& job = job_of(item, &Job::first_out);
       const int first = (item - job.first_out) * out_chunk_, count = std::min(out_chunk_, job.down.groups() - first);
@@ -189,15 +198,16 @@ class Mixture {
       std::memcpy(job.out + int64_t(r) * dim_, normed + int64_t(token_of_[job.first + r]) * dim_, dim_ * sizeof(float));
   }
 
-  // hidden = silu(gate) * up in some row groups
-  void hidden(const Job& job, int item, float* scratch) {
+  // The hidden values of some row groups.
+  void hidden(const Job& job, int item, float clamp, float* scratch) {
     const int width = job.up.n, first = (item - job.first_hidden) * hidden_chunk_;
     const int count = std::min(hidden_chunk_, job.up.groups() - first);
     linear_span(job.up, first, count, job.x, dim_, job.hidden, width, job.rows, STORE, scratch);
     linear_span(job.gate, first, count, job.x, dim_, job.gated, width, job.rows, STORE, scratch);
     for (int r = 0; r < job.rows; r++) {
       float *h = job.hidden + int64_t(r) * width, *g = job.gated + int64_t(r) * width;
-      for (int n = first * GROUP_ROWS; n < (first + count) * GROUP_ROWS; n += LANES) store(h + n, silu(load(g + n)) * load(h + n));
+      for (int n = first * GROUP_ROWS; n < (first + count) * GROUP_ROWS; n += LANES)
+        store(h + n, gated(load(g + n), load(h + n), job.first < 0 ? 0.f : clamp));
     }
   }
 

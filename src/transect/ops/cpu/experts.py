@@ -22,6 +22,7 @@ class ExpertsStruct(Structure):
     _fields_ = (
         *((name, c_int32) for name in NUMBERS),
         ("scale", c_float),
+        ("clamp", c_float),
         ("score_bias", c_void_p),
         *((name, c_void_p) for name in MATRICES),
     )
@@ -42,6 +43,8 @@ class StackExperts:
     groups: int
     groups_kept: int
     scale: float
+    clamp: float
+    """Clamp of the activation; 0 for SwiGLU."""
     score_bias: Tensor | None
     """float32 ``[count]``, or None."""
     router: PackedWeight
@@ -59,4 +62,5 @@ class StackExperts:
         """Build the struct from functions that give the addresses of a matrix and of a vector."""
         numbers = {name: int(getattr(self, name)) for name in NUMBERS}
         matrices = {name: address(getattr(self, name)) for name in MATRICES}
-        return ExpertsStruct(**numbers, **matrices, scale=self.scale, score_bias=floats(self.score_bias))
+        scales = {"scale": self.scale, "clamp": self.clamp, "score_bias": floats(self.score_bias)}
+        return ExpertsStruct(**numbers, **matrices, **scales)

@@ -58,6 +58,7 @@ class _StackConfig(Structure):
         *((name, c_int32) for name in ("layer_norm", "gated", "activation", "rotary_half", "kv", "bfloat16")),
         *((name, c_float) for name in ("norm_eps", "scale")),
         *((name, c_void_p) for name in ("norm", "norm_bias")),
+        ("qk_norm_whole", c_int32),
     )
 
 
@@ -69,6 +70,7 @@ class _Layer(Structure):
         ("window", c_int64),
         *((n, c_void_p) for n in ("k_scale", "v_scale")),
         ("experts", POINTER(ExpertsStruct)),
+        ("sinks", c_void_p),
     )
 
 
@@ -123,6 +125,8 @@ class StackLayer:
     """Divisors of keys before they are cached, float32 for each key head; None for no division."""
     v_scale: Tensor | None = None
     experts: StackExperts | None = None
+    sinks: Tensor | None = None
+    """Scores of attention sinks, float32 for each query head; None for none."""
 
 
 class Library:
@@ -363,7 +367,7 @@ class LayerStack:
             return None if weight is None else ctypes.addressof(packed(weight).contents)
 
         norms = ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm")
-        scales = ("k_scale", "v_scale")
+        scales = ("k_scale", "v_scale", "sinks")
         weights = ("q", "k", "v", "o", "gate", "up", "down")
         fields: dict[str, Any] = {name: _floats(getattr(layer, name)) for name in (*norms, *scales)}
         fields |= {name: packed(getattr(layer, name)) for name in weights}

@@ -18,6 +18,7 @@ struct StackConfig {  // mirrored field by field in library.py
   int32_t layer_norm, gated, activation, rotary_half, kv, bfloat16;  // bfloat16: products round their inputs to it
   float norm_eps, scale;
   const float *norm, *norm_bias;  // after the layers
+  int32_t qk_norm_whole;          // q and k are normalised over all heads together
 };
 
 struct Rotation {  // cosines and sines [positions][rotary_half], or null where positions are learned
@@ -30,6 +31,7 @@ struct Layer {  // mirrored field by field in library.py
   int64_t window;
   const float *k_scale, *v_scale;  // [kv_heads], what keys and values are divided by; or null
   const Experts* experts;  // instead of gate, up and down; or null
+  const float* sinks;      // of the attention; or null
 };
 
 struct Taps {  // x in front of `layers`, which ascend, is copied to `states` [count][tokens][dim]
@@ -110,11 +112,18 @@ class Stack {
         const float* normed = normalize(x, tokens, layer.attention_norm, layer.attention_norm_bias, places + QKV, thread);
         project({{layer.q, q_.data()}, {layer.k, k_.data()}, {layer.v, v_.data()}}, normed, tokens, STORE, scratch,
                 places + QKV, c_.head_dim / GROUP_ROWS, [&](int part, int first, int count) {
+                  if (c_.qk_norm_whole) return;
                   for (int h = first; h < first + count; h++)
                     for (int t = 0; t < tokens; t++) place(layer, part, h, t, positions[t], row_of[t], batch, cache);
                 });
+        if (c_.qk_norm_whole) pool_.share(tokens * 3, [&](int item) {
+          const int part = item % 3, t = item / 3, heads = part ? c_.kv_heads : c_.heads, width = heads * c_.head_dim;
+          float* whole = (part ? k_ : q_).data() + int64_t(t) * width;
+          if (part < 2) rms_norm(whole, part ? layer.k_norm : layer.q_norm, c_.norm_eps, width, whole);
+          for (int h = 0; h < heads; h++) place(layer, part, h, t, positions[t], row_of[t], batch, cache);
+        });
         Attention<E>{batch, cache, c_.heads, c_.scale, int(layer.window), q_.data(), attended_.data(), partials_.data(),
-                     finished_.data()}.run(pool_);
+                     finished_.data(), layer.sinks}.run(pool_);
         if (layer.v_scale) pool_.share(tokens, [&](int t) { multiply_heads(attended_.data(), t, layer.v_scale); });
         shrink_all(places + O, attended_.data(), layer.o->k);
         project({{layer.o, x}}, attended_.data(), tokens, ADD, scratch, places + O);
@@ -217,7 +226,8 @@ class Stack {
     const int D = c_.head_dim, heads = part ? c_.kv_heads : c_.heads;
     float* head = (part == 0 ? q_ : part == 1 ? k_ : v_).data() + (int64_t(t) * heads + h) * D;
     if (part < 2) {
-      if (const float* norm = part ? layer.k_norm : layer.q_norm) rms_norm(head, norm, c_.norm_eps, D, head);
+      const float* norm = part ? layer.k_norm : layer.q_norm;
+      if (norm && !c_.qk_norm_whole) rms_norm(head, norm, c_.norm_eps, D, head);
       const int64_t at = position * c_.rotary_half;
       if (rotation_.cosine) rotate(head, rotation_.cosine + at, rotation_.sine + at, c_.rotary_half);
     }
