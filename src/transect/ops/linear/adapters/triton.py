@@ -20,8 +20,10 @@ FEW = 256
 MOST_SPLITS = 16
 SPAN = 512
 """Fewest inputs of a part of the sum."""
-TILE = 16384
+A_TILE, B_TILE = 16384, 16384
 """Numbers of a factor that a program has at a time, where a row is a program of its own."""
+COLUMNS = 256
+"""Outputs of a warp there: a thread has all ranks of eight outputs, so that no sum crosses threads."""
 MANY = 2048
 """Rows above which tiles of rows occupy the whole device."""
 
@@ -201,15 +203,16 @@ def triton_add_low_rank(
     most = max(1, min(MOST_SPLITS, inputs // SPAN))
     if not alone:  # two numbers, so that few kernels are compiled
         most = min(most, 4) if rows <= MANY else 1
-    wide = max(16, TILE // rank) if alone else 128 if rank <= 32 else 64
-    deep = 16 if INTERPRETED else wide
+    deep, across = (A_TILE // rank, B_TILE // rank) if alone else (128, 128) if rank <= 32 else (64, 64)
+    warps = max(1, min(8, across // COLUMNS)) if alone else 4
+    if INTERPRETED:
+        deep, across = 16, 16
     span = deep * -(-inputs // (most * deep))
     splits = -(-inputs // span)
     low = torch.empty(splits, rows, parts, rank, dtype=torch.float32, device=x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
     a, b, scale, slots = a.contiguous(), b.contiguous(), scale.contiguous(), slots.contiguous()
     n = (*sizes, 0, 0)[:3]
-    across = 16 if INTERPRETED else wide
     shared = {"P": parts, "R": rank, "DEPENDENT_LAUNCH": dependent_launch}
     shared |= {"launch_pdl": True} if dependent_launch else {}
     held = {} if alone else {"BT": height}
@@ -220,7 +223,7 @@ def triton_add_low_rank(
     whole = y() if callable(y) else y
     out = whole if whole.stride(1) == 1 else whole.contiguous()
     expand[(tiles, sum(-(-size // across) for size in sizes))](
-        out, b, scale, slots, low, rows, *n, out.stride(0), SPLITS=splits, BN=across, num_warps=4, **held, **shared
+        out, b, scale, slots, low, rows, *n, out.stride(0), SPLITS=splits, BN=across, num_warps=warps, **held, **shared
     )
     return whole if out is whole else whole.copy_(out)
 
