@@ -13,7 +13,7 @@ from transect.ops.registry import Unavailable
 
 ROUNDING = 2.0**-8
 """Largest relative error of a number that is rounded to bfloat16."""
-FEATURES = {"avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vbmi"}
+FEATURES = {"avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512vbmi"}
 
 
 def _rounded(library: Library, kind: Kind, x: torch.Tensor) -> torch.Tensor:
