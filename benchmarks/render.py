@@ -263,7 +263,8 @@ def all_number_formats() -> str:
 
 
 def model_families() -> str:
-    """Render every record of a model family, and the stacks that its tiny model could run on with heads of 64."""
+    """Render every record of a model family, and the stacks that its tiny model could run on with heads and experts
+    of 64."""
     from dataclasses import replace
 
     from transect.models import fused_stack, native
@@ -273,7 +274,9 @@ def model_families() -> str:
 
     rows = ["| `model_type` | models | on a CPU | on a GPU | special features | GGUF |", "|---|---|---|---|---|---|"]
     for name, family in families().items():
-        config = replace(from_hf(TINY | {"model_type": name, **family.tiny}), head_dim=64)
+        config = from_hf(TINY | {"model_type": name, **family.tiny})
+        moe = config.moe and replace(config.moe, expert_dim=64, shared_dim=64 * bool(config.moe.shared_dim))
+        config = replace(config, head_dim=64, moe=moe)
         refusals = native.refusal(config, 16), fused_stack.refusal(config)
         runs = " | ".join("kernels" if refusal is None else "layers" for refusal in refusals)
         rows.append(f"| `{name}` | {family.models} | {runs} | {', '.join(config.beyond_stacks)} | `{family.gguf}` |")

@@ -227,7 +227,8 @@ def load_model(
         fill(model, (each for each in weights if each[0] not in there))
     if beside is not None and any(name.startswith("layers.") for name in beside.factors):
         put_beside(model, beside)
-        by_layer = by_layer or any(low.magnitude is not None for low in beside.factors.values())
+        lacks = (name for name, low in beside.factors.items() if low.magnitude is not None or ".shared_" in name)
+        by_layer = by_layer or any(lacks)  # the C++ layers have neither DoRA nor adapters of shared experts
         log.info("the adapter stays beside packed weights%s", ": layers run operator by operator" if by_layer else "")
     if by_layer:
         return model
@@ -302,6 +303,10 @@ def kernels(
         reason = f"the C++ kernels have no KV cache in {kv_cache_dtype}, only in {known}"
     elif cache_format(kv_cache_dtype) is not None and shared:
         reason = f"the C++ kernels have no KV cache in {kv_cache_dtype} where ranks share a model"
+    elif config.moe is not None and shared:
+        reason = "the C++ kernels do not have experts that ranks share"
+    elif config.moe is not None and config.moe.clamp is not None and not blocks:  # gpt-oss, in MXFP4
+        reason = "the C++ kernels read MXFP4 from GGUF files alone"
     elif blocks and lacks_layers(config, block_size, quantization):
         reason, lacks = None, refusal(config, block_size)
     else:

@@ -10,6 +10,7 @@ Read in this order:
 * ``linear.h``     y = x W^T: the loops; ``linear.cpp`` compiles them for some kinds at a time
 * ``attention.h``  paged attention over a ragged batch
 * ``norm.h``       RMSNorm, LayerNorm, rotary embedding
+* ``experts.h``    the feed-forward half of a layer with a mixture of experts
 * ``stack.h``      all decoder layers in one call
 * ``products.h``, ``document_attention.h``, ``training.h``   training: dense products, attention, the rest; and back
 * ``rounding.h``   float32 to bfloat16 by chance, for optimizers
@@ -17,6 +18,7 @@ Read in this order:
 * ``native.cpp``   the C interface
 * ``build.py``     finds a compiler, builds, caches
 * ``library.py``   the same interface as Python functions on tensors
+* ``experts.py``   a layer's experts for ``experts.h``
 * ``ceilings.py``  the rate of multiply-adds that registers allow
 * ``packing.py``   weights into the layout of ``kinds.h``
 * ``adamw.py``     ``adamw.h`` as Python functions

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...hardware.host_memory import HUGE_PAGE, host_memory
 from ..registry import Unavailable
 from . import build
+from .experts import ExpertsStruct, StackExperts
 
 GROUP_ROWS = 16
 """Output rows that are packed together; a KV block and a head must be a multiple of it."""
@@ -57,6 +58,7 @@ class _StackConfig(Structure):
         *((name, c_int32) for name in ("layer_norm", "gated", "activation", "rotary_half", "kv", "bfloat16")),
         *((name, c_float) for name in ("norm_eps", "scale")),
         *((name, c_void_p) for name in ("norm", "norm_bias")),
+        ("qk_norm_whole", c_int32),
     )
 
 
@@ -67,6 +69,8 @@ class _Layer(Structure):
         *((n, POINTER(_Packed)) for n in ("q", "k", "v", "o", "gate", "up", "down")),
         ("window", c_int64),
         *((n, c_void_p) for n in ("k_scale", "v_scale")),
+        ("experts", POINTER(ExpertsStruct)),
+        ("sinks", c_void_p),
     )
 
 
@@ -99,7 +103,8 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class StackLayer:
-    """The weights of one decoder layer; norms are float32 vectors, ``gate`` is None for a plain MLP."""
+    """The weights of one decoder layer; norms are float32 vectors, ``gate`` is None for a plain MLP. ``experts``
+    replace gate, up and down."""
 
     attention_norm: Tensor
     attention_norm_bias: Tensor | None
@@ -112,13 +117,16 @@ class StackLayer:
     v: PackedWeight
     o: PackedWeight
     gate: PackedWeight | None
-    up: PackedWeight
-    down: PackedWeight
+    up: PackedWeight | None
+    down: PackedWeight | None
     window: int
     """Sliding window in tokens; 0 for none."""
     k_scale: Tensor | None = None
     """Divisors of keys before they are cached, float32 for each key head; None for no division."""
     v_scale: Tensor | None = None
+    experts: StackExperts | None = None
+    sinks: Tensor | None = None
+    """Scores of attention sinks, float32 for each query head; None for none."""
 
 
 class Library:
@@ -340,6 +348,7 @@ class LayerStack:
         self.library = library
         self._layers, self._norms = tuple(layers), (norm, norm_bias)  # keeps the weights alive
         self._structs: list[_Packed] = []
+        self._experts: list[ExpertsStruct] = []
         self._dim = config["dim"]
         last = {"norm": _floats(norm), "norm_bias": _floats(norm_bias)}
         c_config = _StackConfig(**config, **last, layers=len(layers), bfloat16=library.bfloat16)
@@ -354,11 +363,17 @@ class LayerStack:
             self._structs.append(weight.c_struct())
             return ctypes.pointer(self._structs[-1])
 
+        def address(weight: PackedWeight | None) -> int | None:
+            return None if weight is None else ctypes.addressof(packed(weight).contents)
+
         norms = ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm")
-        scales = ("k_scale", "v_scale")
+        scales = ("k_scale", "v_scale", "sinks")
         weights = ("q", "k", "v", "o", "gate", "up", "down")
         fields: dict[str, Any] = {name: _floats(getattr(layer, name)) for name in (*norms, *scales)}
         fields |= {name: packed(getattr(layer, name)) for name in weights}
+        if layer.experts is not None:
+            self._experts.append(layer.experts.c_struct(address, _floats))
+            fields["experts"] = ctypes.pointer(self._experts[-1])
         return _Layer(**fields, window=layer.window)
 
     def run(

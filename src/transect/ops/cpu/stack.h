@@ -3,6 +3,7 @@
 #pragma once
 #include <memory>
 #include "attention.h"
+#include "experts.h"
 #include "low_rank.h"
 #include "norm.h"
 #include "packed.h"
@@ -17,6 +18,7 @@ struct StackConfig {  // mirrored field by field in library.py
   int32_t layer_norm, gated, activation, rotary_half, kv, bfloat16;  // bfloat16: products round their inputs to it
   float norm_eps, scale;
   const float *norm, *norm_bias;  // after the layers
+  int32_t qk_norm_whole;          // q and k are normalised over all heads together
 };
 
 struct Rotation {  // cosines and sines [positions][rotary_half], or null where positions are learned
@@ -28,6 +30,8 @@ struct Layer {  // mirrored field by field in library.py
   const Packed *q, *k, *v, *o, *gate, *up, *down;
   int64_t window;
   const float *k_scale, *v_scale;  // [kv_heads], what keys and values are divided by; or null
+  const Experts* experts;  // instead of gate, up and down; or null
+  const float* sinks;      // of the attention; or null
 };
 
 struct Taps {  // x in front of `layers`, which ascend, is copied to `states` [count][tokens][dim]
@@ -39,8 +43,10 @@ struct Taps {  // x in front of `layers`, which ascend, is copied to `states` [c
 class Stack {
  public:
   Stack(const StackConfig& config, const Layer* layers, Pool* pool)
-      : c_(config), layers_(layers, layers + config.layers), pool_(*pool) {
+      : c_(config), layers_(layers, layers + config.layers), pool_(*pool), mixture_(*pool, config.dim) {
     widest_ = std::max({c_.dim, c_.heads * c_.head_dim, c_.ffn});
+    for (const Layer& layer : layers_)
+      if (const Experts* e = layer.experts) widest_ = std::max({widest_, e->width(), e->shared_width()});
     finished_ = std::vector<std::atomic<int>>(c_.kv_heads);
     scratch_.resize(size_t(pool_.threads()) * widest_ * TILE_COLUMNS + 64);
     for (const Layer& each : layers_)
@@ -76,6 +82,8 @@ class Stack {
     grow(attended_, size_t(tokens) * c_.heads * c_.head_dim);
     grow(hidden_, size_t(tokens) * c_.ffn);
     if (c_.gated) grow(gate_, size_t(tokens) * c_.ffn);
+    for (const Layer& layer : layers_)
+      if (layer.experts) mixture_.reserve(*layer.experts, tokens);
     grow(partials_, Attention<float>::partial_floats(c_.head_dim, c_.heads, longest));
     low_stride_ = 0;
     for (const Run& run : runs_)
@@ -104,15 +112,26 @@ class Stack {
         const float* normed = normalize(x, tokens, layer.attention_norm, layer.attention_norm_bias, places + QKV, thread);
         project({{layer.q, q_.data()}, {layer.k, k_.data()}, {layer.v, v_.data()}}, normed, tokens, STORE, scratch,
                 places + QKV, c_.head_dim / GROUP_ROWS, [&](int part, int first, int count) {
+                  if (c_.qk_norm_whole) return;
                   for (int h = first; h < first + count; h++)
                     for (int t = 0; t < tokens; t++) place(layer, part, h, t, positions[t], row_of[t], batch, cache);
                 });
+        if (c_.qk_norm_whole) pool_.share(tokens * 3, [&](int item) {
+          const int part = item % 3, t = item / 3, heads = part ? c_.kv_heads : c_.heads, width = heads * c_.head_dim;
+          float* whole = (part ? k_ : q_).data() + int64_t(t) * width;
+          if (part < 2) rms_norm(whole, part ? layer.k_norm : layer.q_norm, c_.norm_eps, width, whole);
+          for (int h = 0; h < heads; h++) place(layer, part, h, t, positions[t], row_of[t], batch, cache);
+        });
         Attention<E>{batch, cache, c_.heads, c_.scale, int(layer.window), q_.data(), attended_.data(), partials_.data(),
-                     finished_.data()}.run(pool_);
+                     finished_.data(), layer.sinks}.run(pool_);
         if (layer.v_scale) pool_.share(tokens, [&](int t) { multiply_heads(attended_.data(), t, layer.v_scale); });
         shrink_all(places + O, attended_.data(), layer.o->k);
         project({{layer.o, x}}, attended_.data(), tokens, ADD, scratch, places + O);
         normed = normalize(x, tokens, layer.mlp_norm, layer.mlp_norm_bias, places + GATE_UP, thread);
+        if (layer.experts) {
+          mixture_.add(*layer.experts, normed, tokens, x, scratch);
+          continue;
+        }
         feed_forward(layer, normed, tokens, scratch, places + GATE_UP);
         shrink_all(places + DOWN, hidden_.data(), layer.down->k);
         project({{layer.down, x}}, hidden_.data(), tokens, ADD, scratch, places + DOWN);
@@ -207,7 +226,8 @@ class Stack {
     const int D = c_.head_dim, heads = part ? c_.kv_heads : c_.heads;
     float* head = (part == 0 ? q_ : part == 1 ? k_ : v_).data() + (int64_t(t) * heads + h) * D;
     if (part < 2) {
-      if (const float* norm = part ? layer.k_norm : layer.q_norm) rms_norm(head, norm, c_.norm_eps, D, head);
+      const float* norm = part ? layer.k_norm : layer.q_norm;
+      if (norm && !c_.qk_norm_whole) rms_norm(head, norm, c_.norm_eps, D, head);
       const int64_t at = position * c_.rotary_half;
       if (rotation_.cosine) rotate(head, rotation_.cosine + at, rotation_.sine + at, c_.rotary_half);
     }
@@ -262,6 +282,7 @@ class Stack {
   const StackConfig c_;
   const std::vector<Layer> layers_;
   Pool& pool_;
+  Mixture mixture_;
   int widest_;
   Rotation rotation_{};
   int64_t rounded_words_ = 0;  // of a token, for the products of any one place
