@@ -25,6 +25,7 @@ from benchmarks.compilers import follow
 from benchmarks.compilers import ladder as compilers
 from benchmarks.engine import (
     batching,
+    cpu_bfloat16,
     cpu_peers,
     cpu_sets,
     cpu_vs_llamacpp,
@@ -517,6 +518,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "learn-alarms": once_recorded("cpu/ladder.json", "benchmarks/checks/ladder.py", rungs.alarms_table),
     "learn-gpu": once_recorded("h200/ladder.json", "benchmarks/checks/ladder.py --device cuda", rungs.kernels_table),
     "learn-limits": once_recorded("cpu/ladder_limits.json", "benchmarks/checks/ladder_limits.py", ladder_limits.table),
+    "cpu-bfloat16": once_recorded("cpu/cpu_bfloat16.json", "benchmarks/engine/cpu_bfloat16.py", cpu_bfloat16.table),
     "cpu-peers": once_recorded("cpu/cpu_peers.json", "benchmarks/engine/cpu_peers.py", cpu_peers.table),
     "cpu-peers-shapes": once_recorded(
         "cpu/cpu_peers_shapes.json",

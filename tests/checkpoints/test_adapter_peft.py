@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from peft_models import PROMPT, make_adapter
+from peft_models import logits_of_model, make_adapter
 from tiny_checkpoints import make_model
 from tiny_llm import save_tiny_llm
 from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
@@ -16,7 +16,6 @@ from transect.checkpoints.hf_out import save_hf
 from transect.checkpoints.load import load_model, stored_weights
 from transect.checkpoints.peft_config import read_header
 from transect.checkpoints.resolve import resolve
-from transect.models.context import VarlenContext
 from transect.models.native import NativeStack
 from transect.models.staging import dense_values
 from transect.models.weights.adapted import Adapted
@@ -43,12 +42,6 @@ KINDS = {
 
 def our_logits(source, native=False, **options):
     return logits_of_model(load_model(source, dtype="float32", native=native, **options))
-
-
-def logits_of_model(model):
-    tokens = torch.tensor(PROMPT)
-    bounds = torch.tensor([0, len(PROMPT)], dtype=torch.int32)
-    return model.logits(model(tokens, torch.arange(len(PROMPT)), VarlenContext(bounds, model.ops)))
 
 
 @pytest.fixture(scope="module")
