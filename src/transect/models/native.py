@@ -1,7 +1,8 @@
 """A ``Decoder`` on the C++ CPU kernels: ``Packed`` weights, and one call for all layers.
 
-Everything is computed in float32 from the weights exactly as the file holds them; a token's hidden state does not
-depend on what else is in the batch or on how its prompt was cut into chunks, to the bit.
+Everything is computed from the weights exactly as the file holds them, in float32 or, in products, from inputs in
+bfloat16; a token's hidden state does not depend on what else is in the batch or on how its prompt was cut into chunks,
+to the bit.
 """
 
 from __future__ import annotations

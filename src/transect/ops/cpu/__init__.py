@@ -4,6 +4,7 @@ Read in this order:
 
 * ``simd.h``       one vector type for AVX-512, AVX2 and plain machines; number formats; exp
 * ``pool.h``       the team of threads, its barriers and its shared work lists
+* ``pairs.h``      pairs of bfloat16 numbers for AVX512-BF16: products, look-ups of codes, rounding
 * ``kinds.h``      how packed weights lie in memory: 4-bit, 8-bit, blocks of GGUF files, bf16, float32
 * ``packed.h``     a weight that is packed so, its products and its rows
 * ``linear.h``     y = x W^T: the loops; ``linear.cpp`` compiles them for some kinds at a time
