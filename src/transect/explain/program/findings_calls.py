@@ -50,6 +50,8 @@ RECURRENT = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
 """Operators that call others for each element of a sequence."""
 COMPILED_S = 25e-6
 """Seconds that a call of a compiled function takes beside its operators."""
+LARGE_WORK = 0.7
+"""Share of the time in operators, apart from calling them, from which their inputs count as large."""
 REACHED_ALONE = 0.3
 """Share of its floor's rate that an operator on a batch reaches at least."""
 READS = re.compile(r"\.(?:item|tolist|cpu|numpy)\(|\b(?:float|int|bool)\(")
@@ -109,7 +111,7 @@ def _value_loops(material: Material) -> tuple[float, frozenset[tuple[str, int]]]
 
 def _sync_launch(split: Split, calls: int) -> float:
     """Return the launch time of operators that only make the values of ``calls`` waits (called about as often, they
-    reduce a tensor, compare, or take an element), and of the gaps after them."""
+    reduce a tensor, compare, or take an element), and of the gaps before them."""
     made = [op for op in split.ops if calls / 2 <= op.calls <= 2 * calls and op.name in FOR_VALUES]
     if calls < MANY or not made:
         return 0.0
@@ -118,14 +120,14 @@ def _sync_launch(split: Split, calls: int) -> float:
     ends = np.maximum.accumulate(trace.ts[ops] + trace.dur[ops])
     outer = ops[trace.ts[ops] >= np.append(-np.inf, ends[:-1])]
     gaps = [gap for gap in split.gaps if gap.part == "launch"]
-    before = np.searchsorted(trace.ts[outer], [gap.begin for gap in gaps], side="left") - 1
-    after = sum(
+    following = np.searchsorted(trace.ts[outer], [gap.begin for gap in gaps], side="left")
+    before = sum(
         gap.seconds
-        for gap, index in zip(gaps, before.tolist(), strict=True)
-        if index >= 0 and trace.key_of(int(outer[index])).name in names
+        for gap, index in zip(gaps, following.tolist(), strict=True)
+        if index < len(outer) and trace.key_of(int(outer[index])).name in names
     )
     own = sum(op.launch for op in made if op.name not in SYNC)
-    return min(split.parts["launch"], own + after)
+    return min(split.parts["launch"], own + before)
 
 
 def launching(material: Material) -> Iterator[Finding]:
@@ -152,7 +154,9 @@ def launching(material: Material) -> Iterator[Finding]:
         fused *= 1.0 - _recurrent(split) * max(0.0, 1.0 - gaps / (split.parts["launch"] or 1.0))
     if not split.on_gpu and not chained:  # on a GPU a graph replaces all calls
         looped, compiled = looped_share(material)
-        seconds = looped * _batched(split, seconds)
+        computed = split.parts["floor"] + split.parts["inefficiency"] + split.parts["padding"]
+        # Where operators compute for most of the time, batches are large already, and a compiler may join calls.
+        seconds = looped * (fused if computed > LARGE_WORK * split.own else _batched(split, seconds))
         if compiled:
             yield _compiled(material, fused, compiled)
             fused *= looped
