@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from .doing import doing_of, loop_around, loop_text
+from .doing import doing_of, loop_around, loop_text, loops_around
 from .finding import MANY, Finding, Material, weighed
 from .findings_work import REACHED, shapes_of
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, floor
@@ -50,6 +50,8 @@ RECURRENT = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
 """Operators that call others for each element of a sequence."""
 COMPILED_S = 25e-6
 """Seconds that a call of a compiled function takes beside its operators."""
+MOST = 0.6
+"""Share of the calls of a loop that is mended alone, not with the loops around it."""
 LARGE_WORK = 0.7
 """Share of the time in operators, apart from calling them, from which their inputs count as large."""
 REACHED_ALONE = 0.3
@@ -221,12 +223,16 @@ def looped_share(material: Material) -> tuple[float, float]:
     """Return the share of the calls of operators that a batch, or an operator on whole tensors, can replace, and the
     share of all others that are in modules.
 
-    While a module trains, a batch replaces calls in loops inside of a step, and the same share of the backward pass.
+    Without a backward pass a batch replaces a loop and all that it calls. While a module trains, a batch replaces calls
+    in loops inside of a step, and the same share of the backward pass.
     """
     samples, steps = material.stacks, max(1, int(material.facts.get("steps") or 1))
-    if not material.facts.get("backward", True) or not samples:
+    if not samples:
         return 1.0, 0.0
     calling = [sample for sample in samples if doing_of(sample.stack).kind in ("python", "calls")]
+    if not material.facts.get("backward", True):
+        around = _around_most(calling)
+        return 1.0 - around, around
     training = training_loops(material) | _value_loops(material)[1]
 
     def name(sample: Sample) -> str:
@@ -246,6 +252,18 @@ def looped_share(material: Material) -> tuple[float, float]:
     backward = times.get("backward", 0.0)
     looped = backward * loop / (loop + once) * recorded if loop else 0.0
     return loop + looped, times.get("module", 0.0) + backward - looped
+
+
+def _around_most(calling: Sequence[Sample]) -> float:
+    """Return the share of the calls that are in loops around the one with most calls: that loop may become one batch,
+    as part of theirs."""
+    times = weighed(calling, lambda sample: "\n".join(map(str, loop_around(sample.stack))))
+    most, share = max(times.items(), key=lambda each: each[1], default=("", 0.0))
+    file, _, first = most.partition("\n")
+    if share < MOST or not file:
+        return 0.0
+    around = {f"{file}\n{begin}" for begin in loops_around(file, int(first))}
+    return sum(part for place, part in times.items() if place in around)
 
 
 def training_loops(material: Material) -> set[tuple[str, int]]:
