@@ -2,10 +2,11 @@
 
     python benchmarks/engine/invariant.py [SECTION ...] [--out FILE] [--replays 6]
 
-Sections: bits, products, layers, attention, prefill. ``bits`` counts, for every tiling, the outputs that differ from
-those of ``fixed_order.py`` and the like: all must be 0. Products run in chains of launches on weights past the L2
-cache, with every tiling and with that of the rule; the fastest become choices in FILE, which ``layers`` uses after
-``products``. Times are medians in microseconds; variants of a size alternate. A section that fails does not stop the
+Sections: bits, products, cuts, layers, attention, prefill. ``bits`` counts, for every tiling, the outputs that differ
+from those of ``fixed_order.py`` and the like: all must be 0; ``codes`` and ``spans`` are its parts of packed weights
+and of attention. Products run in chains of launches on weights past the L2 cache, with every tiling and with that of
+the rule; the fastest become choices in FILE, which ``layers`` uses after ``products``. ``cuts`` compares numbers of
+parts of K. Times are medians in microseconds; variants of a size alternate. A section that fails does not stop the
 others. Triton's kernels of attention are compiled by as many processes as there are variants first.
 """
 
@@ -152,21 +153,26 @@ def bits_of_codes() -> Iterator[tuple[str, int, int]]:
         yield f"8B qkv {kind.name}", 10, differing
 
 
-DECODES = {
-    "64 positions": {"stages": 3, "programs": 4},
-    "64 positions, 4 stages": {"stages": 4, "programs": 4},
-    "64 positions, 4 stages, span 512": {"stages": 4, "programs": 4, "span": 512},
-    "32 positions, 2 a unit": {"bn": 32, "stages": 4, "programs": 4},
-    "32 positions, 3 a unit": {"bn": 32, "stages": 3, "programs": 6, "registers": 168},
-    "32 positions, 3 a unit, span 512": {"bn": 32, "stages": 3, "programs": 6, "registers": 168, "span": 512},
-    "32 positions, 4 a unit": {"bn": 32, "stages": 2, "programs": 8, "registers": 128},
-    "32 positions, one warp": {"bn": 32, "bm": 16, "warps": 1, "programs": 14},
+NARROW = {"bm": 16, "registers": 0}
+"""Tiles of decode rows for the tensor-core instruction of single warps."""
+DECODES: dict[str, dict[str, int]] = {
+    "as shipped": {},
+    "span 512": {"span": 512},
+    "one warp, 2 stages, 14": {**NARROW, "warps": 1, "programs": 14, "stages": 2},
+    "one warp, 2 stages, 7": {**NARROW, "warps": 1, "programs": 7, "stages": 2},
+    "one warp, 3 stages, 14": {**NARROW, "warps": 1, "programs": 14, "stages": 3},
+    "one warp, 3 stages, 4": {**NARROW, "warps": 1, "programs": 4, "stages": 3},
+    "one warp, 4 stages, 4": {**NARROW, "warps": 1, "programs": 4, "stages": 4},
+    "two warps, 2 stages, 7": {**NARROW, "warps": 2, "programs": 7, "stages": 2},
+    "two warps, 3 stages, 4": {**NARROW, "warps": 2, "programs": 4, "stages": 3},
+    "two warps, 3 stages, 8": {**NARROW, "warps": 2, "programs": 8, "stages": 3},
+    "four warps, 2 stages, 7": {**NARROW, "warps": 4, "programs": 7, "stages": 2},
+    "four warps, 3 stages, 4": {**NARROW, "warps": 4, "programs": 4, "stages": 3},
 }
 """Tilings of decode rows."""
 PROMPTS = {
-    "64 rows": {"bm": 64, "warps": 4, "span": 256}, "128 rows": {"bm": 128, "warps": 8, "span": 256},
-    "128 rows, span 512": {"bm": 128, "warps": 8, "span": 512}, "128 rows, no spans": {"bm": 128, "warps": 8},
-    "128 rows, 32 positions": {"bm": 128, "warps": 8, "bn": 32, "span": 256},
+    "as shipped": {}, "64 rows": {"bm": 64, "warps": 4}, "64 rows, 4 stages": {"bm": 64, "warps": 4, "stages": 4},
+    "64 positions": {"bn": 64}, "span 512": {"span": 512}, "no spans": {"span": 0},
 }  # fmt: skip
 """Tilings of prompts."""
 CONTEXTS = ((1, 1024), (64, 1024), (256, 640), (1, 8192))
@@ -182,7 +188,7 @@ def decodes(name: str) -> dispatch.PagedTriton:
 
 
 def prompting(name: str) -> dispatch.PagedTriton:
-    return dispatch.PagedTriton(prefill.PrefillTiling(**PROMPTS[name]), spans=decode_spans.TILING)
+    return dispatch.PagedTriton(dataclasses.replace(prefill.SPAN_TILING, **PROMPTS[name]), spans=decode_spans.TILING)
 
 
 def cache_of(rows: int, context: int, kv_heads: int = 8, d: int = 128) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,7 +218,7 @@ def bits_of_attention() -> Iterator[tuple[str, int, int]]:
         found = decodes(name)(q[at], keys, values, batch, d**-0.5, None)
         yield f"attention, {name}", len(at), int((found != whole[at]).flatten(1).any(1).sum())
     whole = prompting("64 rows")(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
-    found = prompting("128 rows")(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
+    found = prompting("as shipped")(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
     yield "attention, prompts of 128 rows", 1, int((found != whole).sum())
 
 
@@ -257,6 +263,25 @@ def products(replays: int) -> Iterator[dict[str, Any]]:
         torch.cuda.empty_cache()
 
 
+def cuts(replays: int) -> Iterator[dict[str, Any]]:
+    """Yield the fastest time of narrow weights by their parts of K, over all tilings."""
+    kernels = CudaRows(), HopperRows()
+    for name in ("8B qkv", "8B o", "8B down"):
+        n, k, _ = SIZES[name]
+        weights = weights_of(n, k)
+        for m in (1, 16, 64, 128, 256):
+            x, fastest = torch.randn(m, k, **BF16), {}
+            for parts in PARTS:
+                calls = {}
+                for tiling in invariant.candidates(m, n, k, parts):
+                    run = partial(invariant.run, *kernels, x)
+                    calls[str(tiling)] = [partial(run, weight, None, tiling, parts, True) for weight in weights]
+                times = medians(calls, replays, 2)
+                best = min(times, key=lambda each: times[each], default="")
+                fastest |= {f"{parts} parts": times.get(best), f"{parts} parts by": best}
+            yield {"size": name, "rows": m, **fastest}
+
+
 MEASURED: dict[str, Choice] = {}
 """The fastest tilings, by their keys."""
 
@@ -274,7 +299,7 @@ def many(replays: int) -> Iterator[dict[str, Any]]:
             if gated:
                 calls["fixed"] = [partial(fixed_order.gated, x, weight) for weight in weights]
             else:
-                for parts in (1, 4):
+                for parts in PARTS:
                     fixed = partial(fixed_order.product, x, parts=parts)
                     calls[f"{parts} parts"] = [partial(fixed, weight) for weight in weights]
             yield {"size": name, "rows": m} | medians(calls, replays)
@@ -342,7 +367,8 @@ def layers(replays: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    timed = {"products": products, "layers": layers, "attention": attention, "prefill": many}
+    counted = {"bits": bits, "codes": bits_of_codes, "spans": bits_of_attention}
+    timed = {"products": products, "cuts": cuts, "layers": layers, "attention": attention, "prefill": many}
     parser.add_argument("sections", nargs="*", default=["bits", *timed])
     parser.add_argument("--out", type=Path, default=Path("invariant.json"))
     parser.add_argument("--replays", type=int, default=6)
@@ -366,8 +392,8 @@ def main() -> None:
             kept: list[Any] = []
             result[section] = kept
             try:
-                if section == "bits":
-                    for name, checked, differing in bits():
+                if section in counted:
+                    for name, checked, differing in counted[section]():
                         kept.append({"name": name, "checked": checked, "differing": differing})
                         print(f"{'ok  ' if not differing else 'DIFF'} {name}: {differing} of {checked}", flush=True)
                 else:

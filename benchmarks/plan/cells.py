@@ -22,7 +22,7 @@ import shutil
 import statistics
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from math import inf
@@ -55,6 +55,7 @@ SHARES = (0.3, 0.6, 0.9)
 """Loads, as shares of the load at the knee."""
 AROUND = (0.85, 0.95, 1.05, 1.15)
 """Rates at which the knee is searched, as shares of the predicted one."""
+Keep = Callable[[dict[str, Any]], None]
 SETTLE_S = 1.5
 """Seconds until the decision log has all steps of a run."""
 FIGURES = (
@@ -161,11 +162,11 @@ def figures(summary: dict[str, Any]) -> dict[str, float]:
     return {f"{name} {share}": summary[name][share] for name, share in FIGURES if share in summary[name]}
 
 
-def measure(place: Place, model: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Calibrate, measure and predict on this machine."""
+def measure(place: Place, model: str, folder: Path, options: argparse.Namespace, keep: Keep) -> None:
+    """Calibrate, measure and predict on this machine. ``keep`` gets what is there after each cell."""
     file = folder / "decisions.log"
     with kept(file, options.keep), server(model, ["--decision-log", str(file), *place.flags]) as url:
-        return asyncio.run(_Measurement(place, model, url, file, options).run())
+        asyncio.run(_Measurement(place, model, url, file, options, keep).run())
 
 
 @contextmanager
@@ -180,18 +181,48 @@ def kept(file: Path, keep: Path | None) -> Iterator[None]:
                 shutil.copyfileobj(source, target)
 
 
+async def fit(place: Place, target: Target, model: str, file: Path, options: argparse.Namespace) -> Profile:
+    """Fit a profile on one synthetic sweep of a server, whose decision log is ``file``."""
+    began = time.monotonic()
+    warm = work_of(place.mix(1.0).generate(1.0, 8, "warm"), vocab=(0, place.highest))
+    levels = sweep(place.at_once, place.context, options.sweep, highest=place.highest)
+    results = await run_levels(target, levels, warm_up=warm)
+    await asyncio.sleep(SETTLE_S)
+    log = load(file)
+    rates = rates_for(log.header)
+    known = None if rates is None else (rates.bytes_per_second, rates.flops_per_second)
+    made = profile(log, results, known, model, record.environment())
+    if options.keep is not None:
+        options.keep.mkdir(parents=True, exist_ok=True)
+        made.write(options.keep / "profile.json")
+    print(
+        f"sweep of {time.monotonic() - began:.0f} s: {made.measured}, {made.errors}, intake "
+        f"{1e3 * made.intake:.2f} ms, outlet {1e3 * made.outlet:.2f} ms",
+        flush=True,
+    )
+    return made
+
+
+async def replay(place: Place, target: Target, asked: list[Asked]) -> Result:
+    """Measure requests at their times. Their tokens are others each time."""
+    work = work_of(asked, vocab=(0, place.highest), seed=f"{time.time()}")
+    (result,) = await run_levels(target, [Level("x trace", 1.0, work)])
+    return result
+
+
 class _Measurement:
     """The sweep, the cells and the knee of one server."""
 
-    def __init__(self, place: Place, model: str, url: str, file: Path, options: argparse.Namespace) -> None:
+    def __init__(self, place: Place, model: str, url: str, file: Path, options: argparse.Namespace, keep: Keep) -> None:
+        self.keep = keep
         self.place, self.model, self.url, self.file, self.options = place, model, url, file, options
         self.until = time.monotonic() + options.limit
 
-    async def run(self) -> dict[str, Any]:
+    async def run(self) -> None:
         """Measure and predict all of it, as far as there is time."""
         place, options = self.place, self.options
         self.target = Target(self.url, await served_model(self.url))
-        self.made = await self._sweep()
+        self.made = await fit(place, self.target, self.model, self.file, options)
         self.engine = self.made.engine
         load = MixLoad(place.mix(1.0), 200)
         knee, _ = highest_rate(self.engine, load, LatencyTarget.parse(place.knee), place.start)
@@ -199,7 +230,9 @@ class _Measurement:
         print(f"knee {knee.rate:.2f} requests/s", flush=True)
         seeds = [int(each) for each in options.seeds.split(",")]
         cells = [(share, burst, seed) for seed in [seeds[0], *seeds] for burst in BURSTINESS for share in SHARES]
-        once, rows = len(BURSTINESS) * len(SHARES), []
+        once = len(BURSTINESS) * len(SHARES)
+        rows: list[dict[str, Any]] = []
+        points: list[dict[str, Any]] = []
         for number, (share, burst, seed) in enumerate(cells):
             if number == once:
                 points = await self._around(knee.rate)
@@ -210,16 +243,18 @@ class _Measurement:
             rows.append(await self._cell(asked))
             rows[-1] |= {"share": share, "burstiness": burst, "seed": seed, "repeated": seed == seeds[0]}
             _show(rows[-1])
-        if len(rows) < once:
-            points = []
-        target = LatencyTarget.parse(place.knee)
+            self.keep(self._found(knee.rate, points, rows))
+
+    def _found(self, knee: float, points: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return what has been measured."""
+        place, target = self.place, LatencyTarget.parse(self.place.knee)
         return {
             "model": self.model,
-            "requests": options.requests,
+            "requests": self.options.requests,
             "work": {"prompt": place.prompt, "output": place.output},
             "sweep": self.made.measured
             | {"step_errors": self.made.errors, "intake_s": self.made.intake, "outlet_s": self.made.outlet},
-            "knee_requests_per_second": knee.rate,
+            "knee_requests_per_second": knee,
             "knee_target": place.knee,
             "knee": {
                 "points": points,
@@ -230,36 +265,10 @@ class _Measurement:
             "cells": rows,
         }
 
-    async def _sweep(self) -> Profile:
-        place, began = self.place, time.monotonic()
-        warm = work_of(place.mix(1.0).generate(1.0, 8, "warm"), vocab=(0, place.highest))
-        levels = sweep(place.at_once, place.context, self.options.sweep, highest=place.highest)
-        results = await run_levels(self.target, levels, warm_up=warm)
-        await asyncio.sleep(SETTLE_S)
-        log = load(self.file)
-        rates = rates_for(log.header)
-        known = None if rates is None else (rates.bytes_per_second, rates.flops_per_second)
-        made = profile(log, results, known, self.model, record.environment())
-        if self.options.keep is not None:
-            self.options.keep.mkdir(parents=True, exist_ok=True)
-            made.write(self.options.keep / "profile.json")
-        print(
-            f"sweep of {time.monotonic() - began:.0f} s: {made.measured}, {made.errors}, intake "
-            f"{1e3 * made.intake:.2f} ms, outlet {1e3 * made.outlet:.2f} ms",
-            flush=True,
-        )
-        return made
-
-    async def _measured(self, asked: list[Asked]) -> Result:
-        """Measure requests at their times. Their tokens are others each time."""
-        work = work_of(asked, vocab=(0, self.place.highest), seed=f"{time.time()}")
-        (result,) = await run_levels(self.target, [Level("x trace", 1.0, work)])
-        return result
-
     async def _cell(self, asked: list[Asked]) -> dict[str, Any]:
         """Measure requests at their times, and predict them."""
         before = os.getloadavg()[0]
-        result = await self._measured(asked)
+        result = await replay(self.place, self.target, asked)
         plain = Fleet(self.engine).run(asked)
         found = {
             "machine_load": [before, os.getloadavg()[0]],
@@ -292,7 +301,7 @@ class _Measurement:
             if time.monotonic() > self.until:
                 break
             asked = stream.at(share * knee)
-            result, run = await self._measured(asked), Fleet(self.engine).run(asked)
+            result, run = await replay(self.place, self.target, asked), Fleet(self.engine).run(asked)
             later = Run(result.records[int(WARM * len(asked)) :], result.summary["seconds"], 0.0)
             points.append({
                 "rate": share * knee, "measured": _latencies(summarize(later)),
