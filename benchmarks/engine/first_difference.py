@@ -1,12 +1,12 @@
 """The first operator of a deterministic engine whose bits depend on the batch, on one GPU.
 
-    python benchmarks/engine/first_difference.py engine [--weights fp8] [--cache fp8] [--graphs]
+    python benchmarks/engine/first_difference.py engine [--weights fp8] [--cache fp8] [--way graphs]
     python benchmarks/engine/first_difference.py products
     python benchmarks/engine/first_difference.py attention
 
 ``engine`` runs prompts alone and in one batch and compares the results of every operator of every layer, and the bytes
-of the cache, token by token. It prints the first that differs for each prompt; with ``--graphs``, where operators
-cannot be read, only the answers. ``products`` compares every kind of weight for 1 to 300 rows, ``attention`` the
+of the cache, token by token. It prints the first that differs for each prompt. Copies of results keep kernels from
+overlapping, so other ways to run compare only the answers: if these alone differ, a kernel reads too early. ``products`` compares every kind of weight for 1 to 300 rows, ``attention`` the
 rotation, the write to the cache and attention for prompts of 1 to 300 tokens and for rows that decode. Each takes 20 to
 60 s. All lines should begin with "ok".
 """
@@ -27,6 +27,7 @@ from torch import Tensor
 import _paths  # noqa: F401
 from transect import LLM, SamplingParams
 from transect.engine.executors.gpu import setup
+from transect.engine.executors.gpu.options import GPUOptions
 from transect.models.fused_stack import FusedStack
 from transect.models.weights.int4_serving import Int4Products, served_codes
 from transect.models.weights.scaled8 import Products8
@@ -42,6 +43,12 @@ MODEL, HEADS, KV_HEADS, SIZE = "qwen3-0.6b", 16, 8, 128
 SHAPES = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
 CACHES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 Answer = tuple[list[int], Any]
+WAYS = {
+    "recorded": "record operators, whose launches then follow one another",
+    "eager": "compare answers alone",
+    "graphs": "the same, with CUDA graphs",
+    "apart": "the same, without dependent launch",
+}
 
 
 # ------------------------------------------------------------------------------------------------------------- engine
@@ -131,16 +138,16 @@ def prompts(lengths: Sequence[int]) -> list[list[int]]:
     return [random.Random(length).choices(range(100, 50_000), k=length) for length in lengths]
 
 
-def engine(weights: str | None, cache: str, graphs: bool) -> None:
+def engine(weights: str | None, cache: str, way: str) -> None:
     setup.check_cache = lambda *_: None  # type: ignore[assignment]
     llm = LLM(
         MODEL, enable_prefix_caching=False, max_num_seqs=64, load_format="dummy", device="cuda", deterministic=True,
         seed=0, max_model_len=1024, quantization=weights, kv_cache_dtype=cache, kv_cache_tokens=16384,
-        cuda_graphs="on" if graphs else "off",
+        cuda_graphs="on" if way == "graphs" else "off", gpu=GPUOptions(dependent_launch=way != "apart"),
     )  # fmt: skip
     params = SamplingParams(max_tokens=DRAWS, seed=1, temperature=0.8, logprobs=3, ignore_eos=True)
     stack = next(each for each in gc.get_objects() if isinstance(each, FusedStack))
-    recorder = None if graphs else Recorder(stack)
+    recorder = Recorder(stack) if way == "recorded" else None
 
     def run(given: Sequence[list[int]]) -> tuple[list[Answer], dict[tuple[int, int], Any]]:
         if recorder is not None:
@@ -149,7 +156,7 @@ def engine(weights: str | None, cache: str, graphs: bool) -> None:
         answers = [(list(each.outputs[0].token_ids), each.outputs[0].logprobs) for each in outputs]
         return answers, {} if recorder is None else recorder.taken()
 
-    label = f"weights {weights or 'bf16'}, cache {cache}, graphs {'on' if graphs else 'off'}"
+    label = f"weights {weights or 'bf16'}, cache {cache}, {way}"
     alone: list[Answer] = []
     stages: dict[tuple[int, int], Any] = {}
     for prompt in prompts(LENGTHS):
@@ -344,10 +351,10 @@ def main() -> None:
     parser.add_argument("part", choices=("engine", "products", "attention"))
     parser.add_argument("--weights", help="quantization of the engine's weights")
     parser.add_argument("--cache", default="auto", help="data type of the engine's KV cache")
-    parser.add_argument("--graphs", action="store_true", help="with CUDA graphs")
+    parser.add_argument("--way", choices=WAYS, default="recorded", help="; ".join(map(": ".join, WAYS.items())))
     options = parser.parse_args()
     if options.part == "engine":
-        engine(options.weights, options.cache, options.graphs)
+        engine(options.weights, options.cache, options.way)
         return
     with torch.inference_mode():
         torch.manual_seed(0)
