@@ -184,11 +184,11 @@ CHUNKS = ((16, 0, 512), (4, 0, 2048))
 def decodes(name: str) -> dispatch.PagedTriton:
     own = dataclasses.replace(decode_spans.TILING, **DECODES[name])
     chunks = dataclasses.replace(prefill.SPAN_TILING, bn=own.bn, span=own.span)
-    return dispatch.PagedTriton(chunks, spans=own)
+    return dispatch.PagedTriton(chunks, in_spans=True, spans=own)
 
 
 def prompting(name: str) -> dispatch.PagedTriton:
-    return dispatch.PagedTriton(dataclasses.replace(prefill.SPAN_TILING, **PROMPTS[name]), spans=decode_spans.TILING)
+    return dispatch.PagedTriton(dataclasses.replace(prefill.SPAN_TILING, **PROMPTS[name]), in_spans=True)
 
 
 def cache_of(rows: int, context: int, kv_heads: int = 8, d: int = 128) -> tuple[Tensor, Tensor, Tensor]:
