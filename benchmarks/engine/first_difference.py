@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 import _paths  # noqa: F401
-from transect import LLM, SamplingParams
 from transect.engine.executors.gpu import setup
 from transect.engine.executors.gpu.options import GPUOptions
 from transect.models.fused_stack import FusedStack
@@ -140,6 +139,8 @@ def prompts(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def engine(weights: str | None, cache: str, way: str) -> None:
+    from transect import LLM, SamplingParams  # needs packages that the other parts do not
+
     setup.check_cache = lambda *_: None  # type: ignore[assignment]
     llm = LLM(
         MODEL, enable_prefix_caching=False, max_num_seqs=64, load_format="dummy", device="cuda", deterministic=True,
