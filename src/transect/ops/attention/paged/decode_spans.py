@@ -185,9 +185,10 @@ class SpansTiling:
 
 
 TILING = SpansTiling()
-NARROW = replace(TILING, bm=16, warps=1, stages=2, programs=7, registers=0)
-"""The tiling for rows that keep all multiprocessors busy: more programs, with the products of single warps, which round
-as those of warpgroups do."""
+NARROW = replace(TILING, bm=16, warps=2, programs=8, registers=0)
+"""The tiling for rows that keep all multiprocessors busy: programs of two warps, whose products (mma.sync) round as
+those of warpgroups do. On an H200 256 rows of 640 positions take 191 us instead of 217, one row of 1024 12.3 instead of
+8.1."""
 BUSY = 2
 """From this number of (row, key head) pairs for each multiprocessor on, ``NARROW`` is taken."""
 
