@@ -180,6 +180,35 @@ def kept(file: Path, keep: Path | None) -> Iterator[None]:
                 shutil.copyfileobj(source, target)
 
 
+async def fit(place: Place, target: Target, model: str, file: Path, options: argparse.Namespace) -> Profile:
+    """Fit a profile on one synthetic sweep of a server, whose decision log is ``file``."""
+    began = time.monotonic()
+    warm = work_of(place.mix(1.0).generate(1.0, 8, "warm"), vocab=(0, place.highest))
+    levels = sweep(place.at_once, place.context, options.sweep, highest=place.highest)
+    results = await run_levels(target, levels, warm_up=warm)
+    await asyncio.sleep(SETTLE_S)
+    log = load(file)
+    rates = rates_for(log.header)
+    known = None if rates is None else (rates.bytes_per_second, rates.flops_per_second)
+    made = profile(log, results, known, model, record.environment())
+    if options.keep is not None:
+        options.keep.mkdir(parents=True, exist_ok=True)
+        made.write(options.keep / "profile.json")
+    print(
+        f"sweep of {time.monotonic() - began:.0f} s: {made.measured}, {made.errors}, intake "
+        f"{1e3 * made.intake:.2f} ms, outlet {1e3 * made.outlet:.2f} ms",
+        flush=True,
+    )
+    return made
+
+
+async def replay(place: Place, target: Target, asked: list[Asked]) -> Result:
+    """Measure requests at their times. Their tokens are others each time."""
+    work = work_of(asked, vocab=(0, place.highest), seed=f"{time.time()}")
+    (result,) = await run_levels(target, [Level("x trace", 1.0, work)])
+    return result
+
+
 class _Measurement:
     """The sweep, the cells and the knee of one server."""
 
@@ -191,7 +220,7 @@ class _Measurement:
         """Measure and predict all of it, as far as there is time."""
         place, options = self.place, self.options
         self.target = Target(self.url, await served_model(self.url))
-        self.made = await self._sweep()
+        self.made = await fit(place, self.target, self.model, self.file, options)
         self.engine = self.made.engine
         load = MixLoad(place.mix(1.0), 200)
         knee, _ = highest_rate(self.engine, load, LatencyTarget.parse(place.knee), place.start)
@@ -230,36 +259,10 @@ class _Measurement:
             "cells": rows,
         }
 
-    async def _sweep(self) -> Profile:
-        place, began = self.place, time.monotonic()
-        warm = work_of(place.mix(1.0).generate(1.0, 8, "warm"), vocab=(0, place.highest))
-        levels = sweep(place.at_once, place.context, self.options.sweep, highest=place.highest)
-        results = await run_levels(self.target, levels, warm_up=warm)
-        await asyncio.sleep(SETTLE_S)
-        log = load(self.file)
-        rates = rates_for(log.header)
-        known = None if rates is None else (rates.bytes_per_second, rates.flops_per_second)
-        made = profile(log, results, known, self.model, record.environment())
-        if self.options.keep is not None:
-            self.options.keep.mkdir(parents=True, exist_ok=True)
-            made.write(self.options.keep / "profile.json")
-        print(
-            f"sweep of {time.monotonic() - began:.0f} s: {made.measured}, {made.errors}, intake "
-            f"{1e3 * made.intake:.2f} ms, outlet {1e3 * made.outlet:.2f} ms",
-            flush=True,
-        )
-        return made
-
-    async def _measured(self, asked: list[Asked]) -> Result:
-        """Measure requests at their times. Their tokens are others each time."""
-        work = work_of(asked, vocab=(0, self.place.highest), seed=f"{time.time()}")
-        (result,) = await run_levels(self.target, [Level("x trace", 1.0, work)])
-        return result
-
     async def _cell(self, asked: list[Asked]) -> dict[str, Any]:
         """Measure requests at their times, and predict them."""
         before = os.getloadavg()[0]
-        result = await self._measured(asked)
+        result = await replay(self.place, self.target, asked)
         plain = Fleet(self.engine).run(asked)
         found = {
             "machine_load": [before, os.getloadavg()[0]],
@@ -292,7 +295,7 @@ class _Measurement:
             if time.monotonic() > self.until:
                 break
             asked = stream.at(share * knee)
-            result, run = await self._measured(asked), Fleet(self.engine).run(asked)
+            result, run = await replay(self.place, self.target, asked), Fleet(self.engine).run(asked)
             later = Run(result.records[int(WARM * len(asked)) :], result.summary["seconds"], 0.0)
             points.append({
                 "rate": share * knee, "measured": _latencies(summarize(later)),

@@ -1,0 +1,163 @@
+"""Three replicas on a CPU, one of which is killed in the middle of a load: the predicted effects beside the real ones.
+
+    python benchmarks/plan/replicas.py [--threads 2] [--rounds 3] [--load 0.75] [--out FILE]
+
+A profile is fitted on one synthetic sweep of a server with one engine. In a calm server with three, an engine is killed
+twice, to learn the seconds until another one takes its place. Then each round draws a load of its own, simulates it
+with and without the kill (``transect/plan/drills.py``), and runs it with and without. Two replicas cannot serve the
+load, so a queue grows while one is missing. Each replica needs ``--threads`` cores of its own, and the load two.
+About 70 s and 70 s a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import signal
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+import _paths  # noqa: F401
+from benchmarks import record
+from benchmarks.plan.cells import CPU, fit, kept, replay
+from transect.bench.target import Target, served_model
+from transect.bench.traces.asked import Asked
+from transect.cli.plan_calibrate import server
+from transect.plan.capacity import MixLoad, highest_rate
+from transect.plan.drills import WATCH_S, Effect, FleetTimes, percentile, predict
+from transect.plan.fleet import EngineModel
+from transect.plan.target import LatencyTarget
+
+REPLICAS, SECONDS, AT = 3, 24.0, 6.0
+NOTICED_S = 0.03
+"""From the end of an engine's process until the server knows."""
+LOOK_S = 0.02
+PLACE = dataclasses.replace(CPU, output="uniform:60-140")
+OUT = record.RESULTS / "cpu" / "plan_replicas.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """A server with three engines."""
+
+    url: str
+
+    async def pids(self, client: httpx.AsyncClient) -> list[int]:
+        """List the processes of the engines that live."""
+        return list((await client.get(f"{self.url}/health")).json()["engine_pids"])
+
+    async def kill(self) -> float:
+        """Kill an engine, and return the seconds until there are as many as before."""
+        async with httpx.AsyncClient(timeout=30) as client:
+            dead = (await self.pids(client))[0]
+            began = time.perf_counter()
+            os.kill(dead, signal.SIGKILL)
+            while len(living := set(await self.pids(client)) - {dead}) < REPLICAS:
+                assert living, "all engines have ended"
+                await asyncio.sleep(LOOK_S)
+            return time.perf_counter() - began
+
+    async def run(self, target: Target, asked: list[Asked], kill: bool) -> tuple[float, int, float, float]:
+        """Run a load. Returns the 99th percentile of the requests' times, the number of requests without an answer, the
+        replica-seconds lost, and the moment of the kill, in seconds from the start of the load."""
+        at = 0.0
+
+        async def disturb() -> float:
+            nonlocal at
+            if not kill:
+                return 0.0
+            await asyncio.sleep(AT)
+            at = time.perf_counter()
+            return await self.kill()
+
+        result, lost = await asyncio.gather(replay(PLACE, target, asked), disturb())
+        times = [each.latency for each in result.records if each.error is None]
+        return percentile(times), len(asked) - len(times), lost, at - result.began
+
+
+async def fit_one(options: argparse.Namespace, flags: list[str], folder: Path) -> EngineModel:
+    """Fit the profile of one engine."""
+    file = folder / "decisions.log"
+    with kept(file, options.keep), server(options.model, [*flags, "--decision-log", str(file)]) as url:
+        return (await fit(PLACE, Target(url, await served_model(url)), options.model, file, options)).engine
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Predict and measure all rounds."""
+    flags = [*PLACE.flags, "--threads", str(options.threads)]
+    engine = await fit_one(options, flags, folder)
+    knee, _ = highest_rate(engine, MixLoad(PLACE.mix(1.0), 200), LatencyTarget.parse(PLACE.knee), PLACE.start)
+    assert knee is not None, "the target is missed at any rate"
+    rate = options.load * REPLICAS * knee.rate
+    rows: list[dict[str, Any]] = []
+    with server(options.model, [*flags, "--data-parallel-size", str(REPLICAS)]) as url:
+        fleet, target = Replicas(url), Target(url, await served_model(url))
+        await replay(PLACE, target, PLACE.mix(1.0).generate(rate, 40, "warm"))
+        back = statistics.mean([await fleet.kill() for _ in range(2)])
+        times = FleetTimes(noticed=NOTICED_S, engine=max(0.0, back - NOTICED_S - WATCH_S / 2))
+        print(f"knee of one engine {knee.rate:.1f}, load {rate:.1f} requests/s, {back:.2f} s to start", flush=True)
+        for seed in range(options.rounds):
+            asked = PLACE.mix(1.0).generate(rate, int(rate * SECONDS), seed)
+            calm, refused, _, _ = await fleet.run(target, asked, kill=False)
+            p99, dropped, lost, at = await fleet.run(target, asked, kill=True)
+            guess = predict(engine, REPLICAS, asked, times, at, ["kill"])["kill"]
+            real = Effect(p99, p99 - calm, lost, dropped)
+            rows.append({
+                "seed": seed, "predicted": dataclasses.asdict(guess), "measured": dataclasses.asdict(real),
+                "calm_p99_s": calm, "calm_dropped": refused, "at_s": at,
+            })  # fmt: skip
+            print(f"seed {seed}: {guess}, measured {real}", flush=True)
+    return {
+        "model": options.model, "threads": options.threads, "replicas": REPLICAS, "seconds": SECONDS,
+        "work": {"prompt": PLACE.prompt, "output": PLACE.output}, "knee_requests_per_second": knee.rate,
+        "requests_per_second": rate, "back_s": back, "rounds": rows,
+    }  # fmt: skip
+
+
+def table(result: dict[str, Any]) -> str:
+    """Format the medians of predicted and measured effects."""
+    lines = ["| | predicted | measured | measured / predicted |", "|---|---|---|---|"]
+    for name, title in (("added_p99", "added to p99 of whole requests, s"), ("lost", "replica-seconds lost")):
+        guess, real = (statistics.median(row[kind][name] for row in result["rounds"])
+                       for kind in ("predicted", "measured"))  # fmt: skip
+        ratios = [row["measured"][name] / row["predicted"][name] for row in result["rounds"]]
+        lines.append(
+            f"| {title} | {guess:.2f} | {real:.2f} | {statistics.median(ratios):.2f} ({min(ratios):.2f} to "
+            f"{max(ratios):.2f}) |"
+        )
+    dropped, machine = sum(row["measured"]["dropped"] for row in result["rounds"]), result["environment"]
+    lines.append(
+        f"\n{result['model']}, {result['replicas']} replicas of {result['threads']} threads, "
+        f"{result['requests_per_second']:.1f} requests/s; {dropped} requests dropped; medians of "
+        f"{len(result['rounds'])} rounds. `{result['command']}`, {machine['processor']}, {record.made_at([machine])}.\n"
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--threads", type=int, default=2, help="of each replica")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--load", type=float, default=0.75, help="share of what the replicas can serve")
+    parser.add_argument("--sweep", type=int, default=4, help="requests for each place of a level of the sweep")
+    parser.add_argument("--keep", type=Path, help="folder for the profile and the decision log")
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        result = asyncio.run(measure(options, Path(name)))
+    result = {"command": record.command("benchmarks/plan/replicas.py")} | result | {"environment": record.environment()}
+    record.write(options.out, result)
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
