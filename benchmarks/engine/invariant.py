@@ -158,15 +158,16 @@ NARROW = {"bm": 16, "registers": 0}
 DECODES: dict[str, dict[str, int]] = {
     "few rows": {},
     "many rows": {**NARROW, "warps": 2, "programs": 8},
-    "one warp": {**NARROW, "warps": 1, "programs": 14},
-    "two warps, 12": {**NARROW, "warps": 2, "programs": 12},
-    "two warps, 4 stages": {**NARROW, "warps": 2, "programs": 6, "stages": 4},
+    "two warps, 168 registers": {**NARROW, "warps": 2, "programs": 6, "registers": 168},
+    "two warps, 128 registers": {**NARROW, "warps": 2, "programs": 8, "registers": 128},
+    "two warps, 128 registers, 2 stages": {**NARROW, "warps": 2, "programs": 8, "registers": 128, "stages": 2},
+    "one warp, 168 registers": {**NARROW, "warps": 1, "programs": 12, "registers": 168, "stages": 2},
     "many rows, span 512": {**NARROW, "warps": 2, "programs": 8, "span": 512},
 }
 """Tilings of decode rows."""
 PROMPTS = {"128 rows": {}, "64 rows": {"bm": 64, "warps": 4}, "span 512": {"span": 512}, "no spans": {"span": 0}}
 """Tilings of prompts."""
-CONTEXTS = ((1, 1024), (16, 1024), (32, 1024), (64, 1024), (256, 640), (1, 8192))
+CONTEXTS = ((1, 1024), (16, 1024), (32, 1024), (64, 1024), (256, 640))
 """Decode rows, and positions of each."""
 CHUNKS = ((16, 0, 512), (4, 0, 2048))
 """Prompts, first and last position of each."""
