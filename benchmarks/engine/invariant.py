@@ -157,12 +157,11 @@ NARROW = {"bm": 16, "registers": 0}
 """Tiles of decode rows for the tensor-core instruction of single warps."""
 DECODES: dict[str, dict[str, int]] = {
     "few rows": {},
-    "many rows": {**NARROW, "warps": 2, "programs": 8},
-    "two warps, 168 registers": {**NARROW, "warps": 2, "programs": 6, "registers": 168},
-    "two warps, 128 registers": {**NARROW, "warps": 2, "programs": 8, "registers": 128},
-    "two warps, 128 registers, 2 stages": {**NARROW, "warps": 2, "programs": 8, "registers": 128, "stages": 2},
-    "one warp, 168 registers": {**NARROW, "warps": 1, "programs": 12, "registers": 168, "stages": 2},
-    "many rows, span 512": {**NARROW, "warps": 2, "programs": 8, "span": 512},
+    "many rows": {**NARROW, "warps": 1, "programs": 14},
+    "one warp, 10 programs": {**NARROW, "warps": 1, "programs": 10},
+    "one warp, 168 registers": {**NARROW, "warps": 1, "programs": 12, "registers": 168},
+    "one warp, 168 registers, 2 stages": {**NARROW, "warps": 1, "programs": 12, "registers": 168, "stages": 2},
+    "span 512": {"span": 512},
 }
 """Tilings of decode rows."""
 PROMPTS = {"128 rows": {}, "64 rows": {"bm": 64, "warps": 4}, "span 512": {"span": 512}, "no spans": {"span": 0}}
