@@ -200,7 +200,7 @@ def bits_of_attention() -> Iterator[tuple[str, int, int]]:
     context, d = 1500, 128
     keys, values, tables = cache_of(1, context)
     q = torch.randn(context, 32, d, **BF16)
-    at = [0, 15, 63, 64, 255, 256, 257, 700, 1023, 1024, 1499]
+    at = sorted({0, 15, 63, 64, 255, 256, 257, 700, 1023, 1024, 1499} | set(range(1, context, 3)))
     lengths = torch.tensor(at, device="cuda", dtype=torch.int32) + 1
     starts = torch.arange(len(at) + 1, device="cuda", dtype=torch.int32)
     batch = PagedBatch(tables.expand(len(at), -1).contiguous(), starts, lengths, 16)
