@@ -6,9 +6,10 @@
 
 ``engine`` runs prompts alone and in one batch and compares the results of every operator of every layer, and the bytes
 of the cache, token by token. It prints the first that differs for each prompt. Copies of results keep kernels from
-overlapping, so other ways to run compare only the answers: if these alone differ, a kernel reads too early. ``products`` compares every kind of weight for 1 to 300 rows, ``attention`` the
-rotation, the write to the cache and attention for prompts of 1 to 300 tokens and for rows that decode. Each takes 20 to
-60 s. All lines should begin with "ok".
+overlapping, so other ways to run compare only the answers: if these alone differ, a kernel reads too early.
+``products`` compares every kind of weight for 1 to 300 rows, ``attention`` the rotation, the write to the cache and
+attention for prompts of 1 to 300 tokens and for rows that decode. Each takes 20 to 60 s. All lines should begin with
+"ok".
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import torch
 from torch import Tensor
 
 import _paths  # noqa: F401
-from transect import LLM, SamplingParams
 from transect.engine.executors.gpu import setup
 from transect.engine.executors.gpu.options import GPUOptions
 from transect.models.fused_stack import FusedStack
@@ -139,6 +139,8 @@ def prompts(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def engine(weights: str | None, cache: str, way: str) -> None:
+    from transect import LLM, SamplingParams  # needs packages that the other parts do not
+
     setup.check_cache = lambda *_: None  # type: ignore[assignment]
     llm = LLM(
         MODEL, enable_prefix_caching=False, max_num_seqs=64, load_format="dummy", device="cuda", deterministic=True,
