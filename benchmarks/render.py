@@ -25,6 +25,7 @@ from benchmarks.compilers import follow
 from benchmarks.compilers import ladder as compilers
 from benchmarks.engine import (
     batching,
+    cpu_bfloat16,
     cpu_peers,
     cpu_sets,
     cpu_vs_llamacpp,
@@ -262,7 +263,8 @@ def all_number_formats() -> str:
 
 
 def model_families() -> str:
-    """Render every record of a model family, and the stacks that its tiny model could run on with heads of 64."""
+    """Render every record of a model family, and the stacks that its tiny model could run on with heads and experts
+    of 64."""
     from dataclasses import replace
 
     from transect.models import fused_stack, native
@@ -272,7 +274,9 @@ def model_families() -> str:
 
     rows = ["| `model_type` | models | on a CPU | on a GPU | special features | GGUF |", "|---|---|---|---|---|---|"]
     for name, family in families().items():
-        config = replace(from_hf(TINY | {"model_type": name, **family.tiny}), head_dim=64)
+        config = from_hf(TINY | {"model_type": name, **family.tiny})
+        moe = config.moe and replace(config.moe, expert_dim=64, shared_dim=64 * bool(config.moe.shared_dim))
+        config = replace(config, head_dim=64, moe=moe)
         refusals = native.refusal(config, 16), fused_stack.refusal(config)
         runs = " | ".join("kernels" if refusal is None else "layers" for refusal in refusals)
         rows.append(f"| `{name}` | {family.models} | {runs} | {', '.join(config.beyond_stacks)} | `{family.gguf}` |")
@@ -514,6 +518,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "learn-alarms": once_recorded("cpu/ladder.json", "benchmarks/checks/ladder.py", rungs.alarms_table),
     "learn-gpu": once_recorded("h200/ladder.json", "benchmarks/checks/ladder.py --device cuda", rungs.kernels_table),
     "learn-limits": once_recorded("cpu/ladder_limits.json", "benchmarks/checks/ladder_limits.py", ladder_limits.table),
+    "cpu-bfloat16": once_recorded("cpu/cpu_bfloat16.json", "benchmarks/engine/cpu_bfloat16.py", cpu_bfloat16.table),
     "cpu-peers": once_recorded("cpu/cpu_peers.json", "benchmarks/engine/cpu_peers.py", cpu_peers.table),
     "cpu-peers-shapes": once_recorded(
         "cpu/cpu_peers_shapes.json",

@@ -16,6 +16,7 @@ import effort
 import pytest
 import quick_interpreter
 import unwritten_memory
+from changed_package import ChangedPackages
 from hypothesis import HealthCheck, settings
 from remembered import Remembered
 
@@ -42,6 +43,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Without a GPU, Triton kernels run in the interpreter; it must be chosen before Triton is first imported.
 if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Imports and the collection of tests make a million objects that stay: no search for garbage until they are there.
+gc.disable()
 
 left_out = pytest.StashKey[int]()
 MANY = 1000
@@ -102,11 +106,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the test files have imported stays; else every search for garbage goes through it, for half a second."""
+    """Search for garbage from now on, but never in what the test files have imported, which takes half a second."""
     if not effort.proving():
         quick_interpreter.install()
+    gc.enable()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 5, 5)  # Triton's interpreter makes thousands of objects a millisecond
 
 
 @pytest.hookimpl(trylast=True)
@@ -158,6 +164,24 @@ def short_path() -> Iterator[Path]:
     """A folder for sockets, whose paths have 107 bytes at most; ``tmp_path`` may have as many."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def two_ranks():
+    """This process and another one, on the CPU, which takes seconds to start; one engine at a time runs on them."""
+    from two_ranks import started
+
+    ranks = started("cpu")
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def changed_packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChangedPackages]:
+    """Copies of the package with the changes that guides show, by the guide's page."""
+    packages = ChangedPackages(tmp_path_factory.mktemp)
+    yield packages
+    packages.close()
 
 
 @pytest.fixture(scope="session")

@@ -269,7 +269,9 @@ def chat(tree: Path, folder: Path) -> dict[str, int]:
                 break
         if not url:
             raise RuntimeError("".join(said))
-        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "stream": True}
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as reply:
+            model = json.load(reply)["data"][0]["id"]
+        body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "stream": True}
         ask(url, body)  # what is done once is done
         (noted / "begin").touch()
         time.sleep(2.0)  # for every process to see it, also on a busy machine
@@ -285,10 +287,8 @@ def chat(tree: Path, folder: Path) -> dict[str, int]:
 
 def ask(url: str, body: dict[str, Any]) -> None:
     """Send a chat request and read the whole answer."""
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as reply:
-        model = json.load(reply)["data"][0]["id"]
     request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body | {"model": model}).encode(), {"Content-Type": "application/json"}
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=120) as reply:
         reply.read()

@@ -44,7 +44,7 @@ ENGINES = {
     "onnxruntime_genai": "ONNX Runtime GenAI",
 }
 SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
-    "transect": ({}, {"kv_cache_dtype": "fp8"}),
+    "transect": ({}, {"kv_cache_dtype": "fp8"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
     "llamacpp": (
         {"flash_attn_type": 0, "kv_unified": False},
         {"flash_attn_type": 1, "kv_unified": False},
@@ -62,10 +62,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "onnxruntime_genai": ({},),
 }
-"""Settings to try. ``kv_cache_dtype``: K and V of 8 bits. ``repack_tensors``: rows of weights are interleaved when the
-file is read. With ``flash_attn`` ik_llama.cpp ends at an assertion (``S > 0``) when several sequences are short, such
-as two of 16 tokens; the next setting is tried then. OpenVINO's first one computes in bfloat16 where the processor can,
-with K and V of 8 bits."""
+"""Settings to try. ``kv_cache_dtype``: K and V of 8 bits. ``dtype``: inputs of products in bfloat16.
+``repack_tensors``: rows of weights are interleaved when the file is read. With ``flash_attn`` ik_llama.cpp ends at an
+assertion (``S > 0``) when several sequences are short, such as two of 16 tokens; the next setting is tried then.
+OpenVINO's first one computes in bfloat16 where the processor can, with K and V of 8 bits."""
 
 
 def measure(engine: str, path: Path, settings: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import shutil
 import statistics
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from math import inf
@@ -55,6 +55,7 @@ SHARES = (0.3, 0.6, 0.9)
 """Loads, as shares of the load at the knee."""
 AROUND = (0.85, 0.95, 1.05, 1.15)
 """Rates at which the knee is searched, as shares of the predicted one."""
+Keep = Callable[[dict[str, Any]], None]
 SETTLE_S = 1.5
 """Seconds until the decision log has all steps of a run."""
 FIGURES = (
@@ -161,11 +162,11 @@ def figures(summary: dict[str, Any]) -> dict[str, float]:
     return {f"{name} {share}": summary[name][share] for name, share in FIGURES if share in summary[name]}
 
 
-def measure(place: Place, model: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Calibrate, measure and predict on this machine."""
+def measure(place: Place, model: str, folder: Path, options: argparse.Namespace, keep: Keep) -> None:
+    """Calibrate, measure and predict on this machine. ``keep`` gets what is there after each cell."""
     file = folder / "decisions.log"
     with kept(file, options.keep), server(model, ["--decision-log", str(file), *place.flags]) as url:
-        return asyncio.run(_Measurement(place, model, url, file, options).run())
+        asyncio.run(_Measurement(place, model, url, file, options, keep).run())
 
 
 @contextmanager
@@ -212,11 +213,12 @@ async def replay(place: Place, target: Target, asked: list[Asked]) -> Result:
 class _Measurement:
     """The sweep, the cells and the knee of one server."""
 
-    def __init__(self, place: Place, model: str, url: str, file: Path, options: argparse.Namespace) -> None:
+    def __init__(self, place: Place, model: str, url: str, file: Path, options: argparse.Namespace, keep: Keep) -> None:
+        self.keep = keep
         self.place, self.model, self.url, self.file, self.options = place, model, url, file, options
         self.until = time.monotonic() + options.limit
 
-    async def run(self) -> dict[str, Any]:
+    async def run(self) -> None:
         """Measure and predict all of it, as far as there is time."""
         place, options = self.place, self.options
         self.target = Target(self.url, await served_model(self.url))
@@ -228,7 +230,9 @@ class _Measurement:
         print(f"knee {knee.rate:.2f} requests/s", flush=True)
         seeds = [int(each) for each in options.seeds.split(",")]
         cells = [(share, burst, seed) for seed in [seeds[0], *seeds] for burst in BURSTINESS for share in SHARES]
-        once, rows = len(BURSTINESS) * len(SHARES), []
+        once = len(BURSTINESS) * len(SHARES)
+        rows: list[dict[str, Any]] = []
+        points: list[dict[str, Any]] = []
         for number, (share, burst, seed) in enumerate(cells):
             if number == once:
                 points = await self._around(knee.rate)
@@ -239,16 +243,18 @@ class _Measurement:
             rows.append(await self._cell(asked))
             rows[-1] |= {"share": share, "burstiness": burst, "seed": seed, "repeated": seed == seeds[0]}
             _show(rows[-1])
-        if len(rows) < once:
-            points = []
-        target = LatencyTarget.parse(place.knee)
+            self.keep(self._found(knee.rate, points, rows))
+
+    def _found(self, knee: float, points: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return what has been measured."""
+        place, target = self.place, LatencyTarget.parse(self.place.knee)
         return {
             "model": self.model,
-            "requests": options.requests,
+            "requests": self.options.requests,
             "work": {"prompt": place.prompt, "output": place.output},
             "sweep": self.made.measured
             | {"step_errors": self.made.errors, "intake_s": self.made.intake, "outlet_s": self.made.outlet},
-            "knee_requests_per_second": knee.rate,
+            "knee_requests_per_second": knee,
             "knee_target": place.knee,
             "knee": {
                 "points": points,

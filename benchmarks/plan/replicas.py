@@ -2,11 +2,11 @@
 
     python benchmarks/plan/replicas.py [--threads 2] [--rounds 3] [--load 0.75] [--out FILE]
 
-A profile is fitted on one synthetic sweep of a server with one engine. In a calm server with three, an engine is killed
-twice, to learn the seconds until another one takes its place. Then each round draws a load of its own, simulates it
-with and without the kill (``transect/plan/drills.py``), and runs it with and without. Two replicas cannot serve the
-load, so a queue grows while one is missing. Each replica needs ``--threads`` cores of its own, and the load two.
-About 70 s and 70 s a round.
+A profile is fitted on one synthetic sweep of a server with one engine. In a server with three, a calm load shows how
+much slower steps are beside each other, and an engine is killed twice, to learn the seconds until another one takes its
+place. Then each round draws a load of its own, simulates it with and without the kill (``transect/plan/drills.py``),
+and runs it with and without. Two replicas cannot serve the load, so a queue grows while one is missing. Each replica
+needs ``--threads`` cores of its own, and the load two. About 80 s and 70 s a round.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import signal
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,19 @@ import httpx
 
 import _paths  # noqa: F401
 from benchmarks import record
-from benchmarks.plan.cells import CPU, fit, kept, replay
+from benchmarks.plan.cells import CPU, SETTLE_S, fit, kept, replay
 from transect.bench.target import Target, served_model
 from transect.bench.traces.asked import Asked
 from transect.cli.plan_calibrate import server
+from transect.explain.engine.calibration import known_steps
+from transect.explain.engine.log import DecisionRunLog, load
 from transect.plan.capacity import MixLoad, highest_rate
 from transect.plan.drills import WATCH_S, Effect, FleetTimes, percentile, predict
 from transect.plan.fleet import EngineModel
+from transect.plan.profile import Loads, Profile
 from transect.plan.target import LatencyTarget
 
-REPLICAS, SECONDS, AT = 3, 24.0, 6.0
+REPLICAS, SECONDS, AT, CALM_S = 3, 24.0, 6.0, 8.0
 NOTICED_S = 0.03
 """From the end of an engine's process until the server knows."""
 LOOK_S = 0.02
@@ -83,27 +87,56 @@ class Replicas:
         return percentile(times), len(asked) - len(times), lost, at - result.began
 
 
-async def fit_one(options: argparse.Namespace, flags: list[str], folder: Path) -> EngineModel:
+async def fit_one(options: argparse.Namespace, flags: list[str], folder: Path) -> Profile:
     """Fit the profile of one engine."""
-    file = folder / "decisions.log"
+    file = folder / "one.log"
     with kept(file, options.keep), server(options.model, [*flags, "--decision-log", str(file)]) as url:
-        return (await fit(PLACE, Target(url, await served_model(url)), options.model, file, options)).engine
+        return await fit(PLACE, Target(url, await served_model(url)), options.model, file, options)
+
+
+def slowdown(made: Profile, logs: Sequence[DecisionRunLog]) -> float:
+    """Return the seconds of the steps of several engines over those that the profile predicts."""
+    taken = guessed = 0.0
+    for log in logs:
+        loads = Loads(log.header, made.bytes_per_second, made.flops_per_second)
+        for step in known_steps(log):
+            taken += step.seconds
+            guessed += made.times.fitted.seconds(loads.of([(start, count) for _, start, count in step.rows]))
+    return taken / guessed
+
+
+def slower(engine: EngineModel, factor: float) -> EngineModel:
+    """Return an engine whose steps take ``factor`` times as long."""
+    return dataclasses.replace(
+        engine,
+        seconds=lambda batch: factor * engine.seconds(batch),
+        by_load=lambda load: factor * engine.by_load(load),
+    )
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Predict and measure all rounds."""
     flags = [*PLACE.flags, "--threads", str(options.threads)]
-    engine = await fit_one(options, flags, folder)
-    knee, _ = highest_rate(engine, MixLoad(PLACE.mix(1.0), 200), LatencyTarget.parse(PLACE.knee), PLACE.start)
+    made = await fit_one(options, flags, folder)
+    log = folder / "three.log"
+    flags += ["--data-parallel-size", str(REPLICAS), "--decision-log", str(log)]
+    knee, _ = highest_rate(made.engine, MixLoad(PLACE.mix(1.0), 200), LatencyTarget.parse(PLACE.knee), PLACE.start)
     assert knee is not None, "the target is missed at any rate"
     rate = options.load * REPLICAS * knee.rate
     rows: list[dict[str, Any]] = []
-    with server(options.model, [*flags, "--data-parallel-size", str(REPLICAS)]) as url:
+    with server(options.model, flags) as url:
         fleet, target = Replicas(url), Target(url, await served_model(url))
-        await replay(PLACE, target, PLACE.mix(1.0).generate(rate, 40, "warm"))
+        await replay(PLACE, target, PLACE.mix(1.0).generate(rate, int(rate * CALM_S), "calm"))
+        await asyncio.sleep(SETTLE_S)
+        factor = slowdown(made, [load(log.with_name(f"{log.name}.{number}")) for number in range(REPLICAS)])
+        engine = slower(made.engine, factor)
         back = statistics.mean([await fleet.kill() for _ in range(2)])
         times = FleetTimes(noticed=NOTICED_S, engine=max(0.0, back - NOTICED_S - WATCH_S / 2))
-        print(f"knee of one engine {knee.rate:.1f}, load {rate:.1f} requests/s, {back:.2f} s to start", flush=True)
+        print(
+            f"knee of one engine {knee.rate:.1f}, load {rate:.1f} requests/s, {back:.2f} s to start, steps beside each "
+            f"other {factor:.2f} times as long",
+            flush=True,
+        )
         for seed in range(options.rounds):
             asked = PLACE.mix(1.0).generate(rate, int(rate * SECONDS), seed)
             calm, refused, _, _ = await fleet.run(target, asked, kill=False)
@@ -118,7 +151,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {
         "model": options.model, "threads": options.threads, "replicas": REPLICAS, "seconds": SECONDS,
         "work": {"prompt": PLACE.prompt, "output": PLACE.output}, "knee_requests_per_second": knee.rate,
-        "requests_per_second": rate, "back_s": back, "rounds": rows,
+        "requests_per_second": rate, "back_s": back, "slowdown": factor, "rounds": rows,
     }  # fmt: skip
 
 

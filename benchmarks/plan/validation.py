@@ -25,7 +25,7 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import record
-from benchmarks.plan.cells import BURSTINESS, CPU, GPU, SHARES, figures, measure
+from benchmarks.plan.cells import BURSTINESS, CPU, GPU, SHARES, Keep, figures, measure
 from benchmarks.server.generators import own_level
 from benchmarks.server.load import model_folder
 from transect.bench.lengths import Lengths
@@ -46,16 +46,18 @@ ENGINES = 8
 """Engines of the fleet whose simulation is timed."""
 
 
-def measured(options: argparse.Namespace) -> dict[str, Any]:
-    """Calibrate, measure and predict a server on this machine."""
+def measured(options: argparse.Namespace, keep: Keep) -> None:
+    """Calibrate, measure and predict a server on this machine. ``keep`` gets what is there after each cell."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.where == "cpu":
-            return measure(CPU, options.model or "smollm2-135m", folder, options)
+            measure(CPU, options.model or "smollm2-135m", folder, options, keep)
+            return
         shape = options.model or "llama-3.1-8b"
         model = model_folder(shape, folder / "model")
         tokens = json.loads((model / "config.json").read_text())["vocab_size"]
-        return measure(replace(GPU, highest=tokens - 1), str(model), folder, options) | {"model": shape}
+        place = replace(GPU, highest=tokens - 1)
+        measure(place, str(model), folder, options, lambda found: keep(found | {"model": shape}))
 
 
 def h200(options: argparse.Namespace) -> dict[str, Any]:
@@ -184,11 +186,17 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder for the profile and the decision log")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = (h200 if options.where == "h200" else measured)(options)
     command = f"python benchmarks/plan/validation.py {options.where}"
     places = {"cpu": "cpu/plan_validation.json", "gpu": "h200/plan_cells.json", "h200": "h200/plan_validation.json"}
     out = options.out or record.RESULTS / places[options.where]
-    record.write(out, {"command": command, "environment": record.environment(), **found})
+
+    def keep(found: dict[str, Any]) -> None:
+        record.write(out, {"command": command, "environment": record.environment(), **found})
+
+    if options.where == "h200":
+        keep(h200(options))
+    else:
+        measured(options, keep)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ import json
 
 import pytest
 import torch
-from peft_models import PROMPT, make_adapter
+from peft_models import logits_of_model, make_adapter
+from tiny_checkpoints import make_model
 from tiny_llm import save_tiny_llm
 from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
 
@@ -15,7 +16,7 @@ from transect.checkpoints.hf_out import save_hf
 from transect.checkpoints.load import load_model, stored_weights
 from transect.checkpoints.peft_config import read_header
 from transect.checkpoints.resolve import resolve
-from transect.models.context import VarlenContext
+from transect.models.native import NativeStack
 from transect.models.staging import dense_values
 from transect.models.weights.adapted import Adapted
 
@@ -41,12 +42,6 @@ KINDS = {
 
 def our_logits(source, native=False, **options):
     return logits_of_model(load_model(source, dtype="float32", native=native, **options))
-
-
-def logits_of_model(model):
-    tokens = torch.tensor(PROMPT)
-    bounds = torch.tensor([0, len(PROMPT)], dtype=torch.int32)
-    return model.logits(model(tokens, torch.arange(len(PROMPT)), VarlenContext(bounds, model.ops)))
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +129,21 @@ def test_a_start_in_the_base_needs_the_base_s_own_numbers(base, tmp_path) -> Non
     one_table = dataclasses.replace(source.config, tied_embeddings=True)
     with pytest.raises(ValueError, match="on a head that is tied"):
         as_plain_lora(adapter, iter(()), one_table)
+
+
+def test_an_adapter_of_shared_experts_beside_packed_weights(tmp_path) -> None:
+    """The C++ layers have no room for it, so that layers run one by one."""
+    widths = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "vocab_size": 300}
+    make_model("qwen2_moe", **widths).save_pretrained(tmp_path / "m")
+    make_adapter(tmp_path / "m", tmp_path / "a", target_modules=r".*shared_expert\.(up|down)_proj")
+    plain, source = (resolve(str(tmp_path / "m"), adapter=each) for each in (None, str(tmp_path / "a")))
+    packed = our_logits(source, native=True, quantization="int8")
+    torch.testing.assert_close(packed, our_logits(source, quantization="int8"), rtol=1e-3, atol=1e-3)
+    assert (packed - our_logits(plain, native=True, quantization="int8")).abs().max() > 0.01
+    kinds = [
+        type(load_model(each, dtype="float32", quantization="int8").stack) is NativeStack for each in (plain, source)
+    ]
+    assert kinds == [True, False]
 
 
 def test_an_adapter_s_directory_stands_for_model_and_adapter(base, tmp_path) -> None:

@@ -125,7 +125,9 @@ def test_which_way_runs_is_said_and_why(tmp_path, monkeypatch, caplog):
     source = resolve(str(write_gguf(tmp_path / "m.gguf", make_model("smollm2"))))
     config = source.config
     assert kernels(config, native=False) == (None, "plain torch in bfloat16 (native=False)")
-    assert kernels(config, dtype="float16")[1].endswith("(the C++ kernels compute in float32, not float16)")
+    assert kernels(config, dtype="float16")[1].endswith("(the C++ kernels compute in float32 or bfloat16, not float16)")
+    library, why = kernels(config, dtype="bfloat16", threads=1)
+    assert why.endswith("in bfloat16" if library.bfloat16 else "this processor has no AVX512-BF16")
     assert kernels(config, device="cuda:0")[1].endswith("(the C++ kernels are for the CPU, not cuda:0)")
     odd = dataclasses.replace(config, head_dim=6)
     assert "multiple of" in kernels(odd)[1]
@@ -135,7 +137,7 @@ def test_which_way_runs_is_said_and_why(tmp_path, monkeypatch, caplog):
     with pytest.raises(ValueError, match=r"native=True, but .* in fp8 where ranks share a model"):
         kernels(config, native=True, kv_cache_dtype="fp8", shared=True)
 
-    def no_compiler(threads):
+    def no_compiler(threads, *, bfloat16):
         raise Unavailable("no C++ compiler found")
 
     monkeypatch.setattr(cpu_library, "load", no_compiler)

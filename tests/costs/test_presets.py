@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from changed_package import ChangedPackage
+from changed_package import ChangedPackages
 
 from transect.cli import main
 from transect.costs import presets
@@ -109,12 +109,11 @@ def test_what_a_user_can_get_wrong() -> None:
         preset("l4").ceilings(matmul_share=1.5)
 
 
-def test_the_guide_adds_one_in_one_file(tmp_path: Path) -> None:
+def test_the_guide_adds_one_in_one_file(changed_packages: ChangedPackages) -> None:
     """Apply what the guide shows to a copy of the package, and plan with the new device there."""
-    package = ChangedPackage(tmp_path, "docs/extend/gpu-preset.md")
+    package = changed_packages("docs/extend/gpu-preset.md")
     asked = ["memory", "qwen3-8b", "--serve", "--context", "8192", "--quantization", "int4", "--gpu", "a30", "--json"]
     done = package.transect(*asked)
-    package.close()
     assert json.loads(done.stdout)["budget"] == 24576 * 2**20 and json.loads(done.stdout)["fits"]
 
 

@@ -158,7 +158,7 @@ def test_a_step_that_raises_leaves_the_small_model_in_step(pair):
 
 
 @pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_ranks_plan_the_same_drafts_and_answer_the_same(pair, layout, tmp_path):
+def test_ranks_plan_the_same_drafts_and_answer_the_same(pair, two_ranks, layout, tmp_path):
     """The ranks compare their plans in every step (``check_plans``)."""
     large, _, other = pair
     specs = [{"method": "suffix", "prompt_lookup_min": 1, "num_speculative_tokens": 3, "adaptive": False}]
@@ -170,7 +170,7 @@ def test_ranks_plan_the_same_drafts_and_answer_the_same(pair, layout, tmp_path):
     params = SamplingParams(max_tokens=24, seed=1, ignore_eos=True, temperature=0.5, n=2)
     found = []
     for spec in (None, *specs):
-        llm = LLM(large, speculative_config=spec, check_plans=True, **{layout: 2}, **SETTINGS)
+        llm = LLM(large, speculative_config=spec, check_plans=True, ranks=two_ranks, **{layout: 2}, **SETTINGS)
         found.append([c.token_ids for o in llm.generate(["abcabcab", "x1 x1 x1", "aaaa"], params) for c in o.outputs])
         assert (llm.stats().drafted_tokens > 0) == (spec is not None)
         llm.close()

@@ -73,6 +73,7 @@ def models(tiny, tmp_path_factory):
 PATHS = {
     "C++ layers": ("layers", {}, True),
     "C++ layers, float32": ("layers", {"dtype": "float32"}, True),
+    "C++ layers, bfloat16": ("layers", {"dtype": "bfloat16"}, True),
     "C++ layers, int8": ("layers", {"quantization": "int8"}, True),
     "C++ products": ("products", {}, False),
     "C++ products, float32": ("products", {"dtype": "float32"}, True),
@@ -108,7 +109,13 @@ def test_every_path_on_a_cpu_says_if_it_promises_bits(models, path):
     assert built.numerics.parts["kernels"].startswith(path.partition(",")[0]) or name == "adapter"
 
 
-QUICK = ("C++ layers", "C++ layers, int8", "C++ products, deterministic", "torch, deterministic")
+QUICK = (
+    "C++ layers",
+    "C++ layers, bfloat16",
+    "C++ layers, int8",
+    "C++ products, deterministic",
+    "torch, deterministic",
+)
 
 
 @pytest.mark.parametrize("path", quick_first([path for path, (_, _, exact) in PATHS.items() if exact], QUICK))

@@ -5,6 +5,8 @@ import functools
 import torch
 import transformers
 
+from transect.models.context import VarlenContext
+
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111]
 
 
@@ -48,3 +50,11 @@ def _rows(directory):
     with safe_open(directory / "adapter_model.safetensors", "pt") as file:
         found = [file.get_slice(name).get_shape()[0] for name in file.keys() if name.endswith("embed_tokens.weight")]  # noqa: SIM118
     return found[0] if found else None
+
+
+@torch.no_grad()
+def logits_of_model(model):
+    """Our model's logits of ``PROMPT``."""
+    tokens = torch.tensor(PROMPT)
+    bounds = torch.tensor([0, len(PROMPT)], dtype=torch.int32)
+    return model.logits(model(tokens, torch.arange(len(PROMPT)), VarlenContext(bounds, model.ops)))

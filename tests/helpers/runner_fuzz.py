@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from grammar_fakes import Steps
 
 from transect.engine.scheduling.clock import VirtualClock
@@ -14,6 +15,32 @@ from transect.engine.scheduling.request import Request
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler import Scheduler
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
+from transect.models.decoder import Decoder
+from transect.ops.opset import resolve_ops
+from transect.spec.hf import from_hf
+
+VOCAB = 61
+CONFIG = from_hf(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+    }
+)
+
+
+def random_model():
+    """A model of two layers on the CPU, whose rows do not depend on each other."""
+    ops = resolve_ops("cpu", batch_invariant=True)
+    decoder = Decoder(CONFIG, dtype=torch.float32, ops=ops).requires_grad_(False)
+    return decoder.init_weights(0.3, torch.Generator().manual_seed(0))
 
 
 @dataclass

@@ -2,9 +2,11 @@
 
 import json
 
+import torch
 from tiny_llm import save_tiny_llm
 
 from transect.train.config import TrainConfig
+from transect.train.data.batches import Batch
 
 TEXT = "".join(f"{i} times {j} is {i * j}. The cat sat on mat {i + j}.\n" for i in range(40) for j in range(12))
 
@@ -47,3 +49,14 @@ def tiny_run(tmp_path, **changes):
     for key, value in changes.items():
         values[key] = {**values[key], **value} if isinstance(value, dict) and key in values else value
     return TrainConfig.from_dict(values)
+
+
+def packed_batch(device):
+    """Documents of 5, 1 and 21 tokens below 64; a fifth of the labels are masked."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 64, (27,), generator=generator)
+    bounds = torch.tensor([0, 5, 6, 27], dtype=torch.int32)
+    labels = torch.where(torch.rand(27, generator=generator) < 0.2, -100, tokens.roll(-1))
+    positions = torch.cat([torch.arange(5), torch.arange(1), torch.arange(21)])
+    made = Batch(tokens, labels, positions, bounds, int((labels >= 0).sum()), 21)
+    return made.to(torch.device(device))

@@ -106,9 +106,9 @@ def test_without_a_sandbox_strangers_are_refused(tmp_path: Path, monkeypatch: py
 NEW = [*SOURCES, "objective:next_token", *(f"operator:{op.name}" for op in all_ops())]
 
 
-@pytest.mark.parametrize("name", quick_first(NEW, ["policy:routing", "objective:distill", "operator:kv_cache_write"]))
+@pytest.mark.parametrize("name", quick_first(NEW, ["objective:distill", "operator:kv_cache_write"]))
 def test_a_new_rung_grades_its_own_reference_right(shop, tmp_path: Path, name: str) -> None:
-    """From every operator of the registry, and every policy and objective that has a source."""
+    """From every operator of the registry and every objective; ``test_policies.py`` has the policies."""
     file = tmp_path / "mine.py"
     file.write_text(rung_of(name))
     rung = runpy.run_path(str(file))["RUNG"]
@@ -137,6 +137,6 @@ def test_a_teacher_makes_a_rung_that_students_climb(own_cache: Path) -> None:
 
 def test_a_new_rung_from_nothing_is_refused(tmp_path: Path) -> None:
     out = str(tmp_path / "mine.py")
-    assert "there are policy:order" in run_here("learn", "new", "--from", "policy:none", "-o", out).stderr
+    assert "there are eviction, admission" in run_here("learn", "new", "--from", "policy:none", "-o", out).stderr
     assert "cannot become a rung" in run_here("learn", "new", "--from", "cake:order", "-o", out).stderr
     assert "--from policy:order" in run_here("learn", "new", "-o", out).stderr

@@ -160,6 +160,16 @@ def test_an_autoscaler_runs_in_the_planners_fleet(tmp_path: Path, monkeypatch: p
     assert "your autoscaler ran in one process" in shown.stdout and "decide" in shown.stdout
 
 
+def test_a_router_plays_a_recorded_trace_in_the_planners_fleet(tmp_path: Path) -> None:
+    reference("router", tmp_path)
+    trace = tmp_path / "trace.csv"
+    lines = [f"2024-05-10 00:00:{second:02}.0000000+00:00,{90 + 40 * second},{5 + second}" for second in range(12)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
+    shown = run_here("learn", "use", "router", "--dir", str(tmp_path), "--trace", str(trace)).stdout
+    rows = [line.split("|")[2:4] for line in shown.splitlines() if line.startswith(("| yours", "| shipped"))]
+    assert len(rows) == 2 and rows[0] == rows[1] and "Router.send 12 times" in shown, shown
+
+
 def test_a_broken_piece_is_named_with_its_line(tmp_path: Path) -> None:
     path = reference("adamw", tmp_path)
     text = get("adamw").solution

@@ -1,28 +1,14 @@
-"""Ranks that many tests share: a second process takes seconds to start, one with a GPU twenty."""
-
-import os
-from pathlib import Path
+"""Ranks that many tests share: a process with a GPU takes twenty seconds to start."""
 
 import pytest
 import torch.distributed as dist
-
-from transect.parallel.launch import Ranks
-
-
-def started(device):
-    """Two ranks, of which this process is one; the other finds the helpers of the tests."""
-    helpers = str(Path(__file__).resolve().parents[1] / "helpers")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")])]))
-        return Ranks.start(2, device)
+from two_ranks import started
 
 
 @pytest.fixture(scope="session")
-def pair():
+def pair(two_ranks):
     """This process and another one; at most one engine runs on them at a time."""
-    ranks = started("cpu")
-    yield ranks
-    ranks.close()
+    return two_ranks
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from tiny_checkpoints import EXPERTS, FAMILIES, make_model, write_gguf
 from tiny_llm import save_tiny_llm_text
 
 from transect import LLM, SamplingParams, StructuredOutputsParams
+from transect.engine import ranks as engine_ranks
 from transect.engine.scheduling.decisions import Done
 
 torch.set_num_threads(1)
@@ -191,6 +192,38 @@ def test_blocks_that_would_be_parted_are_refused(pair, tmp_path):
             tensor_parallel_size=2,
             **SETTINGS | {"quantization": "int4", "native": True, "block_size": 16},
         )
+
+
+class Started:
+    """Ranks as if an engine had started them for itself; the processes are needed by later tests."""
+
+    def __init__(self, pair):
+        self.pair, self.asked, self.core, self.closed = pair, None, None, 0
+
+    def start(self, *asked):
+        self.asked = asked
+        return self
+
+    def __getattr__(self, name):
+        return getattr(self.pair, name)
+
+    def close(self):
+        self.closed += 1
+        self.core.release()
+
+
+def test_an_engine_starts_the_ranks_it_needs_and_ends_them(checkpoints, pair, monkeypatch):
+    own = Started(pair)
+    monkeypatch.setattr(engine_ranks.Ranks, "start", own.start)
+    llm = LLM(checkpoints("smollm2"), tensor_parallel_size=2, **SETTINGS)
+    own.core = llm._core
+    assert own.asked == (2, "cpu", 0, None) and not own.closed
+    assert len(llm.generate([[5, 6]], params()[0])[0].outputs[0].token_ids) == 14
+    llm.close()
+    llm.close()
+    assert own.closed == 1
+    with pytest.raises(ValueError, match="this engine was closed"):
+        llm.generate([[5, 6]], params()[0])
 
 
 def test_answers_under_a_grammar_and_requests_that_end_early(checkpoints, pair):

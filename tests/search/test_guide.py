@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from changed_package import ROOT, ChangedPackage
+from changed_package import ROOT
 from tiny_llm import save_tiny_llm
 
 from transect.search.methods.registry import search_methods
@@ -27,13 +27,12 @@ print(prefixed("short-m")[0].name)
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory):
+def package(changed_packages):
     """A copy of the package with the change that the guide shows, and a model."""
-    made = ChangedPackage(tmp_path_factory.mktemp("package"), "docs/extend/search-method.md")
+    made = changed_packages("docs/extend/search-method.md")
     (made / "model").mkdir()
     save_tiny_llm(made / "model")
-    yield made
-    made.close()
+    return made
 
 
 def test_one_file_adds_a_method(package):

@@ -89,7 +89,8 @@ def model(smollm2):
 
 @pytest.fixture(scope="module")
 def server(model):
-    server = Server(model, "--max-model-len", "2048", "--max-body-bytes", "100000")
+    """A server for all tests of this file but a few; the last one ends it."""
+    server = Server(model, "--max-model-len", "2048", "--max-body-bytes", "100000", "--grace", "0.2")
     yield server
     server.stop()
 
@@ -347,8 +348,8 @@ def test_generated_requests_find_no_5xx(own_server):
     wait_for(server.kv_is_free, "an idle server")
 
 
-def test_overload_is_refused_with_retry_after_and_ctrl_c_is_quiet(own_server):
-    server = own_server("--max-num-seqs", "1", "--max-queue", "1", "--api-key", "k")
+def test_overload_is_refused_with_retry_after_and_sigterm_drains(own_server):
+    server = own_server("--max-num-seqs", "1", "--max-queue", "1", "--api-key", "k", "--grace", "300")
     server.client.api_key = "k"
     with pytest.raises(openai.AuthenticationError):
         server.client.with_options(api_key="wrong").models.list()
@@ -368,8 +369,24 @@ def test_overload_is_refused_with_retry_after_and_ctrl_c_is_quiet(own_server):
     running.close()
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
-    server.process.send_signal(signal.SIGINT)
-    assert server.end() == (130, "")
+    key = {"Authorization": "Bearer k"}
+    keep_alive = httpx.Client(base_url=server.url, timeout=PATIENCE_S, headers=key)
+    assert keep_alive.get("/v1/models").status_code == 200
+    running = server.client.chat.completions.create(
+        model="m", messages=HELLO, stream=True, max_tokens=80, extra_body={"ignore_eos": True}
+    )
+    chunks = iter(running)
+    next(chunks)
+    engine = psutil.Process(server.health()[1]["engine_pids"][0])
+    server.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: server.health()[1]["state"] == "draining", "draining")
+    refused = keep_alive.post("/v1/completions", json={"prompt": "x"})
+    assert refused.status_code == 503 and refused.headers["connection"] == "close"
+    tail = [choice for chunk in chunks for choice in chunk.choices]
+    assert tail[-1].finish_reason == "length"
+    code, errors = server.end()
+    assert code == 0 and not errors.strip(), errors
+    wait_for(lambda: not engine.is_running(), "the engine's end")
 
 
 def test_a_hung_engine_turns_health_red_and_a_dead_one_is_an_error_each_and_the_end_of_the_server(own_server):
@@ -415,43 +432,21 @@ def test_a_hung_engine_turns_health_red_and_a_dead_one_is_an_error_each_and_the_
     assert code == 1 and errors.startswith("transect: error: the engine has stopped") and errors.count("\n") == 1
 
 
-def test_sigterm_drains(own_server):
-    server = own_server("--grace", "300")
-    keep_alive = httpx.Client(base_url=server.url, timeout=PATIENCE_S)
-    assert keep_alive.get("/v1/models").status_code == 200
-    running = server.client.chat.completions.create(
-        model="m", messages=HELLO, stream=True, max_tokens=80, extra_body={"ignore_eos": True}
-    )
-    chunks = iter(running)
-    next(chunks)
-    engine = psutil.Process(server.health()[1]["engine_pids"][0])
-    server.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: server.health()[1]["state"] == "draining", "draining")
-    refused = keep_alive.post("/v1/completions", json={"prompt": "x"})
-    assert refused.status_code == 503 and refused.headers["connection"] == "close"
-    tail = [choice for chunk in chunks for choice in chunk.choices]
-    assert tail[-1].finish_reason == "length"
-    code, errors = server.end()
-    assert code == 0 and not errors.strip(), errors
-    wait_for(lambda: not engine.is_running(), "the engine's end")
-
-
-def test_what_outlives_the_grace_period_gets_one_clean_error(own_server):
-    server = own_server("--grace", "0.2")
-    body = {"messages": HELLO, "stream": True, "max_tokens": 1800, "ignore_eos": True}
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S) as response:
-        lines = response.iter_lines()
-        next(lines)
-        server.process.send_signal(signal.SIGTERM)
-        events = [line.removeprefix("data: ") for line in lines if line]
-    assert events[-1] == "[DONE]" and sum('"error"' in event for event in events) == 1
-    code, errors = server.end()
-    assert code == 0 and "Traceback" not in errors
-
-
 def test_port_in_use_is_one_line(server, model):
     port = server.url.rsplit(":", 1)[1]
     command = [os.sys.executable, "-m", "transect", "serve", model, "--port", port]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2
     assert done.stderr.startswith(f"transect: error: port {port}") and done.stderr.count("\n") == 1
+
+
+def test_what_outlives_the_grace_period_after_ctrl_c_gets_one_clean_error(server):
+    body = {"messages": HELLO, "stream": True, "max_tokens": 1800, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGINT)
+        events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]" and sum('"error"' in event for event in events) == 1
+    code, errors = server.end()
+    assert code == 130 and "Traceback" not in errors

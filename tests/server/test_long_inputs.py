@@ -10,8 +10,8 @@ from tokenizers import models, pre_tokenizers
 
 from transect.server.app import create_app
 from transect.server.encoding import PIECE, Encoder, TooManyTokens
-from transect.server.http.deadline import Deadline
 from transect.server.http.errors import ApiError
+from transect.server.http.lifetime import Deadline
 from transect.server.options import ServerOptions
 from transect.text.tokenizer import Tokenizer
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from effort import proving
+from training_runs import packed_batch
 
 pytest.importorskip("triton")
 
@@ -17,7 +18,6 @@ from transect.ops.registry import get
 from transect.spec.model import ModelConfig
 from transect.train.adapters.lora import attach
 from transect.train.config import LoRAConfig
-from transect.train.data.batches import Batch
 from transect.train.model.activations import stack_with
 from transect.train.objectives.loss import batch_loss
 
@@ -40,16 +40,6 @@ def kernels():
     return replace(resolve_ops(DEVICE), **loaded)
 
 
-def batch():
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 64, (27,), generator=generator)
-    bounds = torch.tensor([0, 5, 6, 27], dtype=torch.int32)
-    labels = torch.where(torch.rand(27, generator=generator) < 0.2, -100, tokens.roll(-1))
-    positions = torch.cat([torch.arange(5), torch.arange(1), torch.arange(21)])
-    made = Batch(tokens, labels, positions, bounds, int((labels >= 0).sum()), 21)
-    return made.to(torch.device(DEVICE))
-
-
 def gradients(ops, loss, plan, lora):
     model = Decoder(CONFIG, device=DEVICE, dtype=torch.float32, ops=ops)
     model.init_weights(std=0.2, generator=torch.Generator(DEVICE).manual_seed(1))
@@ -60,7 +50,7 @@ def gradients(ops, loss, plan, lora):
                 if name.endswith(".b"):
                     parameter.normal_(0, 0.2, generator=torch.Generator(DEVICE).manual_seed(len(name)))
     model.stack = stack_with(model, plan)
-    value = batch_loss(model, batch(), loss)
+    value = batch_loss(model, packed_batch(DEVICE), loss)
     value.backward()
     return float(value.detach()), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 

@@ -1,9 +1,6 @@
-"""Programs that were written last, after which nothing of what explains them was changed."""
+"""Programs that were written last, and first run when what explains them was no longer changed."""
 
-import collections
-import json
-import random
-import re
+import csv
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -19,247 +16,269 @@ from torch_programs import mlp, train
 program = partial(any_program, held_out=True)
 
 
-@program("saving", "file", "python", "logging", library="torchvision")
-def samples_drawn_to_a_file_every_step(fast):
-    from torchvision.utils import save_image
+@program("launch", "small batch", library="transformers")
+def answers_ranked_pair_by_pair(fast):
+    from transformers import BertConfig, BertForSequenceClassification
 
-    net, x, folder = mlp(64, 128, 3 * 24 * 24), torch.randn(32, 64), Path(tempfile.mkdtemp())
-    steps = iter(range(10**9))
-
-    def draw(y):
-        step = next(steps)
-        if not fast or step % 25 == 0:
-            save_image(y.detach().view(-1, 3, 24, 24), folder / f"{step % 10}.png", normalize=True)
-
-    return lambda: train(net, [(x,)] * 25, after=draw)
-
-
-class Block(nn.Module):
-    def __init__(self, fast, width=128, heads=4):
-        super().__init__()
-        self.fast, self.heads = fast, heads
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x):
-        batch, length, width = x.shape
-        shape = batch, length, self.heads, width // self.heads
-        q, k, v = (each.view(shape).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
-        if self.fast:
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            scores = q @ k.transpose(-2, -1) / (width // self.heads) ** 0.5
-            mask = torch.tril(torch.ones(length, length, dtype=torch.bool))
-            y = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
-        return x + self.out(y.transpose(1, 2).reshape(batch, length, width))
-
-
-@program("attention")
-def attention_written_by_hand(fast):
-    net, x = nn.Sequential(*[Block(fast) for _ in range(2)]), torch.randn(2, 512, 128)
+    model = BertForSequenceClassification(BertConfig(
+        vocab_size=400, hidden_size=96, num_hidden_layers=2, num_attention_heads=4, intermediate_size=192, num_labels=1
+    )).eval()  # fmt: skip
+    question, answers = torch.randint(5, 400, (1, 8)), torch.randint(5, 400, (40, 16))
 
     def work():
         with torch.inference_mode():
-            for _ in range(4):
-                net(x)
+            pairs = torch.cat([question.expand(40, -1), answers], 1)
+            scores = [model(input_ids=rows).logits[:, 0] for rows in pairs.split(40 if fast else 1)]
+            torch.cat(scores).argsort(descending=True)
 
     return work
 
 
-@program("attention")
-def attention_asked_for_its_weights(fast):
-    layer, x = nn.MultiheadAttention(128, 4, batch_first=True), torch.randn(2, 640, 128)
+@program("launch", "small batch", library="timm")
+def pictures_classified_one_by_one(fast):
+    import timm
+
+    model = timm.create_model("mobilenetv3_small_050", num_classes=10).eval()
+    pictures = torch.randn(24, 3, 32, 32)
 
     def work():
         with torch.inference_mode():
-            for _ in range(4):
-                layer(x, x, x, need_weights=not fast)
+            for x in pictures.split(24 if fast else 1):
+                model(x).argmax(1)
 
     return work
 
 
-@program("python", "loading", "tokenize")
-def words_counted_in_each_epoch(fast):
-    texts = [" ".join(f"word{(i * j) % 97}," for j in range(60)) for i in range(200)]
-    places, net = {f"word{i}": i for i in range(97)}, mlp(97, 32, 2)
-
-    def features(text):
-        row = [0.0] * 97
-        for word, count in collections.Counter(re.findall(r"\w+", text.lower())).items():
-            row[places[word]] = float(count)
-        return row
-
-    ready = torch.tensor([features(text) for text in texts])
-
-    def work():
-        for _ in range(2):
-            for i in range(0, 200, 20):
-                rows = ready[i : i + 20] if fast else torch.tensor([features(text) for text in texts[i : i + 20]])
-                train(net, [(rows,)])
-
-    return work
-
-
-class Sounds(Dataset):
+class Signals(Dataset):
     def __init__(self, fast):
-        self.sounds, self.fast, self.window = torch.randn(128, 4000), fast, torch.hann_window(256)
+        path = Path(tempfile.mkdtemp(), "signals.npy")
+        np.save(path, np.random.default_rng(0).random((600, 512), dtype=np.float32))
+        self.rows = np.load(path, mmap_mode="r")
+        self.ready = torch.stack([self._row(i) for i in range(600)]) if fast else None
 
-    def spectra(self, sounds):
-        return torch.stft(sounds, 256, 64, window=self.window, return_complex=True).abs().log1p()
+    def _row(self, i):
+        row = np.array(self.rows[i])
+        row = np.convolve(row, np.ones(9, np.float32) / 9, "same")
+        row = (row - np.median(row)) / (np.percentile(row, 75) - np.percentile(row, 25))
+        return torch.from_numpy(row.astype(np.float32))
 
     def __len__(self):
-        return 128
+        return 600
 
     def __getitem__(self, i):
-        return self.sounds[i] if self.fast else self.spectra(self.sounds[i])
+        return self._row(i) if self.ready is None else self.ready[i]
 
 
-@program("loading", "launch", library="torch audio")
-def spectrum_of_each_sound_in_the_dataset(fast):
-    data, net = Sounds(fast), nn.Sequential(nn.Conv2d(1, 4, 5, 4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4))
-    net(data.spectra(data.sounds[:1])[:, None])
+@program("loading", library="numpy")
+def signals_filtered_in_the_dataset(fast):
+    net, data = mlp(512, 64, 4), Signals(fast)
+    return lambda: train(net, ((x,) for x in DataLoader(data, batch_size=30, shuffle=True)))
+
+
+@program("python", "loading", library="pandas")
+def rows_sampled_from_a_table_each_step(fast):
+    import pandas
+
+    frame = pandas.DataFrame(np.random.default_rng(0).random((5000, 20)), columns=[f"c{i}" for i in range(20)])
+    table, net = torch.tensor(frame.values, dtype=torch.float32), mlp(20, 32, 1)
+
+    def sample():
+        if fast:
+            return table[torch.randint(0, 5000, (64,))]
+        chosen = frame.sample(64)
+        chosen = chosen.assign(total=chosen.sum(axis=1)).sort_values("total").drop(columns="total")
+        return torch.tensor(chosen.values, dtype=torch.float32)
+
+    return lambda: train(net, ((sample(),) for _ in range(40)))
+
+
+@program("launch")
+def dice_loss_class_by_class(fast):
+    net, x, labels = nn.Conv2d(3, 24, 3, padding=1), torch.randn(2, 3, 24, 24), torch.randint(0, 24, (2, 24, 24))
+    truth = functional.one_hot(labels, 24).permute(0, 3, 1, 2).float()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+
+    def loss(scores):
+        if fast:
+            both = (scores * truth).sum((0, 2, 3))
+            return (1 - (2 * both + 1) / (scores.sum((0, 2, 3)) + truth.sum((0, 2, 3)) + 1)).mean()
+        total = 0.0
+        for label in range(24):
+            mask = (labels == label).float()
+            mine = scores[:, label]
+            total = total + 1 - (2 * (mine * mask).sum() + 1) / (mine.sum() + mask.sum() + 1)
+        return total / 24
 
     def work():
-        batches = DataLoader(data, batch_size=32)
-        train(net, (((data.spectra(x) if fast else x)[:, None],) for x in batches))
-
-    return work
-
-
-@program("python", "launch", "grow", "loading")
-def transitions_sampled_from_a_deque(fast):
-    memory = collections.deque(
-        ((torch.randn(8), random.randrange(4), random.random(), torch.randn(8)) for _ in range(2000)), maxlen=2000
-    )
-    states, actions, rewards, following = (
-        torch.stack([torch.as_tensor(each[place]) for each in memory]) for place in range(4)
-    )
-    net = mlp(8, 64, 4)
-    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
-
-    def work():
-        for _ in range(40):
-            if fast:
-                chosen = torch.randint(0, 2000, (64,))
-                batch = states[chosen], actions[chosen], rewards[chosen].float(), following[chosen]
-            else:
-                picked = random.sample(memory, 64)
-                batch = (
-                    torch.stack([each[0] for each in picked]), torch.tensor([each[1] for each in picked]),
-                    torch.tensor([each[2] for each in picked]), torch.stack([each[3] for each in picked]),
-                )  # fmt: skip
-            x, action, reward, later = batch
-            with torch.no_grad():
-                target = reward + 0.99 * net(later).max(1).values
+        for _ in range(15):
             optimizer.zero_grad()
-            functional.mse_loss(net(x).gather(1, action[:, None])[:, 0], target).backward()
+            loss(net(x).softmax(1)).backward()
             optimizer.step()
 
     return work
 
 
-@program("launch", "sync", "python", library="torchvision")
-def boxes_suppressed_in_a_loop(fast):
-    from torchvision.ops import box_iou, nms
+class Letters(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.letters, self.rnn, self.head = nn.Embedding(60, 64), nn.LSTM(64, 128, batch_first=True), nn.Linear(128, 60)
 
-    corners = torch.rand(3, 120, 2)
-    boxes, scores = torch.cat([corners, corners + 0.2], -1), torch.rand(3, 120)
-
-    def suppress(boxes, scores):
-        kept, order = [], scores.argsort(descending=True)
-        while len(order):
-            kept.append(order[0].item())
-            overlap = box_iou(boxes[order[:1]], boxes[order[1:]])[0]
-            order = order[1:][overlap <= 0.5]
-        return torch.tensor(kept)
-
-    def work():
-        for mine, values in zip(boxes, scores, strict=True):
-            nms(mine, values, 0.5) if fast else suppress(mine, values)
-
-    return work
+    def forward(self, ids, state=None):
+        y, state = self.rnn(self.letters(ids), state)
+        return self.head(y[:, -1]), state
 
 
-@program("launch", "sync", "python")
-def tags_decoded_tag_by_tag(fast):
-    moves, emissions = torch.randn(12, 12), torch.randn(40, 12)
+@program("prefix")
+def names_generated_from_their_beginning_each_time(fast):
+    model, first = Letters().eval(), torch.randint(0, 60, (8, 12))
 
     def work():
         with torch.inference_mode():
-            best = emissions[0]
-            for given in emissions[1:]:
-                if fast:
-                    best = (best[:, None] + moves).max(0).values + given
-                else:
-                    best = torch.stack([(best + moves[:, tag]).max() + given[tag] for tag in range(12)])
+            ids, last, state = first, first, None
+            for _ in range(40):
+                scores, state = model(last, state) if fast else model(ids)
+                last = scores.argmax(-1, keepdim=True)
+                ids = torch.cat([ids, last], 1)
 
     return work
 
 
-@program("logging", "python", "sync", "file", "launch")
-def predictions_written_as_json_every_step(fast):
-    net, x, path = mlp(32, 64, 128), torch.randn(64, 32), Path(tempfile.mkdtemp(), "predictions.jsonl")
+@program("sync", "launch", "python")
+def advantages_computed_value_by_value(fast):
+    net, states, rewards = mlp(6, 32, 1), torch.randn(256, 6), torch.rand(256)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    powers = ((0.99 * 0.95) ** (torch.arange(255) - torch.arange(255)[:, None]).clamp(min=0)).triu()
 
     def work():
-        with path.open("w") as file:
+        for _ in range(6):
+            values = net(states)[:, 0]
+            with torch.no_grad():
+                if fast:
+                    errors = rewards[:-1] + 0.99 * values[1:] - values[:-1]
+                    advantages = powers @ errors
+                else:
+                    advantages, last = torch.zeros(255), 0.0
+                    for t in reversed(range(255)):
+                        error = rewards[t].item() + 0.99 * values[t + 1].item() - values[t].item()
+                        last = error + 0.99 * 0.95 * last
+                        advantages[t] = last
+            optimizer.zero_grad()
+            (values[:-1] * advantages).mean().backward()
+            optimizer.step()
+
+    return work
+
+
+@program("launch", "optimizer")
+def averaged_weights_updated_one_by_one_while_training(fast):
+    net = nn.Sequential(*[nn.Linear(24, 24) for _ in range(40)])
+    kept, x = [each.detach().clone() for each in net.parameters()], torch.randn(16, 24)
+
+    def keep(y):
+        with torch.no_grad():
+            if fast:
+                torch._foreach_lerp_(kept, list(net.parameters()), 0.01)
+                return
+            for mine, each in zip(kept, net.parameters(), strict=True):
+                mine.mul_(0.99).add_(each, alpha=0.01)
+
+    return lambda: train(net, [(x,)] * 30, after=keep)
+
+
+@program("small batch", "launch")
+def gradients_accumulated_row_by_row(fast):
+    net, x = mlp(128, 128, 128, 8), torch.randn(32, 128)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+
+    def work():
+        for _ in range(10):
+            optimizer.zero_grad()
+            for rows in x.split(32 if fast else 1):
+                (net(rows).square().mean() * len(rows) / 32).backward()
+            optimizer.step()
+
+    return work
+
+
+@program("sync", "logging", "launch")
+def norms_of_gradients_logged_every_step(fast):
+    net, x, path = nn.Sequential(*[nn.Linear(32, 32) for _ in range(30)]), torch.randn(8, 32), Path(tempfile.mkdtemp())
+
+    def work():
+        steps = iter(range(10**9))
+        with (path / "norms.csv").open("w") as file:
+            rows = csv.writer(file)
 
             def log(y):
-                if not fast:
-                    file.write(json.dumps({"predictions": y.tolist()}) + "\n")
+                if not fast or next(steps) % 30 == 0:
+                    rows.writerow([f"{each.grad.norm().item():.6f}" for each in net.parameters()])
 
             train(net, [(x,)] * 30, after=log)
 
     return work
 
 
-@program("one-hot")
-def words_looked_up_by_one_hot_products(fast):
-    table, ids = torch.randn(4000, 64), torch.randint(0, 4000, (8, 128))
+@program("float64", library="numpy")
+def autoencoder_in_double(fast):
+    kind = torch.float32 if fast else torch.float64
+    data, net = np.random.default_rng(0).standard_normal((256, 400)), mlp(400, 300, 60, 300, 400).to(kind)
+
+    def work():
+        for _ in range(8):
+            x = torch.from_numpy(data).to(kind)
+            train(net, [(x,)], loss=lambda y, x=x: functional.mse_loss(y, x))
+
+    return work
+
+
+@program("launch")
+def experts_called_token_by_token(fast):
+    experts, router, x = nn.ModuleList(nn.Linear(48, 48) for _ in range(4)), nn.Linear(48, 4), torch.randn(256, 48)
 
     def work():
         with torch.inference_mode():
-            for rows in ids:
-                x = table[rows] if fast else functional.one_hot(rows, 4000).float() @ table
-                x.relu().mean(0)
-
-    return work
-
-
-@program("unused gradients")
-def generator_differentiated_for_the_discriminator(fast):
-    make, judge = mlp(64, 512, 512, 512, 128), mlp(128, 128, 1)
-    optimizers = [torch.optim.SGD(each.parameters(), 1e-3) for each in (judge, make)]
-    real = torch.randn(64, 128)
-
-    def work():
-        for step in range(12):
-            fake = make(torch.randn(64, 64))
-            optimizers[0].zero_grad()
-            (judge(fake.detach() if fast else fake).mean() - judge(real).mean()).backward(retain_graph=not fast)
-            optimizers[0].step()
-            if step % 4 == 3:
-                optimizers[1].zero_grad()
-                (-judge(make(torch.randn(64, 64))).mean()).backward()
-                optimizers[1].step()
-
-    return work
-
-
-@program("python", library="numpy")
-def rewards_discounted_in_numpy(fast):
-    rewards, net, states = np.random.default_rng(0).random(3000), mlp(8, 32, 1), torch.randn(3000, 8)
-    powers = 0.99 ** np.arange(3000)
-
-    def work():
-        for _ in range(4):
+            chosen, y = router(x).argmax(1), torch.empty_like(x)
             if fast:
-                returns = np.cumsum((rewards * powers)[::-1])[::-1] / powers
+                for number, expert in enumerate(experts):
+                    mine = (chosen == number).nonzero()[:, 0]
+                    y[mine] = expert(x[mine])
             else:
-                returns = np.zeros(3000)
-                total = 0.0
-                for i in reversed(range(3000)):
-                    total = rewards[i] + 0.99 * total
-                    returns[i] = total
-            target = torch.from_numpy(np.ascontiguousarray(returns)).float()
-            train(net, [(states,)], loss=lambda y, target=target: functional.mse_loss(y[:, 0], target))
+                for i, number in enumerate(chosen.tolist()):
+                    y[i] = experts[number](x[i])
+
+    return work
+
+
+@program("launch")
+def moving_averages_window_by_window(fast):
+    prices, net = torch.randn(600, 4), mlp(4, 16, 1)
+
+    def work():
+        with torch.inference_mode():
+            if fast:
+                means = functional.avg_pool1d(prices.T[None], 20, 1)[0].T
+            else:
+                means = torch.stack([prices[i : i + 20].mean(0) for i in range(581)])
+            net(means)
+
+    return work
+
+
+@program("python", library="scikit-learn")
+def clusters_predicted_sample_by_sample(fast):
+    from sklearn.cluster import KMeans
+
+    net, x = nn.Linear(24, 12), torch.randn(120, 24)
+    with torch.inference_mode():
+        found = KMeans(5, n_init=1, random_state=0).fit(net(x).numpy())
+
+    def work():
+        with torch.inference_mode():
+            y = net(x).numpy()
+            if fast:
+                found.predict(y)
+            else:
+                for row in y:
+                    found.predict(row[None])
 
     return work

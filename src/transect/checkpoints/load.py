@@ -2,9 +2,9 @@
 
 ``stored_weights`` are a source's weights under their canonical names, each read when asked for, whole or a part of it;
 ``fill`` reads them into any model, wherever it is and whatever kinds of weight it has. Around these two are three ways
-to compute: the C++ CPU kernels (``native.py``), which keep quantized weights quantized and compute in float32 from
-exactly what the file holds; plain torch, for which quantized weights are dequantized when they are loaded; and, on a
-GPU, the fused stack.
+to compute: the C++ CPU kernels (``native.py``), which keep quantized weights quantized and compute from exactly what
+the file holds, in float32 or with inputs in bfloat16; plain torch, for which quantized weights are dequantized when
+they are loaded; and, on a GPU, the fused stack.
 """
 
 from __future__ import annotations
@@ -169,8 +169,9 @@ def load_model(
     Args:
         source: from ``resolve``.
         dtype: of weights and activations: ``auto``, ``float32``, ``bfloat16``, ``float16`` or ``float64``. ``auto`` is
-            bfloat16 where weights must be dense, and the file's own formats on the C++ kernels. ``float32`` is exact:
-            the dequantized values of the file.
+            bfloat16 where weights must be dense, and the file's own formats on the C++ kernels. With ``bfloat16`` these
+            also round the inputs of products, if the processor has AVX512-BF16. ``float32`` is exact: the dequantized
+            values of the file.
         device: target device; the C++ kernels run on ``cpu`` only.
         native: use the C++ kernels: True insists, False forbids, None uses them if they can run. ``kernels`` decides,
             and what it decided is logged.
@@ -204,12 +205,13 @@ def load_model(
     log.info("%s: %s", source.name, why)
     if library is None:
         return _load_torch(source, dtype, torch.device(device), seed, deterministic, quantization, stream)
-    half, by_layer = dtype == "auto", lacks_layers(source.config, block_size, quantization)
+    half, by_layer = dtype != "float32", lacks_layers(source.config, block_size, quantization)
     ops = resolve_ops("cpu", batch_invariant=deterministic or not half) if by_layer else None
     model = native_model(
         source.config, library, kv_dtype(dtype), block_size, half=half, quantization=quantization, ops=ops
     )
-    stem = dtype if quantization is None else f"{dtype}-{quantization}"
+    kept = "auto" if half else dtype
+    stem = kept if quantization is None else f"{kept}-{quantization}"
     packed_file = packed_path(source.path, stem, source.gguf.parts) if source.kind == "gguf" else None
     beside = None
     if source.adapter is not None and (quantization is not None or source.kind == "gguf"):
@@ -225,7 +227,8 @@ def load_model(
         fill(model, (each for each in weights if each[0] not in there))
     if beside is not None and any(name.startswith("layers.") for name in beside.factors):
         put_beside(model, beside)
-        by_layer = by_layer or any(low.magnitude is not None for low in beside.factors.values())
+        lacks = (name for name, low in beside.factors.items() if low.magnitude is not None or ".shared_" in name)
+        by_layer = by_layer or any(lacks)  # the C++ layers have neither DoRA nor adapters of shared experts
         log.info("the adapter stays beside packed weights%s", ": layers run operator by operator" if by_layer else "")
     if by_layer:
         return model
@@ -293,26 +296,33 @@ def kernels(
         reason: str | None = "native=False"
     elif torch.device(device).type != "cpu":
         reason = f"the C++ kernels are for the CPU, not {device}"
-    elif dtype not in ("auto", "float32"):
-        reason = f"the C++ kernels compute in float32, not {dtype}"
+    elif dtype not in ("auto", "float32", "bfloat16"):
+        reason = f"the C++ kernels compute in float32 or bfloat16, not {dtype}"
     elif cache_dtype(dtype, kv_cache_dtype) not in cpu_library.KV_DTYPES:
         known = listed(name for name, form in cache_formats().items() if form.cache and form.cache.native)
         reason = f"the C++ kernels have no KV cache in {kv_cache_dtype}, only in {known}"
     elif cache_format(kv_cache_dtype) is not None and shared:
         reason = f"the C++ kernels have no KV cache in {kv_cache_dtype} where ranks share a model"
+    elif config.moe is not None and shared:
+        reason = "the C++ kernels do not have experts that ranks share"
+    elif config.moe is not None and config.moe.clamp is not None and not blocks:  # gpt-oss, in MXFP4
+        reason = "the C++ kernels read MXFP4 from GGUF files alone"
     elif blocks and lacks_layers(config, block_size, quantization):
         reason, lacks = None, refusal(config, block_size)
     else:
         reason = refusal(config, block_size, quantization)
     if reason is None:
         try:
-            library = cpu_library.load(threads or torch.get_num_threads())
+            library = cpu_library.load(threads or torch.get_num_threads(), bfloat16=dtype == "bfloat16")
         except Unavailable as error:
             reason = str(error)
     form = rounding(quantization)
     bits = None if form is None or form.rounding is None else form.rounding.words
     if library is not None:
         kept = "weights as in the file" if bits is None else f"the layers' weights in {bits}"
+        if dtype == "bfloat16":
+            lacking = "inputs in float32: this processor has no AVX512-BF16"
+            kept = f"{kept}, {'inputs of products in bfloat16' if library.bfloat16 else lacking}"
         if lacks is not None:
             kept = f"{kept}, layers operator by operator ({lacks})"
             return library, f"C++ products ({library.isa}, {library.threads} threads), {kept}"

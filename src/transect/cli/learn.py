@@ -131,7 +131,7 @@ def use(
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one answer at the most.")] = 64,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a training run.")] = 12,
     trace: Annotated[
-        Path | None, typer.Option(help="Play this trace through your autoscaler: any that bench serve --trace reads.")
+        Path | None, typer.Option(help="A trace for your router or autoscaler: any that bench serve --trace reads.")
     ] = None,
 ) -> None:
     """Run the server, a training run, the planner's fleet or a GPU benchmark with your piece inside."""

@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..learn.live import Placed, piece
+from ..learn.live import Placed, own_module, piece
+
+ROUTED = 400
+"""Requests of a trace that a router gets."""
 
 
 def run(here: Placed, *, model: str, max_tokens: int, steps: int, trace: Path | None) -> None:
@@ -20,7 +23,9 @@ def run(here: Placed, *, model: str, max_tokens: int, steps: int, trace: Path | 
     """
     live = here.rung.live
     assert live is not None
-    if live.runs == "serve":
+    if trace is not None and here.rung.name == "router":
+        _route(here, trace)
+    elif live.runs == "serve":
         _serve(here, model, max_tokens)
     elif live.runs == "train":
         _train(here, steps)
@@ -86,6 +91,22 @@ def _fleet(here: Placed, trace: Path | None) -> None:
     for name, each in rows:
         _, late, hours, most = planned.scale(each, asked, model, capacity)
         print(f"| {name} | {late:.1%} | {hours:.2f} | {most} |", flush=True)
+
+
+def _route(here: Placed, trace: Path) -> None:
+    """Play a recorded load through the student's router, and beside it through the shipped one, in the planner's
+    fleet."""
+    from ..bench.traces.reading import read_trace
+    from ..engine.scheduling.policies.routing import Router
+    from ..learn.rungs.fleet import planned
+
+    rows = planned.rows(read_trace(trace, limit=ROUTED))
+    print(f"{len(rows)} requests over {planned.ENGINES} engines, in the planner's simulator")
+    print("| router | mean seconds to the first token | requests of each engine |\n|---|---|---|")
+    for name, router in (("yours", own_module(here.folder).Router), ("shipped", Router)):
+        chosen, seconds = planned.route(router, rows)
+        counts = ", ".join(str(chosen.count(engine)) for engine in range(planned.ENGINES))
+        print(f"| {name} | {seconds:.3f} | {counts} |", flush=True)
 
 
 def _command(words: Sequence[str], environment: Mapping[str, str] | None, what: str, *, quiet: bool = False) -> None:

@@ -342,7 +342,7 @@ def _plan(source: ModelSource, config: EngineConfig, kind: str, budget: int) -> 
         layouts = _layouts(source)
         by_row = source.config.moe is None and all(layout.batch_invariant for _, layout in layouts)
         storage = storage_held(storage, layouts) if by_row or not config.deterministic else storage
-    if source.kind == "gguf" and kind == "cpu" and config.dtype == "auto" and config.quantization is None:
+    if source.kind == "gguf" and kind == "cpu" and config.dtype in ("auto", "bfloat16") and config.quantization is None:
         weights = sum(file.stat().st_size for file in source.gguf_files)  # the C++ kernels keep the file's own blocks
     else:
         weights = int(weight_bytes(source.config, storage))

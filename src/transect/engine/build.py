@@ -368,7 +368,8 @@ def _build_cpu(
     )
     size = size if mesh is None else KVSize.least(mesh.world.exchange(size))
     caches = model.new_kv_cache(size.num_blocks, config.block_size, cache_type)
-    computed = 32 if native or kv_dtype(config.dtype).itemsize == 4 else 16
+    rounds = library is not None and library.bfloat16
+    computed = 32 if (native and not rounds) or kv_dtype(config.dtype).itemsize == 4 else 16
     storage = storage_of_model(model, activation=computed, kv=cached_bits)
     if stream is not None:
         storage, why = replace(storage, streamed=stream.bytes), f"{why}; {stream}"

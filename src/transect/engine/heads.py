@@ -53,7 +53,7 @@ def head_on_cpu(
     ops = resolve_ops("cpu", batch_invariant=config.deterministic or dtype == torch.float32)
     computed = dtype
     if library is not None:
-        packed = partial(Packed, library=library, half=config.dtype == "auto")
+        packed = partial(Packed, library=library, half=config.dtype != "float32")
         kinds, computed = lambda name: packed, torch.float32
     whole = mesh is None or mesh.parts.size == 1
     embed = model.embed if whole else own_table(target, "cpu", computed)
@@ -65,5 +65,5 @@ def head_on_cpu(
 
 
 def is_native(model: Decoder) -> bool:
-    """Return True if a model computes in float32 with the C++ products."""
+    """Return True if a model computes with the C++ products."""
     return any(isinstance(weight.unadapted()[0], Packed) for _, weight in model.weights())

@@ -21,8 +21,7 @@ from ..parallel.mesh import Mesh
 from ..parallel.world import World
 from ..spec.layouts.ranks import RankPlace
 from .leading import FollowingCore, LeadingCore, Message
-from .scheduling import limits
-from .scheduling.arrivals import seed_of
+from .scheduling.arrivals import max_length, seed_of
 from .scheduling.core import EngineCore, Lesson, StepInFlight
 from .scheduling.outputs import EngineOutput, SchedulerStats
 from .scheduling.policies.admission import QueueFull
@@ -75,7 +74,7 @@ class SharingCore(LeadingCore):
         if request.request_id in self._running:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
         config, params = self.scheduler.config, request.params
-        longest = limits.max_length(request, config)
+        longest = max_length(request, config)
         room = [group for group in range(1, len(self._new)) if self._has_room(group)]
         try:
             self.scheduler.check_room(request, longest)

@@ -10,6 +10,7 @@
 * ``live``       puts a student's piece into a command of the product, and counts its calls; ``hook`` does it in each
   process, ``live_scheduler`` translates for the engine, ``live_training`` writes a short training run
 * ``classroom``  grades submissions of a class in a sandbox
-* ``template``   makes a new rung from an operator, or from a policy or an objective (``template_sources``);
-  ``closure`` finds all that a function needs
+* ``template``   makes a new rung from an operator, from any policy (``template_policies``) or from an objective
+  (``template_sources``); ``closure`` finds all that a function needs
+* ``stage``      plays requests through small engines on a virtual clock, with a student's policy inside
 """

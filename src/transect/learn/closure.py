@@ -31,12 +31,20 @@ def program_of(file: str, *roots: str) -> WholeProgram:
     Raises:
         ValueError: the file lacks one of them.
     """
+    known = _definitions(ast.parse((PACKAGE / file).read_text()))
+    if missing := [name for name in roots if name not in known]:
+        raise ValueError(f"{file} has no {missing[0]!r}")
+    return needs(file, *roots)
+
+
+def needs(file: str, *used: str) -> WholeProgram:
+    """Write the program of those of the names ``used`` that the file defines or imports."""
     tree = ast.parse((PACKAGE / file).read_text())
     known, imported = _definitions(tree), _imports(tree, file)
     found: dict[str, int] = {}
     lines: dict[str, None] = {}
     modules: dict[str, None] = {}
-    left = list(roots)
+    left = list(used)
     while left:
         name = left.pop()
         if name in found:
@@ -48,12 +56,10 @@ def program_of(file: str, *roots: str) -> WholeProgram:
                 modules[module] = None
             continue
         if name not in known:
-            if name in roots:
-                raise ValueError(f"{file} has no {name!r}")
             continue
         found[name] = known[name].lineno
         left += _names(known[name])
-    text = excerpt(file, *sorted(found, key=lambda name: found[name]))
+    text = excerpt(file, *sorted({line: name for name, line in found.items()}.values(), key=lambda name: found[name]))
     head = "\n".join(["from __future__ import annotations", "", *sorted(lines)])
     return WholeProgram(f"{head}\n\n\n{text}", tuple(sorted(modules)))
 
@@ -63,8 +69,10 @@ def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found[node.name] = node
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = node
+        elif isinstance(node, ast.Assign):
+            for each in ast.walk(node.targets[0]):
+                if isinstance(each, ast.Name):
+                    found[each.id] = node
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = node
     return found

@@ -24,6 +24,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from .record import Live, Rung
+from .registry import get
 
 BYTES = 8
 """Bytes of one counter."""
@@ -106,7 +107,7 @@ def placed(rung: Rung, program: Path) -> Iterator[Placed]:
         folder = Path(made)
         shutil.copy(Path(__file__).parent / "hook.py", folder / "sitecustomize.py")
         modules = sorted({target.partition(":")[0] for target in live.pieces if ":" in target})
-        record = f"{__package__}.rungs.{rung.road}.{rung.name}"
+        record = rung.own_file or f"{__package__}.rungs.{rung.road}.{rung.name}"
         plan = {"program": str(program.resolve()), "record": record, "modules": modules}
         (folder / "piece.json").write_text(json.dumps(plan))
         (folder / "piece.py").write_text(
@@ -136,6 +137,11 @@ def piece(folder: Path) -> Any:
     return adapt(mine, None)
 
 
+def own_module(folder: Path) -> ModuleType:
+    """Load the student's program of ``folder``, with its calls counted."""
+    return _loaded(folder)[1]
+
+
 def counted(rung: Rung) -> tuple[str, ...]:
     """Name the counted functions: those with holes."""
     return rung.holes
@@ -144,7 +150,8 @@ def counted(rung: Rung) -> tuple[str, ...]:
 def _loaded(folder: Path) -> tuple[Live, ModuleType]:
     """Load the record and the student's program, once in each process."""
     plan = json.loads((folder / "piece.json").read_text())
-    rung: Rung = import_module(plan["record"]).RUNG
+    own = plan["record"].endswith(".py")
+    rung: Rung = get(plan["record"]) if own else import_module(plan["record"]).RUNG
     assert rung.live is not None
     name = f"_your_{rung.name}_{folder.name}"
     if name not in sys.modules:

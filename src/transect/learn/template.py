@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..ops.registry import Op, all_ops, get
 from .rungs.inputs import flat
+from .template_policies import policies, rung_of_policy
 from .template_sources import SOURCES, driver
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -33,18 +34,18 @@ def rung_of(name: str) -> str:
         return rung_of_operator(bare)
     if bare == "next_token" and kind != "policy":
         return rung_of_operator("linear_cross_entropy")
-    kinds = (kind,) if colon else ("policy", "objective")
-    found = next((f"{each}:{bare}" for each in kinds if f"{each}:{bare}" in SOURCES), "")
-    if found:
-        return rung_of_source(found)
+    if bare in policies() and kind != "objective":
+        return rung_of_policy(bare)
+    if f"objective:{bare}" in SOURCES and kind != "policy":
+        return rung_of_source(f"objective:{bare}")
     if colon:
-        known = ", ".join(each for each in SOURCES if each.startswith(kind))
+        known = ", ".join(policies() if kind == "policy" else (each.partition(":")[2] for each in SOURCES))
         raise ValueError(f"no rung can be made from {name!r}: there are {known}")
     return rung_of_operator(bare)
 
 
 def rung_of_source(name: str) -> str:
-    """Write the text of a rung's file from a policy or an objective."""
+    """Write the text of a rung's file from an objective."""
     source = SOURCES[name]
     bare = name.partition(":")[2]
     page = (ast.get_docstring(ast.parse((PACKAGE / source.file).read_text())) or "").strip()

@@ -1,4 +1,4 @@
-"""Policies and objectives that ``learn new`` makes a rung from, beside operators: what to excerpt, and how to drive it.
+"""Objectives that ``learn new`` makes a rung from, beside operators and policies: what to excerpt, and how to drive it.
 
 A driver takes a module, the student's or the shipped one, and plain arguments. It stands alone: imports are inside.
 """
@@ -9,8 +9,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-POLICIES = "engine/scheduling/policies/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +33,6 @@ class Source:
     kind: str = "python"
     allows: tuple[str, ...] = ()
     """Modules of this package that the preamble imports."""
-
-
-def _scaled(module, policy, looks):  # type: ignore[no-untyped-def]
-    """Ask a scaling policy at each look (at, ready, starting, waiting, running, share of KV, rate)."""
-    made = getattr(module, policy)()
-    return [float(made.wanted(module.Seen(*look))) for look in looks]
-
-
-def _ordered(module, requests):  # type: ignore[no-untyped-def]
-    """Let requests (client, weight, priority, prompt, outputs) arrive, and serve the first key now and then."""
-    order = module.Order("priority", patience=500.0)
-    waiting, served = [], []
-    for number, (client, weight, priority, prompt, outputs) in enumerate(requests):
-        waiting.append((order.enter(client, weight, priority, prompt, outputs, 1), number))
-        if number % 3 == 2:
-            turn, first = min(waiting, key=lambda each: (each[0].key, each[1]))
-            waiting.remove((turn, first))
-            order.admitted(turn)
-            order.ended(turn, prompt)
-            served.append(first)
-    return served
 
 
 def _preferred(module, gains, lengths, beta, smoothing, loss):  # type: ignore[no-untyped-def]
@@ -136,55 +113,7 @@ def _drafted(module, lengths, labels, steps):  # type: ignore[no-untyped-def]
     return [[each.chosen_R, each.at_R] for each in module.rows_of(batch, steps)]
 
 
-def _routed(module, capacities, requests):  # type: ignore[no-untyped-def]
-    """Send requests (prompt, outputs) to engines; every third time the oldest request is done."""
-    router = module.Router(capacities, 4)
-    sent, chosen = [], []
-    for number, (prompt, outputs) in enumerate(requests):
-        sent.append(router.send(prompt, outputs, range(len(capacities))))
-        chosen.append(sent[-1].engine)
-        if number % 3 == 2:
-            router.done(sent.pop(0))
-    return chosen
-
-
-_LOOKS = """[
-        [15.0 * i, int(rng.integers(1, 5)), int(rng.integers(0, 2)), int(rng.integers(0, 40)), int(rng.integers(0, 60)),
-         float(rng.uniform(0, 1)), float(rng.uniform(0, 9))]
-        for i in range(20)
-    ]"""
-
-
-def _scaling(name: str) -> Source:
-    return Source(
-        POLICIES + "scaling.py", ("Seen", name), "from dataclasses import dataclass\nfrom typing import NamedTuple\n",
-        (f"{name}.wanted",), _scaled, f"[{name!r}, {_LOOKS}]", "fleet",
-    )  # fmt: skip
-
-
 SOURCES: dict[str, Source] = {
-    "policy:order": Source(
-        POLICIES + "order.py", ("Key", "MOST_CLIENTS", "Turn", "Order"),
-        "from dataclasses import dataclass\n\nTYPICAL_OUTPUT = 256\n\n\nclass ByPriority:\n"
-        "    level = staticmethod(lambda priority, outputs: priority)\n\n\ndef order_policy(name):\n"
-        "    # every policy has levels by priority here\n    return ByPriority\n",
-        ("Order.enter", "Order.key", "Order._start", "Order.admitted", "Order.ended"), _ordered,
-        """[[
-        [f"client {rng.integers(3)}", float(rng.integers(1, 4)), int(rng.integers(-2, 3)), int(rng.integers(1, 900)),
-         int(rng.integers(1, 400))]
-        for _ in range(40)
-    ]]""", "serving",
-    ),
-    "policy:concurrency": _scaling("Concurrency"),
-    "policy:queue": _scaling("Queue"),
-    "policy:forecast": _scaling("Forecast"),
-    "policy:routing": Source(
-        POLICIES + "routing.py", ("Router",), None, ("Router.send",), _routed,
-        """[[400, 400, 400], [
-        [[int(shared) + i for i in range(int(rng.integers(4, 40)))], int(rng.integers(1, 30))]
-        for shared in rng.integers(0, 6, 30) * 100
-    ]]""", "fleet",
-    ),
     "objective:kto": Source(
         "train/objectives/kto.py", ("KTO",),
         "from __future__ import annotations\n\nimport torch\n\n\nclass Preferences:\n"

@@ -62,8 +62,10 @@ def _named(tree: ast.Module) -> dict[str, ast.stmt]:
             for inner in node.body if isinstance(node, ast.ClassDef) else ():
                 if isinstance(inner, ast.FunctionDef):
                     found[f"{node.name}.{inner.name}"] = inner
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = node
+        elif isinstance(node, ast.Assign):
+            for each in ast.walk(node.targets[0]):
+                if isinstance(each, ast.Name):
+                    found[each.id] = node
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = node
     return found

@@ -154,9 +154,9 @@ class FusedStack:
             last = None if layer is not self._layers[-1] else wanted
             attended_THd = self._attend(layer, layer.qkv(normed_TD), (cos, sin), context, last)
             if last is not None:
-                x_TD = x_TD.index_select(0, last.tokens_R)
-                if self._rows is not None:
+                if self._rows is not None:  # first: the next kernel but one reads these before others have ended
                     self._rows.only(last.tokens_R)
+                x_TD = x_TD.index_select(0, last.tokens_R)
                 if not len(x_TD):
                     return x_TD, None, None
             branch_TD = layer.o(attended_THd.flatten(-2))

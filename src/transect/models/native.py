@@ -1,13 +1,15 @@
 """A ``Decoder`` on the C++ CPU kernels: ``Packed`` weights, and one call for all layers.
 
-Everything is computed in float32 from the weights exactly as the file holds them; a token's hidden state does not
-depend on what else is in the batch or on how its prompt was cut into chunks, to the bit.
+Everything is computed from the weights exactly as the file holds them, in float32 or, in products, from inputs in
+bfloat16; a token's hidden state does not depend on what else is in the batch or on how its prompt was cut into chunks,
+to the bit.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,8 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from ..hardware.cache import cache_folder
-from ..ops.cpu.library import GROUP_ROWS, KV_DTYPES, LayerStack, Library, StackAdapter, StackLayer, empty_cache
-from ..ops.cpu.packing import read_packed, write_packed
+from ..ops.cpu.experts import StackExperts
+from ..ops.cpu.library import (
+    GROUP_ROWS,
+    KV_DTYPES,
+    LayerStack,
+    Library,
+    PackedWeight,
+    StackAdapter,
+    StackLayer,
+    empty_cache,
+)
+from ..ops.cpu.packing import pack, read_packed, write_packed
 from ..ops.opset import OpSet
 from ..ops.position.embed_tokens import placed
 from ..spec.model import ModelConfig
@@ -26,14 +38,18 @@ from ..spec.numbers.registry import rounding
 from .context import AttentionContext, PagedContext
 from .decoder import Decoder, Layer
 from .mlp import MLP
+from .moe import MoE
 from .norm import LayerNorm, RMSNorm
 from .rope import Rope
 from .weights.low_rank import packed_adapter
 from .weights.packed import Packed, PackedEmbedding, refuses
 from .weights.row_adapted import StepRows
+from .weights.weight import Weight
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 FIRST_POSITIONS = 2048
+BEYOND = ("experts", "attention sinks", "a norm over all heads of q")
+"""Features beyond other stacks that the C++ kernels have."""
 
 
 class NativeStack:
@@ -72,6 +88,7 @@ class NativeStack:
             activation=ACTIVATIONS[config.activation],
             rotary_half=config.head_dim // 2,
             kv=KV_DTYPES[kv_dtype],
+            qk_norm_whole=int(config.qk_norm_whole),
             norm_eps=config.norm_eps,
             scale=config.attention_scale,
         )
@@ -137,12 +154,16 @@ class NativeStack:
 
 def refusal(config: ModelConfig, block_size: int, quantization: str | None = None) -> str | None:
     """Return the reason why the C++ kernels cannot run this model, as a sentence; None if they can."""
-    if config.beyond_stacks:
-        return f"the C++ kernels do not have {config.beyond_stacks[0]}"
+    beyond = [feature for feature in config.beyond_stacks if feature not in BEYOND] + _beyond_experts(config)
+    if beyond:
+        return f"the C++ kernels do not have {beyond[0]}"
     form = rounding(quantization)
     if form is not None and (reason := refuses(form)):
         return reason
-    odd = [n for n in (config.dim, config.q_dim, config.ffn_dim) if n % NATIVE_GROUP]
+    moe = config.moe
+    widths = [config.dim, config.q_dim] + ([] if moe is None else [moe.expert_dim, moe.shared_dim])
+    widths += [config.ffn_dim] if moe is None or moe.dense_layers else []
+    odd = [n for n in widths if n % NATIVE_GROUP]
     if quantization is not None and odd:
         return (
             f"the C++ kernels take rows in {quantization} whose length is a multiple of {NATIVE_GROUP}, and this "
@@ -155,6 +176,20 @@ def refusal(config: ModelConfig, block_size: int, quantization: str | None = Non
     if block_size % GROUP_ROWS:
         return f"the C++ kernels need a block size that is a multiple of {GROUP_ROWS}, not {block_size}"
     return None
+
+
+def _beyond_experts(config: ModelConfig) -> list[str]:
+    """List what the C++ kernels lack of a model's experts."""
+    moe = config.moe
+    if moe is None:
+        return []
+    odd = [n for n in (config.dim, moe.expert_dim, moe.shared_dim) if n % GROUP_ROWS]
+    found = {
+        "experts that ranks share": moe.ranks > 1,
+        "router weights on the inputs of experts": moe.weighs_inputs,
+        f"experts of a width that is not a multiple of {GROUP_ROWS}": bool(odd),
+    }
+    return [name for name, there in found.items() if there]
 
 
 def native_model(
@@ -252,8 +287,10 @@ def _stack_layer(layer: nn.Module, window: int | None, library: Library) -> Stac
     assert isinstance(layer, Layer)
     attention, mlp = layer.attention, layer.mlp
     before, between = layer.attention_norm, layer.mlp_norm
-    assert isinstance(mlp, MLP) and not isinstance(before, nn.Identity) and not isinstance(between, nn.Identity)
-    products = {"o": attention.o, "down": mlp.down, **attention.qkv.parts, **mlp.gate_up.parts}
+    assert not isinstance(before, nn.Identity) and not isinstance(between, nn.Identity)
+    products = {"o": attention.o, **attention.qkv.parts}
+    if isinstance(mlp, MLP):
+        products |= {"down": mlp.down, **mlp.gate_up.parts}
 
     return StackLayer(
         attention_norm=before.weight.data,
@@ -264,9 +301,38 @@ def _stack_layer(layer: nn.Module, window: int | None, library: Library) -> Stac
         k_norm=_scale(attention.k_norm),
         **cast(
             dict[str, Any],
-            {"gate": None} | {name: weight.unadapted()[0].packed(library) for name, weight in products.items()},
+            dict.fromkeys(("gate", "up", "down")) | {name: _matrix(w, library) for name, w in products.items()},
         ),
         window=window or 0,
         k_scale=None if attention.kv_scales is None else attention.kv_scales.keys,
         v_scale=None if attention.kv_scales is None else attention.kv_scales.values,
+        experts=_stack_experts(mlp, library) if isinstance(mlp, MoE) else None,
+        sinks=None if attention.sinks is None else attention.sinks.data,
     )
+
+
+def _stack_experts(mlp: MoE, library: Library) -> StackExperts:
+    moe, router, shared = mlp.moe, mlp.router, mlp.shared_router
+    matrices = {"gate": mlp.experts_gate, "up": mlp.experts_up, "down": mlp.experts_down}
+    if mlp.shared_gate_up is not None:
+        matrices |= {**mlp.shared_gate_up.parts, "shared_down": mlp.shared_down}
+    scores = pack(library, router.weight.detach().float())
+    bias = None if router.bias is None else router.bias.detach().float().contiguous()
+    return StackExperts(
+        count=moe.experts,
+        used=moe.per_token,
+        sigmoid=moe.score == "sigmoid",
+        renormalize=moe.renormalize,
+        groups=moe.groups,
+        groups_kept=moe.groups_kept,
+        scale=moe.scale,
+        clamp=moe.clamp or 0.0,
+        score_bias=router.score_bias,
+        router=replace(scores, bias=bias),
+        shared_router=None if shared is None else pack(library, shared.weight.detach().float()),
+        **{name: _matrix(weight, library) for name, weight in matrices.items()},
+    )
+
+
+def _matrix(weight: Weight, library: Library) -> PackedWeight:
+    return weight.unadapted()[0].packed(library)

@@ -73,7 +73,7 @@ class TensorAdapters:
             at += tensor.numel()
             return part.copy_(tensor)
 
-        return {name: replace(low, a=held(low.a), b=held(low.b)) for name, low in factors.items()}
+        return {name: replace(low, a=held(low.a), b=held(low.b.T).T) for name, low in factors.items()}
 
     @torch.inference_mode()
     def put(self, slot: int, prepared: Factors) -> None:

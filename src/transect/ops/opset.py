@@ -60,6 +60,11 @@ class OpSet:
     passed_over: tuple[tuple[str, str, str], ...] = ()
     """(operator, implementation, reason): what was preferred but cannot run here."""
 
+    def is_batch_invariant(self, operator: str) -> bool:
+        """Return True if a row's result of an operator does not depend on the other rows."""
+        label = dict(self.chosen).get(operator)
+        return label is not None and get(operator).implementations[label].batch_invariant
+
 
 NOT_OPERATORS = ("stream_products", "chosen", "passed_over")
 OPERATORS = tuple(field.name for field in fields(OpSet) if field.name not in NOT_OPERATORS)

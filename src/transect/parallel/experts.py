@@ -10,7 +10,7 @@ ways to bring tokens and experts together:
   (reduce-scatter). This moves ``(n - 1) / n`` of all tokens, twice. Every shape follows from the largest number of
   tokens that a rank has in the step, which ``meet`` agrees on once, before the layers, so a CUDA graph can capture it.
   Serving always goes this way. A rank without tokens takes part with none of its own (``idle``).
-* **all-to-all** (``exchange.py``): a token goes only to the ranks that have one of its k experts. With n ranks these
+* **all-to-all** (``exchange.py``): a token is sent only to ranks that have one of its k experts. With n ranks these
   are ``n (1 - (1 - 1 / n) ** k)`` on average, for k = 8 all but 0.4% of them with two ranks, 90% with four, 66% with
   eight; for k = 2 75%, 44% and 23%. Less is sent, and less is held by a rank; but the host has
   to know how many tokens go where, and waits for that in every layer.

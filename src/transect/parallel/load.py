@@ -149,7 +149,7 @@ def load_shard(
         model = _torch_model(source, shard, mesh, dtype, deterministic, stream)
     else:
         why = f"{why}, layers one by one"
-        half = dtype == "auto"
+        half = dtype != "float32"
         ops = resolve_ops("cpu", batch_invariant=deterministic or not half)
         model = _packed_model(source, shard, mesh, library, ops, half=half, quantization=quantization)
     weights = stored_weights(source, seed)

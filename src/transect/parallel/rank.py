@@ -6,6 +6,7 @@ It meets the others and runs the jobs that rank 0 announces, one after another. 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import shutil
@@ -15,25 +16,31 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .children import arrived, last_words, told
-from .launch import broken, meet
-from .world import World
+
+if TYPE_CHECKING:
+    from .world import World
 
 PATIENCE_S = 30.0
 
 
 def main() -> None:
     """Run a child; exits with 1 when a job fails, after writing the reason to a file."""
+    gc.disable()  # what is imported stays; searching it for garbage takes a tenth of a start
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Service managers (systemd, Slurm) send SIGTERM to every process. Rank 0 has work to finish, and then closes the
     # pipe. A function, not SIG_IGN: processes that are started here would inherit that.
     signal.signal(signal.SIGTERM, lambda *_: None)
     threading.Thread(target=_exit_with_parent, args=(sys.stdin.fileno(), Path(sys.argv[1])), daemon=True).start()
     folder, (rank, size) = Path(sys.argv[1]), map(int, sys.argv[2:4])
+    from .launch import broken, meet  # imports torch, which takes seconds
+
     try:
         for job in sys.argv[4:]:
             importlib.import_module(job)
+        gc.enable()
         device, first_device = told(folder)
         arrived(folder, rank).touch()
         serve_jobs(meet(folder, rank, size, device, first_device))

@@ -8,7 +8,7 @@
 
 The APIs share:
 
-* ``options``: the settings. ``serving``: the server's state. ``sender``: the user behind a request.
+* ``options``: the settings. ``serving``: the server's state. ``sender``: the user behind a request, and its model.
 * ``adapters``: adapters that requests choose by name. ``releases``: released names that stand for weighted versions.
 * ``capture/``: requests and answers kept with consent, and feedback on them. ``watching``: a request as both see it.
 * ``prompts``: chat templates and tokenizers. ``rendering``, ``encoding``: both in bounded time.

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,6 @@ from prometheus_client import CollectorRegistry, Counter
 from ..checkpoints.peft_config import AdapterFiles, adapter_folder
 from .http.errors import ApiError
 from .options import ServerOptions, named_modules
-
-_current: ContextVar[str] = ContextVar("transect_adapter", default="")
-
-
-def current_adapter() -> str:
-    """Return the name of the adapter that the request of this task has chosen; empty for the base."""
-    return _current.get()
-
-
-def choose_adapter(name: str) -> None:
-    """Let the request of this task run with an adapter, or with the base if ``name`` is empty."""
-    _current.set(name)
 
 
 @dataclass(slots=True)
@@ -97,15 +84,12 @@ class Adapters:
         return entry
 
     @contextlib.asynccontextmanager
-    async def use(self, name: str) -> AsyncIterator[AdapterFiles | None]:
+    async def use(self, name: str) -> AsyncIterator[AdapterFiles]:
         """Yield the files of an adapter for as long as a request runs with it; they are read when first requested.
 
         Raises:
             ApiError: 404 if it was unloaded meanwhile, 400 if it cannot be served.
         """
-        if not name:
-            yield None
-            return
         entry = self.find(name)
         if entry is None:
             raise unknown(name)
@@ -127,9 +111,8 @@ class Adapters:
 
     def count(self, name: str, prompt_tokens: int, completion_tokens: int) -> None:
         """Count tokens of a request that has ended."""
-        if name:
-            self._tokens.labels(name, "prompt").inc(prompt_tokens)
-            self._tokens.labels(name, "answer").inc(completion_tokens)
+        self._tokens.labels(name, "prompt").inc(prompt_tokens)
+        self._tokens.labels(name, "answer").inc(completion_tokens)
 
     async def load(self, name: str, path: str, *, replace: bool = False) -> Entry:
         """Serve an adapter from the allowed directory under a name.

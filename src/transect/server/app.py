@@ -22,10 +22,9 @@ from .capture.routes import capture_routes
 from .generation import Prompt
 from .http import errors
 from .http.body import JsonRoute, aside
-from .http.deadline import Deadline
-from .http.disconnect import ClientGone, unless_disconnected
 from .http.errors import ApiError, ErrorBody
 from .http.gate import SHOWN, Gate
+from .http.lifetime import ClientGone, Deadline, unless_disconnected
 from .http.sse import EventStream, Raw
 from .openai.chat import Chat, chat_opens_a_turn
 from .openai.completions import Completion
@@ -56,7 +55,7 @@ from .page.routes import page
 from .prompts import chat_prompt, encode, most_counted, truncated
 from .rendering import Renderer
 from .retrieval.routes import retrieval
-from .sender import set_sender
+from .sender import note_request, sender_of
 from .serving import Engine, Serving
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -146,7 +145,8 @@ def _serving(request: Request, body: Any = None) -> Serving:
     serving: Serving = request.app.state.serving
     if body is not None:
         earlier = getattr(body, "previous_response_id", None)
-        set_sender(request.headers, body, request.app.state.responses.beginning(earlier))
+        beginning = "" if earlier is None else request.app.state.responses.beginning(earlier)
+        note_request(sender=sender_of(request.headers, body, beginning))
         serving.check_model(body.model)
     return serving
 

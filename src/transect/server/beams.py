@@ -11,12 +11,12 @@ from ..engine.frontends.beam_search import BeamSearch, BeamSearchParams
 from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.outputs import RequestMetrics, RequestOutput
 from .generation import Prompt, whole_in_groups
-from .http.deadline import Deadline
 from .http.errors import ApiError, bad_value
+from .http.lifetime import Deadline
 from .openai.protocol import FIELDS, SamplingBody
 from .openai.replies import PromptDetails, Usage
 from .operations import request_log
-from .releases import forget_version
+from .sender import note_request
 from .serving import Serving
 from .watching import RequestWatch
 
@@ -40,8 +40,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields that beam search does not support, with the values at which each field has no effect."""
 
 
-def beam_params(body: SamplingBody, params: SamplingParams, width: int, longest: int) -> BeamSearchParams | None:
-    """Read the beam-search settings of a request; None if it asks for no beam search.
+def beam_params(body: SamplingBody, params: SamplingParams, width: int, longest: int) -> BeamSearchParams:
+    """Read the beam-search settings of a request with ``use_beam_search``.
 
     Args:
         params: of the request; form, stop strings and lengths have been checked.
@@ -51,11 +51,6 @@ def beam_params(body: SamplingBody, params: SamplingParams, width: int, longest:
     Raises:
         ApiError: 400 if beam search does not work with the rest of the request.
     """
-    if not body.use_beam_search:
-        if body.length_penalty not in (None, 1):
-            message = "length_penalty is for beam search: set use_beam_search, or leave it out"
-            raise ApiError(400, message, param="length_penalty", code="unsupported_parameter")
-        return None
     if body.stream:
         message = "beam search has answers only at its end: set stream=false"
         raise ApiError(400, message, param="use_beam_search", code="unsupported_parameter")
@@ -103,7 +98,7 @@ class Beams:
         self._serving, self._params, self._answers = serving, params, answers
         self._priority, self._deadline = priority, deadline
         self._watch = RequestWatch(serving, self.id, len(prompts))
-        forget_version()  # the requests of the steps are parts
+        note_request(version=None)  # the requests of the steps are parts
         self._usage = Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             completion_tokens=0,

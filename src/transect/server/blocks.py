@@ -14,8 +14,8 @@ from .answers import AnswerPiece, AnswerReader, Answers
 from .capture.slips import RequestContent
 from .generation import Generation
 from .http.body import aside
-from .http.deadline import Deadline
 from .http.errors import bad_value
+from .http.lifetime import Deadline
 from .openai.logprobs import chat_logprobs
 from .openai.protocol import FIELDS, ChatMessage
 from .prompts import chat_prompt

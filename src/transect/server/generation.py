@@ -19,15 +19,14 @@ from ..engine.frontends.async_engine import EngineDeadError
 from ..engine.frontends.mailbox import Mailbox
 from ..engine.scheduling.policies.admission import QueueFull
 from ..engine.scheduling.sampling_params import SamplingParams
-from .adapters import current_adapter
 from .http.clients import current_client
-from .http.deadline import Deadline
 from .http.errors import ApiError, bad_value
+from .http.lifetime import Deadline
 from .openai.protocol import FIELDS
 from .openai.replies import PromptDetails, Usage
 from .operations import request_log
 from .operations.metrics import RequestTimer
-from .sender import current_sender
+from .sender import current_request
 from .serving import Serving
 from .watching import RequestWatch
 
@@ -105,8 +104,9 @@ class Generation:
         self._counted = False
         self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
-        self._client, self._adapter = current_client(), current_adapter() if adapter is None else adapter
-        affinity = current_sender().affinity
+        current = current_request()
+        self._client, self._adapter = current_client(), current.adapter if adapter is None else adapter
+        affinity = current.sender.affinity
         self._session = affinity and f"{self._client.name} {affinity}"
         self._dropped: set[int] = set()
         """Choices that ``drop`` has ended."""
@@ -196,7 +196,8 @@ class Generation:
         if not self._counted:
             self._counted = True
             self._serving.accounts.spend(self._client, usage.prompt_tokens, usage.completion_tokens)
-            self._serving.adapters.count(self._adapter, usage.prompt_tokens, usage.completion_tokens)
+            if self._adapter:
+                self._serving.adapters.count(self._adapter, usage.prompt_tokens, usage.completion_tokens)
             self._watch.end(self._first_token_s, self.completion_tokens / (len(self.prompts) * self.params.n))
         request_log.note(
             prompt_tokens=usage.prompt_tokens,
@@ -219,27 +220,25 @@ class Generation:
             raise
 
     def _traced(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
-        """Return ``_updates`` wrapped in a span, if the server makes spans."""
-        tracing, updates = self._serving.tracing, self._updates(index, prompt)
+        """Return the updates of one engine request, in a span if the server makes spans."""
+        tracing = self._serving.tracing
+        updates = self._updates_of_adapter(index, prompt) if self._adapter else self._updates(None, index, prompt)
         if tracing is None:
             return updates
         span = tracing.request(f"{self.id}-{index}", self.params, len(prompt.token_ids))
         return _watched(span, updates)
 
-    async def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
+    async def _updates_of_adapter(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
         """Yield the updates of one engine request, with the adapter that was chosen."""
         async with (
             self._serving.adapters.use(self._adapter) as adapter,
-            aclosing(self._updates_with(adapter, index, prompt)) as events,
+            aclosing(self._updates(adapter, index, prompt)) as events,
         ):
-            if adapter is not None:
-                self._watch.adapted(adapter.id)
+            self._watch.adapted(adapter.id)
             async for event in events:
                 yield event
 
-    async def _updates_with(
-        self, adapter: AdapterFiles | None, index: int, prompt: Prompt
-    ) -> AsyncGenerator[Event, None]:
+    async def _updates(self, adapter: AdapterFiles | None, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
         """Yield the updates of one engine request. Errors of the engine are raised as ``ApiError``."""
         params = self.params
         timer = RequestTimer(

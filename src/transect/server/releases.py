@@ -17,7 +17,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,19 +77,6 @@ class Release:
     name: str
     versions: tuple[ReleasedVersion, ...]
     changed: float = field(default_factory=time.time)
-
-
-_series: ContextVar[VersionSeries | None] = ContextVar("transect_version", default=None)
-
-
-def current_version() -> VersionSeries | None:
-    """Return the version that was chosen for the request of this task; None if it named no release."""
-    return _series.get()
-
-
-def forget_version() -> None:
-    """Let the request of this task have no release."""
-    _series.set(None)
 
 
 class Releases:
@@ -165,8 +151,8 @@ class Releases:
         """List the released names."""
         return list(self._releases)
 
-    def choose(self, name: str, key: str) -> str | None:
-        """Choose the version for a request, and remember it for this task; None if the name is not released.
+    def choose(self, name: str, key: str) -> VersionSeries | None:
+        """Choose the version for a request; None if the name is not released.
 
         Args:
             key: of the sender; if empty, the version is drawn.
@@ -176,8 +162,7 @@ class Releases:
             return None
         version = choose_version(release.versions, f"{name}\0{key or os.urandom(16).hex()}")
         request_log.note(release=name, version=version.model)
-        _series.set(self.series(name, version.model))
-        return version.model
+        return self.series(name, version.model)
 
     def series(self, name: str, model: str) -> VersionSeries:
         """Return the metrics of a version of a release."""

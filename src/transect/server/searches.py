@@ -6,21 +6,19 @@ import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from ..search.judges import BUILTIN, Judge, ModelVerdict, Program, RewardHead
 from ..search.machine import Call
-from ..search.methods.registry import SearchMethod
 from ..search.programs import Verifier, named_places
 from ..search.settings import SearchSettings
 from .http.errors import ApiError
 from .options import HEADS, VERIFIERS, ServerOptions
+from .sender import current_request
 
 if TYPE_CHECKING:
     from .adapters import Entry
 
-_prefix: ContextVar[SearchMethod | None] = ContextVar("transect_search_method", default=None)
 NOT_WITH_SEARCH = (
     "logprobs",
     "top_logprobs",
@@ -30,11 +28,6 @@ NOT_WITH_SEARCH = (
     "continue_token_ids",
 )
 """Fields of requests that a search does not support."""
-
-
-def choose_method(method: SearchMethod | None) -> None:
-    """Let the request of this task search with a method, because its model's name has a prefix."""
-    _prefix.set(method)
 
 
 class SearchSupport:
@@ -111,7 +104,7 @@ def requested_search(given: Any, body: Any) -> SearchSettings | None:
     Raises:
         ApiError: 400, a setting is at fault, or the request has a field that a search does not support.
     """
-    method = _prefix.get()
+    method = current_request().method
     if given is None and method is None:
         return None
     if method is not None and isinstance(given, Mapping | None):

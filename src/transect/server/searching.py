@@ -21,17 +21,16 @@ from ..search.streams import follow
 from ..search.tree import Messages, Tree
 from ..text.output_processor import Update
 from ..text.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from .adapters import current_adapter
 from .answers import Answers
 from .capture.slips import RequestContent
 from .generation import Event, Generation, Prompt
-from .http.deadline import Deadline
 from .http.errors import ApiError
+from .http.lifetime import Deadline
 from .openai.protocol import ChatMessage
 from .openai.replies import PromptDetails, Usage
 from .operations import request_log
 from .prompts import chat_prompt
-from .releases import forget_version
+from .sender import current_request, note_request
 from .serving import Serving
 from .watching import RequestWatch
 
@@ -81,9 +80,9 @@ class Searching:
         self._held: Event | SearchProgress | None = None
         serving.owners.note(self.id)
         self._watch = RequestWatch(serving, self.id, 1)
-        forget_version()  # branches are parts
+        note_request(version=None)  # branches are parts
         plain = [message.plain() for message in messages]
-        adapter = current_adapter()
+        adapter = current_request().adapter
 
         def answer_text(text: str) -> str:
             return text if answers.plain else answers.reader().feed(text, "stop").text

@@ -1,4 +1,4 @@
-"""The person behind a request, as far as the request names one: user, session, and consent to captures.
+"""The request that a task handles: the person behind it, as far as it names one, and the model that it has chosen.
 
 Headers come before fields of the body. ``X-User-Id`` or the fields ``safety_identifier``, ``user`` and
 ``metadata.user_id`` name the user; ``X-Session-Id`` or ``metadata.session_id`` the session. ``prompt_cache_key`` names
@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..search.methods.registry import SearchMethod
 
 MOST_ID = 256
 """Characters of an id of a user or session; of longer ones the beginning counts."""
@@ -56,19 +59,40 @@ class Sender:
         return ""
 
 
-NOBODY = Sender()
-_sender: ContextVar[Sender] = ContextVar("transect_sender", default=NOBODY)
+@dataclass(frozen=True, slots=True)
+class CurrentRequest:
+    """The request that a task handles.
+
+    Attributes:
+        sender: see ``sender_of``.
+        adapter: name of the chosen adapter; empty for the base.
+        version: ``releases.VersionSeries`` of the chosen version; None if the request names no release.
+        method: search method, if a prefix of the model's name asks for one.
+    """
+
+    sender: Sender = Sender()
+    adapter: str = ""
+    version: Any = None
+    method: SearchMethod | None = None
 
 
-def current_sender() -> Sender:
-    """Return the sender of the request that this task handles."""
-    return _sender.get()
+_UNKNOWN = CurrentRequest()
+_current: ContextVar[CurrentRequest] = ContextVar("transect_request", default=_UNKNOWN)
 
 
-def set_sender(headers: Mapping[str, str] | None = None, body: Any = None, beginning: str = "") -> None:
-    """Set the sender of the request that this task handles; without arguments, an unknown sender. Arguments as
-    of ``sender_of``."""
-    _sender.set(NOBODY if headers is None else sender_of(headers, body, beginning))
+def current_request() -> CurrentRequest:
+    """Return the request that this task handles."""
+    return _current.get()
+
+
+def begin_request() -> None:
+    """Let this task handle a new request, of which nothing is known yet."""
+    _current.set(_UNKNOWN)
+
+
+def note_request(**changes: Any) -> None:
+    """Set attributes of the ``CurrentRequest`` of this task."""
+    _current.set(replace(_current.get(), **changes))
 
 
 def sender_of(headers: Mapping[str, str], body: Any = None, beginning: str = "") -> Sender:

@@ -12,20 +12,20 @@ from ..engine.scheduling.sampling_params import SamplingParams
 from ..search.methods.registry import prefixed
 from ..text.reasoning import thoughts_of
 from ..text.tools.registry import shape_of
-from .adapters import Adapters, choose_adapter, current_adapter
+from .adapters import Adapters
 from .capture.captures import Captures
 from .encoding import Encoder
 from .http.accounts import Accounts
+from .http.clients import Owners
 from .http.errors import ApiError, nearest
-from .http.owners import Owners
 from .http.turns import ArrivalGate
 from .operations.metrics import Metrics
 from .operations.tracing import Tracing, exporter_for
 from .options import ServerOptions
 from .releases import Releases
 from .rendering import Renderer, RenderHere
-from .searches import SearchSupport, choose_method
-from .sender import current_sender
+from .searches import SearchSupport
+from .sender import current_request, note_request
 
 if TYPE_CHECKING:
     from ..checkpoints.peft_config import AdapterFiles
@@ -140,7 +140,7 @@ class Serving:
     @property
     def model_name(self) -> str:
         """Name in answers: of the request's adapter, or of the model."""
-        return current_adapter() or self.options.model_names[0]
+        return current_request().adapter or self.options.model_names[0]
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served; None means the served model. For a released name a version is chosen for
@@ -152,16 +152,18 @@ class Serving:
         names = self.options.model_names
         if name is None or name in names:
             return
-        name = self.releases.choose(name, current_sender().key) or name
+        version = self.releases.choose(name, current_request().sender.key)
+        if version is not None:
+            note_request(version=version)
+            name = version.model
         if name in names:
             return
         if self.adapters.find(name) is not None:
-            choose_adapter(name)
+            note_request(adapter=name)
         elif (searched := prefixed(name)) is not None and (
             searched[1] in names or self.adapters.find(searched[1]) is not None
         ):
-            choose_method(searched[0])
-            choose_adapter("" if searched[1] in names else searched[1])
+            note_request(method=searched[0], adapter="" if searched[1] in names else searched[1])
         else:
             names = (*names, *(each.name for each in self.adapters.entries()), *self.releases.names())
             hint = nearest(name[:100], names) or f"; this server has {', '.join(map(repr, names))}"

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Self
 
 from .capture.slips import CaptureSlip, RequestContent
 from .http.errors import ApiError
-from .releases import current_version
+from .sender import current_request
 from .serving import Serving
 
 if TYPE_CHECKING:
     from ..text.outputs import RequestOutput
+    from .releases import VersionSeries
 
 
 class RequestWatch:
@@ -27,7 +28,7 @@ class RequestWatch:
 
     def __init__(self, serving: Serving, answer: str, prompts: int, part: bool = False) -> None:
         self._serving, self._answer, self._left = serving, answer, prompts
-        self._version = None if part else current_version()
+        self._version: VersionSeries | None = None if part else current_request().version
         self._content: RequestContent | None = None
         self._slip: CaptureSlip | None = None
         self._running = self._failed = False

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from runner_fuzz import VOCAB, random_model
 
 from transect.engine.executors.gpu.pending_step import PendingStep
 from transect.engine.executors.prompt_results import LOGPROB_ROWS
@@ -13,33 +14,14 @@ from transect.engine.executors.runner import CompletedStep, Runner, Waiting
 from transect.engine.scheduling.batch import Draw, ScheduledBatch, ScheduledRow, StepResult
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.models.context import VarlenContext
-from transect.models.decoder import Decoder
-from transect.ops.opset import resolve_ops
-from transect.spec.hf import from_hf
 
-BLOCK, BLOCKS, VOCAB = 4, 32, 61
-CONFIG = from_hf(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-    }
-)
+BLOCK, BLOCKS = 4, 32
 GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
 def model():
-    ops = resolve_ops("cpu", batch_invariant=True)
-    decoder = Decoder(CONFIG, dtype=torch.float32, ops=ops).requires_grad_(False)
-    return decoder.init_weights(0.3, torch.Generator().manual_seed(0))
+    return random_model()
 
 
 @pytest.fixture

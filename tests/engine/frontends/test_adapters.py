@@ -127,11 +127,11 @@ def test_an_engine_without_adapters_says_how_to_get_them(adapters) -> None:
 @pytest.mark.parametrize(
     "native", [pytest.param(False, marks=pytest.mark.prove, id="torch"), pytest.param(None, id="C++")]
 )
-def test_tensor_parallel_ranks_have_their_parts_of_each_adapter(adapters, native) -> None:
+def test_tensor_parallel_ranks_have_their_parts_of_each_adapter(adapters, two_ranks, native) -> None:
     """More of them than the ranks hold at once; the plans of both are compared in every step."""
     folder, expected = adapters
     more = {"tensor_parallel_size": 2, "max_loras": 1, "max_cpu_loras": 2, "check_plans": True, "native": native}
-    ranks = LLM(str(folder / "model"), **SETTINGS, **more)
+    ranks = LLM(str(folder / "model"), ranks=two_ranks, **SETTINGS, **more)
     for names in (("all", "small", "", "all"), ("stabilized", "all"), ("small", "stabilized")):
         found = ranks.generate([PROMPT] * len(names), PARAMS, lora_request=[asked(folder, name) for name in names])
         assert tokens(found) == [expected[name] for name in names]

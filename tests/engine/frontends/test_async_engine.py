@@ -60,6 +60,20 @@ async def own_engine(tiny, **settings):
         yield running
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def ahead(tiny):
+    """An engine that plans ahead, for two tests; the second one kills it."""
+    async with own_engine(tiny, async_scheduling=True) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def crowded(tiny):
+    """An engine with room for one request and one that waits, for two tests; the second one shuts it down."""
+    async with own_engine(tiny, max_num_seqs=1, max_queue=1, max_num_batched_tokens=64) as running:
+        yield running
+
+
 def endless(**params):
     return SamplingParams(**{"temperature": 0.0, "max_tokens": None, "ignore_eos": True} | params)
 
@@ -276,56 +290,54 @@ async def test_an_id_in_use_is_refused_and_the_first_goes_on(engine):
     assert len((await last(first)).outputs[0].token_ids) == 30
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-async def test_an_id_may_be_used_again_as_soon_as_its_request_has_been_left(tiny, async_scheduling):
+@pytest.mark.parametrize("plans_ahead", [False, True])
+async def test_an_id_may_be_used_again_as_soon_as_its_request_has_been_left(engine, ahead, plans_ahead):
     """The engine still answers the first request, and its abort, when the second one of that name has been sent."""
-    async with own_engine(tiny, async_scheduling=async_scheduling) as engine:
-        alone = (await last(engine.generate(PROMPTS[1], endless(max_tokens=9), "other"))).outputs[0]
-        for after in range(1, 4):
-            first = engine.generate(PROMPTS[0], endless(), "same")
-            for _ in range(after):
-                await anext(first)
-            await first.aclose()
-            again = (await last(engine.generate(PROMPTS[1], endless(max_tokens=9), "same"))).outputs[0]
-            assert (again.token_ids, again.finish_reason) == (alone.token_ids, "length")
-        await assert_idle(engine)
+    engine = ahead if plans_ahead else engine
+    alone = (await last(engine.generate(PROMPTS[1], endless(max_tokens=9), "other"))).outputs[0]
+    for after in range(1, 4):
+        first = engine.generate(PROMPTS[0], endless(), "same")
+        for _ in range(after):
+            await anext(first)
+        await first.aclose()
+        again = (await last(engine.generate(PROMPTS[1], endless(max_tokens=9), "same"))).outputs[0]
+        assert (again.token_ids, again.finish_reason) == (alone.token_ids, "length")
+    await assert_idle(engine)
 
 
-async def test_a_refusal_is_of_the_request_that_it_was_said_of(tiny):
-    async with own_engine(tiny, max_num_seqs=1, max_queue=1, max_num_batched_tokens=64) as engine:
-        running, waiting = (engine.generate(PROMPTS[0], endless()) for _ in range(2))
-        await anext(running)
-        in_queue = asyncio.create_task(anext(waiting))
-        while (await engine.stats()).waiting < 1:
-            await asyncio.sleep(0.01)
-        refused = asyncio.create_task(last(engine.generate(PROMPTS[2], endless(), "same")))
-        await asyncio.sleep(0)
-        refused.cancel()
-        in_queue.cancel()
-        await asyncio.gather(refused, in_queue, return_exceptions=True)
-        await running.aclose()
-        assert len((await last(engine.generate(PROMPTS[1], endless(max_tokens=3), "same"))).outputs[0].token_ids) == 3
+async def test_a_refusal_is_of_the_request_that_it_was_said_of(crowded):
+    running, waiting = (crowded.generate(PROMPTS[0], endless()) for _ in range(2))
+    await anext(running)
+    in_queue = asyncio.create_task(anext(waiting))
+    while (await crowded.stats()).waiting < 1:
+        await asyncio.sleep(0.01)
+    refused = asyncio.create_task(last(crowded.generate(PROMPTS[2], endless(), "same")))
+    await asyncio.sleep(0)
+    refused.cancel()
+    in_queue.cancel()
+    await asyncio.gather(refused, in_queue, return_exceptions=True)
+    await running.aclose()
+    assert len((await last(crowded.generate(PROMPTS[1], endless(max_tokens=3), "same"))).outputs[0].token_ids) == 3
 
 
-async def test_a_full_queue_is_queue_full_and_shutdown_ends_streams_and_may_be_repeated(tiny):
-    async with own_engine(tiny, max_num_seqs=1, max_queue=1, max_num_batched_tokens=64) as engine:
-        running = engine.generate(PROMPTS[0], endless())
-        await anext(running)
-        waiting = asyncio.create_task(last(engine.generate(PROMPTS[1], endless(max_tokens=3))))
-        while (await engine.stats()).waiting < 1:
-            await asyncio.sleep(0.01)
-        with pytest.raises(QueueFull) as refused:
-            await last(engine.generate(PROMPTS[2], endless()))
-        assert refused.value.retry_after > 0
-        await running.aclose()
-        assert (await waiting).finished
-        stream = engine.generate(PROMPTS[0], endless())
-        await anext(stream)
-        await engine.shutdown()
-        with pytest.raises(EngineDeadError, match="shut down"):
-            await last(stream)
-        await engine.shutdown()
-        assert gone(engine.pid)
+async def test_a_full_queue_is_queue_full_and_shutdown_ends_streams_and_may_be_repeated(crowded):
+    running = crowded.generate(PROMPTS[0], endless())
+    await anext(running)
+    waiting = asyncio.create_task(last(crowded.generate(PROMPTS[1], endless(max_tokens=3))))
+    while (await crowded.stats()).waiting < 1:
+        await asyncio.sleep(0.01)
+    with pytest.raises(QueueFull) as refused:
+        await last(crowded.generate(PROMPTS[2], endless()))
+    assert refused.value.retry_after > 0
+    await running.aclose()
+    assert (await waiting).finished
+    stream = crowded.generate(PROMPTS[0], endless())
+    await anext(stream)
+    await crowded.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await last(stream)
+    await crowded.shutdown()
+    assert gone(crowded.pid)
 
 
 async def test_a_stopped_engine_does_not_unbind_the_queue(engine, monkeypatch):
@@ -369,21 +381,20 @@ async def test_a_running_engine_has_no_folder(engine, sockets):
 # Ends of the process ------------------------------------------------------------------------------------------------
 
 
-async def test_a_killed_engine_gives_every_stream_one_clean_error(tiny):
-    async with own_engine(tiny) as engine:
-        streams = [engine.generate(prompt, endless()) for prompt in PROMPTS]
-        for stream in streams:
-            await anext(stream)
-        os.kill(engine.pid, signal.SIGKILL)
-        results = await asyncio.wait_for(asyncio.gather(*map(last, streams), return_exceptions=True), PATIENCE_S)
-        assert [type(result) for result in results] == [EngineDeadError] * len(PROMPTS)
-        assert all("killed by signal 9" in str(result) for result in results)
-        assert (await engine.health()).state == "dead"
-        with pytest.raises(EngineDeadError):
-            await last(engine.generate([1]))
-        with pytest.raises(EngineDeadError):
-            await engine.stats()
-        await asyncio.wait_for(engine.drain(), PATIENCE_S)
+async def test_a_killed_engine_gives_every_stream_one_clean_error(ahead):
+    streams = [ahead.generate(prompt, endless()) for prompt in PROMPTS]
+    for stream in streams:
+        await anext(stream)
+    os.kill(ahead.pid, signal.SIGKILL)
+    results = await asyncio.wait_for(asyncio.gather(*map(last, streams), return_exceptions=True), PATIENCE_S)
+    assert [type(result) for result in results] == [EngineDeadError] * len(PROMPTS)
+    assert all("killed by signal 9" in str(result) for result in results)
+    assert (await ahead.health()).state == "dead"
+    with pytest.raises(EngineDeadError):
+        await last(ahead.generate([1]))
+    with pytest.raises(EngineDeadError):
+        await ahead.stats()
+    await asyncio.wait_for(ahead.drain(), PATIENCE_S)
 
 
 async def test_a_hung_engine_is_told_from_a_live_one_and_ctrl_c_does_not_reach_it(engine, monkeypatch):

@@ -134,6 +134,37 @@ def test_a_tensor_of_all_pairs_may_be_a_product(tmp_path):
     assert "broadcast" not in explained(tmp_path, other), "no product computes that"
 
 
+def test_products_with_one_hot_rows_look_rows_up(tmp_path):
+    ops = [
+        ("aten::one_hot", [[8, 16], []], 5.0),
+        ("aten::scatter_", [[8, 16, 4000], [], [8, 16, 1], []], 300.0),
+        ("aten::_to_copy", [[8, 16, 4000]], 300.0),
+        ("aten::mm", [[128, 4000], [4000, 64]], 4000.0),
+    ]
+    assert explained(tmp_path, ops)["one-hot"] > 0.9
+    assert "one-hot" not in explained(tmp_path, [*ops[:3], ("aten::mm", [[128, 4001], [4001, 64]], 4000.0)])
+
+
+@pytest.mark.parametrize(("cores", "share"), [(1, 0.4), (2, 0.8)])
+def test_workers_can_hide_what_a_batch_needs_too(tmp_path, monkeypatch, cores, share):
+    """A loader computes for 400 of 1,000 us in an operator that whole batches would need as well."""
+    monkeypatch.setattr("transect.explain.program.findings.usable_cores", lambda: 9)
+    shapes = {"Input Dims": [[1000, 1000]], "Input type": ["float"]}
+    events = [
+        {"ph": "X", "cat": cat, "name": name, "ts": 1000.0 * step + at, "dur": length, "pid": 1, "tid": 1, "args": args}
+        for step in range(20)
+        for cat, name, at, length, args in (
+            ("cpu_op", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0.0, 800.0, {}),
+            ("cpu_op", "aten::exp", 200.0, 400.0, shapes),
+            ("cpu_op", "aten::mul", 800.0, 200.0, shapes),
+        )
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = explain_trace(read_trace(path), ceilings(), facts={"backward": True, "cores": cores, "idle_cores": 1.0})
+    assert next(each for each in found.findings if each.kind == "loading").share == pytest.approx(share, abs=0.05)
+
+
 def test_attention_may_be_written_by_hand(tmp_path):
     scores = [2, 4, 256, 256]
     ops = [("aten::bmm", [[8, 256, 32], [8, 32, 256]], 9000.0), ("aten::_softmax", [scores], 50_000.0)]

@@ -2,6 +2,7 @@
 
 import gc
 import linecache
+import time
 import types
 from dataclasses import replace
 
@@ -12,13 +13,16 @@ from torch import nn
 
 from transect.explain.program.doing import Doing, doing_of, loop_at, statement
 from transect.explain.program.finding import Finding, Material, weighed
+from transect.explain.program.findings import EVICTED, WARMER, _warmed
 from transect.explain.program.findings_host import rest_share
-from transect.explain.program.gaps import Named
+from transect.explain.program.gaps import COMPUTES, Named, _find_python
 from transect.explain.program.libraries import fused_seconds, placed
-from transect.explain.program.overhead import LARGEST_S, segment_costs
+from transect.explain.program.overhead import LARGEST_S, IdleGap, segment_costs
+from transect.explain.program.recording import Recording, autograd_seconds
 from transect.explain.program.sampler import Frame, Sample, StackSamples
 from transect.explain.program.steps import StepWatch
 from transect.explain.program.switches import SWITCHES
+from transect.explain.program.trace import OP
 
 SOURCE = """import json
 
@@ -61,6 +65,7 @@ def test_a_statement_has_several_lines_and_a_loop_is_found(source):
     assert "json" not in statement(source, 8) and "json" not in statement(source, 4)
     assert doing_of((Frame(source, "work", 5),)).kind == "parse"
     assert doing_of((Frame(source, "work", 8),)).kind == "python"
+    assert doing_of((Frame("/x/site-packages/PIL/Image.py", "save", 1), Frame(source, "work", 9))).kind == "saving"
     assert loop_at(Frame(source, "work", 8)) == (source, 4)
     assert loop_at(Frame(source, "work", 9)) == ("", 0) == loop_at(None)
 
@@ -84,6 +89,44 @@ def test_operators_get_what_samples_leave(source):
     material = Material(split, None, named, plain_samples=StackSamples(samples=samples))
     assert rest_share(material) == pytest.approx(0.5, abs=0.01)
     assert rest_share(replace(material, plain_samples=None)) == 1.0
+
+
+def test_calls_are_faster_without_other_code_between_them():
+    split = types.SimpleNamespace(on_gpu=False, own=1.0, parts={"launch": 0.5}, loading=[])
+    material = Material(split, None)
+    assert _warmed(Finding("parse", "", "", 0.5, ""), 0.5, material) == pytest.approx(0.5 + EVICTED * 0.5)
+    assert _warmed(Finding("parse", "", "", 0.9, ""), 0.9, material) == pytest.approx(0.9 + WARMER * 0.1)
+    assert _warmed(Finding("sleep", "", "", 0.5, ""), 0.5, material) == 0.5
+
+
+def test_gaps_between_the_same_operators_have_one_cause(source):
+    """Samples in a few of them show Python that calls no operators: all of them are Python, though other gaps are as
+    long, in which operators are called."""
+    gaps = [IdleGap(0.001 * i, 0.001 * i + 0.0002) for i in range(40)]
+    python, calls = gaps[::2], gaps[1::2]
+    module = (Frame("/x/torch/nn/modules/linear.py", "forward", 1), Frame(source, "work", 8))
+    stacks = [(Frame(source, "work", 8),), module]
+    samples = StackSamples(samples=[Sample(gaps[i].begin + 0.0001, stacks[i % 2], 0) for i in range(10)])
+    _find_python(types.SimpleNamespace(gaps=gaps), samples, [python, calls])
+    assert {gap.label for gap in python} == {COMPUTES} and {gap.label for gap in calls} == {""}
+
+
+def test_samples_have_the_clock_of_the_trace():
+    recording = Recording(stacks=False)
+    recording.start()
+    first = time.perf_counter()
+    torch.ones(3).neg()
+    last = time.perf_counter()
+    recording.stop()
+    trace, _ = recording.read()
+    (index,) = (i for i in trace.where(OP) if trace.key_of(int(i)).name == "aten::neg")
+    clock = 100e-6  # the profiler's clock may differ by some microseconds
+    assert first - clock <= trace.ts[index] - recording.offset <= last + clock
+
+
+def test_forgetting_is_a_part_of_recording():
+    whole, forgotten = autograd_seconds(False)
+    assert whole >= forgotten >= 0.0
 
 
 def test_calls_that_need_the_result_of_the_one_before_are_a_chain():

@@ -222,7 +222,7 @@ def test_a_library_between_calls_is_named(tmp_path):
     events = [event("cpu_op", "aten::set_", 30.0 * number, 5) for number in range(200)]
     samples = StackSamples(samples=[Sample(30e-6 * number + 15e-6, stack, 0) for number in range(20, 180, 10)])
     found = explain_trace(read_trace(write(tmp_path / "cpu.json", events)), ceilings(), samples)
-    assert found.findings[0].kind == "file" and found.findings[0].gain == pytest.approx(199 * 25e-6, rel=0.01)
+    assert found.findings[0].kind == "file" and found.findings[0].gain == pytest.approx(199 * 25e-6, rel=0.05)
     assert sum(found.split.parts.values()) == pytest.approx(found.split.wall)
 
 

@@ -15,17 +15,26 @@ FLAGS = "TRANSECT_CXXFLAGS"
 """The variable of flags that follow ours."""
 
 
-@pytest.fixture(scope="package", params=MARCHES)
-def library(request: pytest.FixtureRequest) -> Library:
+def _built(march: str, *, bfloat16: bool = False) -> Library:
     """A team of two threads. Builds for older processors are optimized less, which takes a third of the time; with
     ``--prove`` as much as in use."""
-    march = request.param
     if not set(MARCHES[march]) <= set(build._processor().split()):
         pytest.skip(f"this processor cannot run code for {march}")
     with pytest.MonkeyPatch.context() as patch:
         if march != "native" and not proving() and FLAGS not in os.environ:
             patch.setenv(FLAGS, "-O1")
         try:
-            return load(2, march)
+            return load(2, march, bfloat16=bfloat16)
         except Unavailable as reason:
             pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="package", params=MARCHES)
+def library(request: pytest.FixtureRequest) -> Library:
+    return _built(request.param)
+
+
+@pytest.fixture(scope="package", params=MARCHES)
+def rounding_library(request: pytest.FixtureRequest) -> Library:
+    """As ``library``, asked to round inputs to bfloat16."""
+    return _built(request.param, bfloat16=True)

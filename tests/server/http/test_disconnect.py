@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from transect.server.http.disconnect import ClientGone, unless_disconnected
+from transect.server.http.lifetime import ClientGone, unless_disconnected
 
 
 async def never():

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from changed_package import ChangedPackage
 from tiny_llm import save_tiny_llm_text, with_a_merge
 from training_runs import write_text
 
@@ -27,9 +26,9 @@ optimizer = {learning_rate = 1e-2}
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory):
+def package(changed_packages):
     """A copy of the package with the change that the guide shows, and a tiny model as transformers saves it."""
-    made = ChangedPackage(tmp_path_factory.mktemp("package"), "docs/extend/model.md")
+    made = changed_packages("docs/extend/model.md")
     torch.manual_seed(0)
     config = transformers.SeedOssConfig(**TINY | {"vocab_size": 300, "head_dim": 16, "hidden_size": 64})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -39,8 +38,7 @@ def package(tmp_path_factory):
     model.save_pretrained(made / "tiny")
     save_tiny_llm_text(made / "tiny")
     with_a_merge(made / "tiny")
-    yield made
-    made.close()
+    return made
 
 
 @pytest.mark.prove

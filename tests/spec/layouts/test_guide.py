@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from changed_package import ChangedPackage
 from tiny_llm import save_tiny_llm
 
 RUN = """
@@ -18,15 +17,14 @@ data = {train = ["text.txt"], seq_len = 32, micro_batch = 64}
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory):
+def package(changed_packages):
     """A copy of the package with the change that the guide shows, a model and a text."""
-    made = ChangedPackage(tmp_path_factory.mktemp("package"), "docs/extend/layout.md")
+    made = changed_packages("docs/extend/layout.md")
     (made / "model").mkdir()
     save_tiny_llm(made / "model", num_hidden_layers=4)
     (made / "text.txt").write_text("The cat sat on the mat. " * 200)
     (made / "run.toml").write_text(RUN)
-    yield made
-    made.close()
+    return made
 
 
 def transect(package, *arguments, code=0):

@@ -6,7 +6,6 @@ import sys
 
 import httpx
 import pytest
-from changed_package import ChangedPackage
 from safetensors import safe_open
 from tiny_llm import save_tiny_llm
 
@@ -31,12 +30,11 @@ torch.save(found, "found.pt")
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory):
+def package(changed_packages):
     """A copy of the package with the change that the guide shows."""
-    made = ChangedPackage(tmp_path_factory.mktemp("package"), "docs/extend/number-format.md")
+    made = changed_packages("docs/extend/number-format.md")
     save_tiny_llm(made / "plain", hidden_size=128, intermediate_size=192)
-    yield made
-    made.close()
+    return made
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft_models import PROMPT, logits_of, make_adapter, peft_logits
+from peft_models import logits_of, logits_of_model, make_adapter, peft_logits
 from tiny_checkpoints import make_model
 from tiny_llm import save_tiny_llm, save_tiny_llm_text
 from training_runs import tiny_run
@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transect.checkpoints.load import load_model
 from transect.checkpoints.peft_config import is_adapter
 from transect.checkpoints.resolve import resolve
-from transect.models.context import VarlenContext
 from transect.models.weights.adapted import Adapted
 from transect.parallel.world import Solo
 from transect.spec.layouts.ranks import RankPlace
@@ -37,13 +36,6 @@ VARIANTS = {
 
 def logits_here(trainer):
     return logits_of_model(trainer.model)
-
-
-@torch.no_grad()
-def logits_of_model(model):
-    tokens = torch.tensor(PROMPT)
-    bounds = torch.tensor([0, len(PROMPT)], dtype=torch.int32)
-    return model.logits(model(tokens, torch.arange(len(PROMPT)), VarlenContext(bounds, model.ops)))
 
 
 def run_of(folder, task="lora", tied=False, **settings):

@@ -6,11 +6,8 @@ import json
 import struct
 
 import pytest
-from tiny_llm import save_tiny_llm
 
-from transect.checkpoints.resolve import resolve
 from transect.text.chat_template import ChatTemplate
-from transect.text.tokenizer import Tokenizer
 from transect.train.data.checks import check_files
 from transect.train.data.documents import chat_tokens
 from transect.train.data.files import find
@@ -21,14 +18,6 @@ CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant"
 SHAREGPT = {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]}
 ALPACA = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
 PAIR = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
-
-
-@pytest.fixture(scope="module")
-def tools(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_llm(folder)
-    source = resolve(str(folder))
-    return Tokenizer.from_source(source), ChatTemplate.from_source(source)
 
 
 def lines(path, *rows):

@@ -11,11 +11,8 @@ import torch
 from effort import quick_first
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_llm import save_tiny_llm
 from training_runs import write_chats, write_text
 
-from transect.text.chat_template import ChatTemplate
-from transect.text.tokenizer import Tokenizer
 from transect.train.config import DataConfig
 from transect.train.data import tokenize as tokenizing
 from transect.train.data.batches import IGNORE, DocumentPlan, WindowPlan
@@ -148,16 +145,6 @@ def test_a_loader_goes_on_from_any_position(ahead: bool) -> None:
     other = Loader(loader.stream, loader.config, seed=4)
     assert other.identity() != loader.identity()
     assert not torch.equal(next(other).tokens_T, first[0].tokens_T)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_llm(folder)
-    from transect.checkpoints.resolve import resolve
-
-    source = resolve(str(folder))
-    return folder, Tokenizer.from_source(source), ChatTemplate.from_source(source)
 
 
 def test_chat_tokens_are_what_a_server_would_send_and_what_is_said(tiny) -> None:

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 from commands import run_here
-from tiny_llm import CHAT_TEMPLATE, save_tiny_llm, save_tiny_llm_text
+from tiny_llm import CHAT_TEMPLATE, save_tiny_llm_text
 from training_runs import tiny_run
 
-from transect.checkpoints.resolve import resolve
 from transect.text.chat_template import ChatTemplate
-from transect.text.tokenizer import Tokenizer
 from transect.train.config import TrainConfig
 from transect.train.data.checks import check_files
 from transect.train.data.documents import answers_apart, chat_tokens
@@ -31,14 +29,6 @@ def call(name="add", arguments='{"a": 1}'):
         "role": "assistant",
         "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
     }
-
-
-@pytest.fixture(scope="module")
-def tools(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_llm(folder)
-    source = resolve(str(folder))
-    return Tokenizer.from_source(source), ChatTemplate.from_source(source)
 
 
 def said(ids, trained, tokenizer):

@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from tiny_llm import save_tiny_llm
 from training_runs import tiny_run, write_chats
 
 from transect.text.chat_template import ChatTemplate
@@ -22,16 +21,6 @@ from transect.train.objectives.base import StepFailed
 
 SMALL = 4000 / 2**20
 """MiB of a section: a few to each of the files below."""
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_llm(folder)
-    from transect.checkpoints.resolve import resolve
-
-    source = resolve(str(folder))
-    return folder, Tokenizer.from_source(source), ChatTemplate.from_source(source)
 
 
 def loader_of(tiny, files, said=None, **settings):

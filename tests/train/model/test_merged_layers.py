@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from effort import proving, quick_first
+from training_runs import packed_batch
 
 pytest.importorskip("triton")
 
@@ -36,16 +37,6 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
-def batch():
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 64, (27,), generator=generator)
-    bounds = torch.tensor([0, 5, 6, 27], dtype=torch.int32)
-    labels = torch.where(torch.rand(27, generator=generator) < 0.2, -100, tokens.roll(-1))
-    positions = torch.cat([torch.arange(5), torch.arange(1), torch.arange(21)])
-    made = Batch(tokens, labels, positions, bounds, int((labels >= 0).sum()), 21)
-    return made.to(torch.device(DEVICE))
-
-
 def config_of(task):
     """Two layers, which hand their gradients on; in the interpreter one where adapters are trained."""
     config = CONFIG if task == "qlora" else SMALL
@@ -74,7 +65,7 @@ def model_of(config=None, task="finetune", *, dtype=torch.float32, ops=None):
 
 def gradients(model, steps=1):
     for _ in range(steps):
-        loss = batch_loss(model, batch(), linear_cross_entropy)
+        loss = batch_loss(model, packed_batch(DEVICE), linear_cross_entropy)
         loss.backward()
     return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from changed_package import ChangedPackage
 from tiny_llm import save_tiny_llm
 
 RUN = """
@@ -26,16 +25,15 @@ gamma = 0.5
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory):
+def package(changed_packages):
     """A copy of the package with the change that the guide shows, a model and pairs."""
-    made = ChangedPackage(tmp_path_factory.mktemp("package"), "docs/extend/objective.md")
+    made = changed_packages("docs/extend/objective.md")
     (made / "model").mkdir()
     save_tiny_llm(made / "model")
     rows = [{"prompt": f"{i} + 1?", "chosen": f"It is {i + 1}.", "rejected": "No idea!"} for i in range(24)]
     (made / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (made / "run.toml").write_text(RUN)
-    yield made
-    made.close()
+    return made
 
 
 def transect(package, *arguments, code=0):

@@ -154,7 +154,9 @@ class Runner:
         logits_RV: Tensor | None,
         picks: Sequence[Pick],
     ) -> CompletedStep:
-        result = prompt_results(self._model, batch.rows, starts, hidden_TD)
+        result = StepResult({})
+        if any(row.prompt_logprobs is not None or row.pooling is not None for row in batch.rows):
+            result = prompt_results(self._model, batch.rows, starts, hidden_TD)
         if logits_RV is not None:
             samples = self._sampler.sample(logits_RV, picks, self._drawn)
             result = samples.added_to(result)

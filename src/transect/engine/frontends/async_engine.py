@@ -23,8 +23,8 @@ from ...text.output_processor import Given, OutputProcessor, Update
 from ...text.outputs import RequestOutput
 from ..config import EngineConfig
 from ..executors.pooling import Pooling, default_pooling
+from ..scheduling.arrivals import check_choices
 from ..scheduling.decisions import DecisionRing
-from ..scheduling.limits import check_choices
 from ..scheduling.outputs import EngineOutput, SchedulerStats, first_tokens_first
 from ..scheduling.policies.admission import QueueFull
 from ..scheduling.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ...text.grammar.params import StructuredOutputsParams
-from ..scheduling import limits
+from ..scheduling.arrivals import max_length
 from ..scheduling.core import EngineCore
 from ..scheduling.policies.admission import Claim
 from ..scheduling.request import Request
@@ -66,8 +66,7 @@ class GrammarQueue:
             self._core.add(request)
             return
         scheduler = self._core.scheduler
-        max_length = limits.max_length(request, scheduler.config)
-        claim, key = scheduler.arrivals.claim(request, max_length)
+        claim, key = scheduler.arrivals.claim(request, max_length(request, scheduler.config))
         if not request.carried_over:
             scheduler.waiting.check_room(claim, key)
         if request.arrival_time is None:

@@ -20,8 +20,8 @@ from ..config import EngineConfig
 from ..executors.gpu.compilers import compiling
 from ..executors.pooling import PARAMS as EMBED
 from ..executors.pooling import EmbeddingOutput, Pooling, PoolingParams, default_pooling, embedding_output
+from ..scheduling.arrivals import max_length
 from ..scheduling.decisions import DecisionRing
-from ..scheduling.limits import max_length
 from ..scheduling.outputs import EngineOutput, SchedulerStats
 from ..scheduling.request import Request
 from ..scheduling.sampling_params import SamplingParams

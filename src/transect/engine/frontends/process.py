@@ -8,6 +8,7 @@ ignored here, because the parent decides when to stop.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -74,8 +75,10 @@ def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
         config = EngineConfig(**settings | {"gpu": GPUOptions(**settings["gpu"])})
         alone = 1 if under_torchrun() else config.ranks
         with compiling(config) as compilers, starting(alone, JOB) as children:
+            gc.disable()  # what is imported stays; searching it for garbage takes a tenth of a start
             from ..ranks import end, start_engine  # imports torch, which takes seconds, as the children do meanwhile
 
+            gc.enable()
             built = start_engine(config, compilers, began, children=children)
     except (ValueError, OSError) as error:
         socket.send(wire.encode(wire.Failed(str(error), user_error=True)))

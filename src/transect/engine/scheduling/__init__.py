@@ -6,8 +6,8 @@
 * ``batch``: ``ScheduledBatch`` and ``StepResult``, and the protocols ``Executor`` and ``Clock``.
 * ``kv_cache``: the pool of KV blocks, reference counts, the prefix cache. ``sequence_blocks``: block tables of
   sequences, copy-on-write, and blocks that steps in flight still use.
-* ``scheduler_config``: settings of the scheduler. ``limits``: checks that a request can ever fit.
-* ``arrivals``: sequences of a new request, their ranks and seeds.
+* ``scheduler_config``: settings of the scheduler.
+* ``arrivals``: checks that a new request can ever fit; its sequences, their ranks and seeds.
 * ``waiting_queue``: waiting sequences, their order, and the bound of the queue.
 * ``scheduler``: builds the batch of the next step: admission, preemption, forks. ``plan``: a step in the making.
   ``bookkeeping``: the state of all requests, and the effects of a step's tokens.

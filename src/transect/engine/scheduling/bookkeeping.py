@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from ...costs.learning import StepTimes
 from ...costs.steps import StepLoad
-from . import limits
-from .arrivals import Arrivals
+from .arrivals import Arrivals, max_length
 from .batch import Clock, ScheduledBatch, ScheduledRow, StepResult
 from .drafters.registry import SpeculativeConfig
 from .jump_ahead import JumpAhead
@@ -99,23 +98,23 @@ class Bookkeeping:
         """
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
-        max_length = limits.max_length(request, self.config)
+        longest = max_length(request, self.config)
         if not request.carried_over and request.request_id not in self.waiting.let_in:
-            self.check_room(request, max_length)
+            self.check_room(request, longest)
         now = self.clock.now()
-        state = self.arrivals.state(request, max_length, now)
+        state = self.arrivals.state(request, longest, now)
         self.requests[request.request_id] = state
         for seq in state.begin(now):
             seq.cached = len(self.blocks.find_prefix(seq)) * self.config.block_size
             self.waiting.push(seq)
 
-    def check_room(self, request: Request, max_length: int) -> None:
+    def check_room(self, request: Request, longest: int) -> None:
         """Raise QueueFull if the queue cannot take the request now.
 
         Args:
-            max_length: see ``limits.max_length``.
+            longest: ``arrivals.max_length`` of the request.
         """
-        self.waiting.check_room(*self.arrivals.claim(request, max_length))
+        self.waiting.check_room(*self.arrivals.claim(request, longest))
 
     def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
         """End a request, or one choice of it, at any moment. Returns the last output of each choice that this ends;
@@ -173,7 +172,7 @@ class Bookkeeping:
                 state.take_prompt(row, result)
             for draw in row.draws:
                 choice = seq if draw.seq_id == seq.seq_id else state.choices[draw.choice]
-                if self.jumps.is_void(draw.seq_id, batch.step):
+                if choice.constraint is not None and self.jumps.is_void(draw.seq_id, batch.step):
                     self.jumps.drop(draw.seq_id)
                 elif choice.finish_reason is None:
                     self._advancing = choice
@@ -253,7 +252,7 @@ class Bookkeeping:
                 break
             choice.output_token_ids.append(token)
             output.new_token_ids.append(token)
-            if len(output.new_token_ids) == len(drawn):
+            if choice.constraint is not None and len(output.new_token_ids) == len(drawn):
                 planned = choice.length
                 output.new_token_ids += self.jumps.jump(choice, token)
                 self.waiting.grew(choice, choice.length - planned)

@@ -20,6 +20,8 @@ from hashlib import blake2b
 
 ROOT_HASH = b""
 
+RULES = {"eviction": {"by": ("KVCache.allocate", "KVCache.release"), "settings": {"num_blocks": 60}}}
+
 
 def chain_hash(parent: bytes, token_ids: Iterable[int]) -> bytes:
     """Hash (32 bytes) of a full block: of ``parent``, the hash of the block before (for the first ``ROOT_HASH``, or the

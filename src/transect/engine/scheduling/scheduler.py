@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection
 from itertools import islice
 from operator import attrgetter
 
-from . import limits
+from .arrivals import most_blocks
 from .batch import Draw, ScheduledBatch, ScheduledRow
 from .bookkeeping import Bookkeeping
 from .plan import Plan
@@ -405,7 +405,7 @@ class Scheduler(Bookkeeping):
         reserved = 0
         while (seq := self.waiting.head()) is not None:
             if seq.request.first_scheduled is None:
-                reserved += limits.most_blocks(seq.request.spec, self.config)
+                reserved += most_blocks(seq.request.spec, self.config)
                 if not fresh or (self.running and reserved > self.config.num_blocks):
                     self.held_back = "batch"
                     break

@@ -40,12 +40,19 @@ LINES = (
     ("logging", re.compile(rf"\bprint\(|\.write\(|\.flush\(|fsync|\blogg(?:er|ing)\b|\blog\.{LEVELS}|{LOG}")),
     ("sleep", re.compile(r"\bsleep\(")),
     ("parse", re.compile(r"\b(?:u|or|simd)?json\.loads\(|literal_eval\(|yaml\.\w*load\(")),
-    ("file", re.compile(r"\.load\(|\bopen\(|\.read\(|read_bytes|read_text|imread|pickle|loads\(")),
+    ("saving", re.compile(r"\bimwrite\(|\bpickle\.dump\(")),
+    (
+        "file",
+        re.compile(
+            r"\.load\(|\bopen\(|\.read\(|read_bytes|read_text|imread|pickle|loads\(|loadtxt\(|genfromtxt\("
+            r"|\bread_(?:csv|parquet|json|table|feather|pickle|excel|image|video)\("
+        ),
+    ),
     ("collection", re.compile(r"gc\.collect")),
     ("process", re.compile(r"\bos\.(?:system|popen)\(")),
 )
 """Kinds of work by the text of the user's line, if that line is the innermost."""
-READS = ("parse", "file")
+READS = ("parse", "file", "saving")
 """Kinds that are determined by the user's line for any library."""
 WRITERS = re.compile(r"/(?:loguru|absl|structlog|rich|tqdm|wandb|tensorboard\w*|encodings)/|/codecs\.py$")
 """Libraries that may appear in a line that logs."""
@@ -83,7 +90,15 @@ LIBRARIES = (
     ),
     ("stacks", re.compile(r"/traceback\.py:format_stack$")),
     ("printing", re.compile(r"/torch/_tensor_str\.py:")),
-    ("saving", re.compile(r"/torch/serialization\.py:save$|/safetensors/torch\.py:save_file$")),
+    (
+        "saving",
+        re.compile(
+            r"/torch/serialization\.py:save$|/safetensors/\w+\.py:save_file$|/torchvision/utils\.py:save_image$"
+            r"|/PIL/Image\.py:save$|/torchaudio/.*:save$|/imageio/.*:imwrite$|/soundfile\.py:write$"
+            r"|/matplotlib/.*:savefig$|/numpy/lib/\w+\.py:save(?:z|z_compressed|txt)?$"
+            r"|/pandas/.*:to_(?:csv|parquet|pickle|json|feather|hdf|excel)$|/json/__init__\.py:dump$"
+        ),
+    ),
     ("copying", re.compile(r"/copy\.py:deepcopy$")),
     ("optimizer", re.compile(r"/torch/optim/\w+\.py:_single_tensor_")),
 )

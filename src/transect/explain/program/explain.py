@@ -28,7 +28,7 @@ from .doing import waits_for_gpu
 from .finding import Material, weighed
 from .findings import find
 from .gaps import Named, name_gaps
-from .recording import autograd_seconds, marks, memory_share, profiler_seconds
+from .recording import CHAINED, LAYERS, autograd_seconds, marks, memory_share, profiler_seconds
 from .report import Explanation
 from .sampler import StackSamples
 from .script import Input, Script, ScriptFailed
@@ -115,8 +115,9 @@ class Explain:
             facts["idle_cores"] = steady.recording.idle_cores
         if steady.recording.children:
             facts["children"] = steady.recording.children
-        if trace.recorded:
-            facts["autograd_s"] = autograd_seconds(trace.on_gpu)
+        if trace.recorded and not ran_backward(trace):
+            layers = CHAINED if steady.watch.chained else LAYERS
+            facts["autograd_s"], facts["forgetting_s"] = autograd_seconds(trace.on_gpu, layers)
         self._say(f"explaining {len(trace.ts)} events")
         self._explain = functools.partial(
             explain_trace,
@@ -199,7 +200,7 @@ def explain_trace(
     for index in marks(trace)[:1]:
         trace.drop_before(float(trace.ts[index]))
     facts = dict(facts or {})
-    facts.setdefault("backward", any("Backward" in key.name or "autograd::" in key.name for key in trace.keys))
+    facts.setdefault("backward", ran_backward(trace))
     padded = float(facts.get("padding", 0.0))
     share = steps.plain_share if steps is not None and steps.plain_s else None
     wall = trace_seconds(trace)
@@ -226,6 +227,11 @@ def explain_trace(
         named = fit(split, named, max(plain, min(wall, split.busy)) if split.on_gpu else plain)
     found = find(Material(split, ceilings, named, samples, facts, plain_samples))
     return Explanation(split, found, named, facts, ceilings, steps=steps)
+
+
+def ran_backward(trace: Trace) -> bool:
+    """Return True if a backward pass ran."""
+    return any("Backward" in key.name or "autograd::" in key.name for key in trace.keys)
 
 
 def explain_script(script: Script, run: Explain, *, again_s: float = 0.0) -> Explanation:
@@ -294,7 +300,7 @@ def fit(split: Split, named: list[Named], plain: float) -> list[Named]:
     parts["profiler"] = split.wall - plain
     if split.on_gpu:
         split.profiling = max(split.profiling, parts["profiler"])
-    for op in split.ops:
+    for op in (*split.ops, *split.loading):
         op.seconds *= min(1.0, shrink)
         op.usual *= min(1.0, shrink)
     ratio = {part: parts[part] / seconds for part, seconds in before.items() if seconds > 0}

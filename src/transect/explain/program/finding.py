@@ -54,10 +54,10 @@ class Material:
     samples: StackSamples | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the run: ``threads`` of torch, ``cores``, ``backward`` (True if one ran), ``padding`` (share of tokens),
-    ``autograd_s`` (seconds that recording adds to an operator), ``prefix`` (mean length of sequences that grow by one
-    element a call), ``unused`` (share of gradients that no optimizer uses, and True if their parameters come before all
-    others), ``memory`` (largest used share of the device's memory), ``steps`` (number of explained steps; 0
-    if none were found)."""
+    ``autograd_s`` (seconds that recording adds to an operator), ``forgetting_s`` (those of them in which its record is
+    destroyed), ``prefix`` (mean length of sequences that grow by one element a call), ``unused`` (share of gradients
+    that no optimizer uses, and True if their parameters come before all others), ``memory`` (largest used share of the
+    device's memory), ``steps`` (number of explained steps; 0 if none were found)."""
     plain_samples: StackSamples | None = None
     """Samples of steps without profiling."""
 

@@ -16,6 +16,7 @@ from .doing import calls_itself, doing_of, in_loader
 from .finding import MANY, Finding, Material, weighed
 from .findings_calls import launching, runtime_calls, small_batch, synchronisation
 from .findings_host import (
+    EVERYWHERE,
     IDLE,
     SAMPLED,
     collector,
@@ -31,6 +32,7 @@ from .findings_host import (
 from .findings_work import (
     dense_gradients,
     gradients,
+    one_hot_products,
     padding,
     pairs,
     prefix,
@@ -43,10 +45,17 @@ from .split import BLOCKED_S, COPIES, OpStat, of_number, on_the_host
 from .stretches import stretches
 from .trace import Key
 
-CALLING = ("launch", "sync", "layout", "convert", "grow", "small batch")
+CALLING = ("launch", "eager", "sync", "layout", "convert", "grow", "small batch")
 """Kinds of findings about operators, of which a library may call a share that is another finding."""
 LEAST = 0.02
 """Least gain, as a share of the wall time, of a reported finding."""
+FOREIGN = {*EVERYWHERE, "python", "loading", "stacks", "printing", "saving", "copying", "building", "grow"} - set(IDLE)
+"""Kinds of findings about work that replaces the operators' code and data in a core's caches."""
+EVICTED, WARMER = 0.1, 0.3
+"""Time that such code adds to the calls after it, as a share of its own, and the largest share of theirs
+(docs/lab-notes/explain.md)."""
+IDLE_CORE = 0.7
+"""Share of the time for which a core must be idle to count as free for workers."""
 LEAST_CALLED = 0.05
 """Least share of samples in which the user's lines call operators themselves."""
 ON_DEVICE = ("float32 products", "float64", "padding", "attention", "prefix", "broadcast")
@@ -64,7 +73,7 @@ def find(material: Material) -> list[Finding]:
         * (left if each.kind in CALLING else 1.0)
         for each in found
     }
-    found = [replace(each, gain=each.gain * scale[each.kind]) for each in found]
+    found = [replace(each, gain=_warmed(each, each.gain * scale[each.kind], material)) for each in found]
     wall = material.split.own or 1.0
     if material.split.on_gpu:
         most = max(0.0, wall - material.split.issued(BLOCKED_S))
@@ -72,6 +81,16 @@ def find(material: Material) -> list[Finding]:
     found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
     found = sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain)
     return [replace(each, gain=min(each.gain, wall)) for each in placed(found, material)]
+
+
+def _warmed(found: Finding, gain: float, material: Material) -> float:
+    """Return a gain with that of other calls, which are faster if no other code replaces theirs in the caches."""
+    split = material.split
+    if split.on_gpu or found.kind not in FOREIGN:
+        return gain
+    calls = max(0.0, min(split.parts["launch"], split.own - gain))
+    own = sum(op.seconds for op in split.loading if "::" in op.key.name) if found.kind == "loading" else 0.0
+    return gain + min(EVICTED * max(0.0, gain - own), WARMER * calls)
 
 
 def compiling(material: Material) -> Iterator[Finding]:
@@ -184,6 +203,8 @@ def loading(material: Material) -> Iterator[Finding]:
     if plain and not split.on_gpu:
         seconds = plain.get("loading", 0.0) * split.own
     workers = max(1, usable_cores() - 1)
+    cores = int(material.facts.get("cores") or usable_cores())
+    free = min(cores - 1, float(material.facts.get("idle_cores", cores - 1)))
     rest = split.own - seconds
     beside = any("MultiProcessingDataLoader" in key.name for key in split.trace.keys)
     left = 0.0 if beside else max(0.0, seconds / workers - rest)
@@ -193,14 +214,19 @@ def loading(material: Material) -> Iterator[Finding]:
     if beside:
         advice = "more workers, or less work for each sample; persistent_workers=True, and a larger prefetch_factor"
     inside = [sample for sample in material.stacks if in_loader(sample.stack)]
-    waits = 2 * sum(doing_of(sample.stack).kind in IDLE for sample in inside) > len(inside) or not inside
+    waits = 2 * sum(doing_of(sample.stack).kind in IDLE for sample in inside) > len(inside)
+    if not inside:
+        waits = free >= IDLE_CORE
+    # Without a core for workers, what operators compute in the loader is computed elsewhere, for whole batches.
+    computed = min(seconds, sum(op.seconds - op.launch for op in split.loading if "::" in op.key.name))
+    kept = left if waits else min(left, computed) if free >= IDLE_CORE else computed
     if left and not waits:
         advice = f"a faster __getitem__, or one for whole batches; {advice}, {1e3 * (seconds - left):.1f} ms at most"
     yield Finding(
         "loading",
         "the loop waits for the workers that load its data" if beside else "the loop waits for its data",
         f"{1e3 * seconds:.1f} ms in DataLoader.__next__",
-        seconds - left if waits else seconds,
+        seconds - kept,
         advice,
         apply="" if beside or usable_cores() < 2 else "loader workers",
         gains={"loader workers": seconds - left},
@@ -282,4 +308,5 @@ DETECTORS: tuple[Callable[[Material], Iterator[Finding]], ...] = (
     recomputation,
     prefix,
     pairs,
+    one_hot_products,
 )

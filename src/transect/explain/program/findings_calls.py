@@ -46,6 +46,8 @@ ELEMENTS_S = {
     "gather index index_select cumsum cumprod nonzero masked_select exp log tanh sigmoid gelu erf pow": 1.5e-9,
 }
 """Seconds for each element, of operators that compute more than they move."""
+RECURRENT = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
+"""Operators that call others for each element of a sequence."""
 COMPILED_S = 25e-6
 """Seconds that a call of a compiled function takes beside its operators."""
 REACHED_ALONE = 0.3
@@ -144,13 +146,16 @@ def launching(material: Material) -> Iterator[Finding]:
         seconds = split.parts["launch"] * left if share else split.parts["launch"] - _sync_launch(split, waits)
     seconds *= 1 - 1 / most.calls
     chained = bool(material.facts.get("chained"))
-    fusible = _fusible(split)
-    fused = seconds * fusible
+    fused = seconds * _fusible(split)
+    if chained and not split.on_gpu:  # a module for sequences makes them too, without the gaps between them
+        gaps = sum(gap.seconds for gap in split.gaps if gap.part == "launch")
+        fused *= 1.0 - _recurrent(split) * max(0.0, 1.0 - gaps / (split.parts["launch"] or 1.0))
     if not split.on_gpu and not chained:  # on a GPU a graph replaces all calls
         looped, compiled = looped_share(material)
-        # A compiled step begins with checks of its inputs, once forward and once backward.
-        checks = 2 * COMPILED_S * int(material.facts.get("steps") or 1)
-        seconds = looped * _batched(split, seconds) + max(0.0, compiled * fused - checks)
+        seconds = looped * _batched(split, seconds)
+        if compiled:
+            yield _compiled(material, fused, compiled)
+            fused *= looped
     yield Finding(
         "launch",
         "many small operators",
@@ -162,6 +167,25 @@ def launching(material: Material) -> Iterator[Finding]:
         else "do the loop's work in one batch; else torch.compile or a CUDA graph",
         apply=_fewer_calls(material, chained),
         gains={"compile": fused},
+    )
+
+
+def _compiled(material: Material, fused: float, share: float) -> Finding:
+    """Return the finding about modules that call small operators while they train, where a batch replaces none.
+
+    Args:
+        fused: seconds of calling operators that a compiler removes, if it compiles all of them.
+        share: share of these calls that is in modules.
+    """
+    # A compiled step begins with checks of its inputs, once forward and once backward.
+    checks = 2 * COMPILED_S * int(material.facts.get("steps") or 1)
+    return Finding(
+        "eager",
+        "modules call small operators one by one",
+        f"{share:.0%} of the calls are in modules, or in their backward passes",
+        max(0.0, share * fused - checks),
+        "torch.compile(model), or a larger batch: it makes the same calls for more rows",
+        apply="compile",
     )
 
 
@@ -246,6 +270,25 @@ def _fusible(split: Split) -> float:
     alone = [products[number] for number in numbers]
     left = sum(each or before for before, each in zip([True, *alone], alone, strict=False))
     return 1 - left / len(numbers) if numbers else 0.0
+
+
+def _recurrent(split: Split) -> float:
+    """Return the share of the calls that are inside of recurrent operators, which a module for sequences makes too."""
+    trace = split.trace
+    ops = np.flatnonzero((trace.kind == OP) & (trace.lane == split.lane))
+    counted = np.array([key.name not in FREE | SYNC and not key.name.startswith(PLUMBING) for key in trace.keys], bool)
+    recurrent = [number for number, key in enumerate(trace.keys) if key.name in RECURRENT]
+    spans = ops[np.isin(trace.key[ops], recurrent)]
+    if not len(spans):
+        return 0.0
+    backward = np.array(["Backward" in key.name for key in trace.keys], bool)
+    ops = ops[counted[trace.key[ops]] & ~backward[trace.key[ops]]]
+    recorded = np.array([bool(key.nodes) for key in trace.keys], bool)
+    ops = ops[recorded[trace.key[ops]]] if recorded[trace.key[ops]].any() else ops
+    before = np.searchsorted(trace.ts[spans], trace.ts[ops], side="right") - 1
+    ends = trace.ts[spans] + trace.dur[spans]
+    inside = (before >= 0) & (ends[before] >= trace.ts[ops])
+    return float(inside.mean()) if len(ops) else 0.0
 
 
 def _is_product(name: str) -> bool:

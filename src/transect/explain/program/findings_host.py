@@ -10,6 +10,7 @@ import numpy as np
 
 from .doing import doing_of, in_loader
 from .finding import ENOUGH, Finding, Material, weighed
+from .findings_work import recorded_calls
 from .gaps import Named
 from .sampler import Sample
 from .split import SLOW_CALL_S, SMALL_S, SYNC, Split
@@ -32,7 +33,10 @@ HOST_ADVICE = {
         "switch autograd's anomaly detection off: set_detect_anomaly(False)",
     ),
     "printing": ("tensors are printed in the loop", "print a few numbers every N steps, not whole tensors"),
-    "saving": ("checkpoints are written in the loop", "save every N steps, or copy the state and write it in a thread"),
+    "saving": (
+        "files are written in the loop: checkpoints, pictures or tables",
+        "save every N steps, or copy the data and write it in a thread",
+    ),
     "building": ("models are built or loaded in the loop", "build and load them once, before the loop"),
     "copying": ("objects are copied deep in the loop", "keep one copy and write into it: tensor.copy_()"),
     "optimizer": ("the optimizer goes from parameter to parameter", "fused=True, or foreach=True"),
@@ -74,7 +78,7 @@ def host(material: Material) -> Iterator[Finding]:
             # A GPU may compute meanwhile: the rest of its time is needed in any case.
             seconds = max(seconds, min(shown, split.own - split.busy)) if split.on_gpu else shown
         elif kind == "python":
-            seconds = max(seconds, _of_libraries(material) / max(0.01, rest_share(material)))
+            seconds = max(seconds - _forgotten(material), _of_libraries(material) / max(0.01, rest_share(material)))
         where = max(every, key=lambda each: each.seconds).doing.frame if every else None
         place = f"in {where}" if where else "outside of its own lines"
         evidence = f"{1e3 * seconds:.1f} ms between operators, most of it {place}"
@@ -88,6 +92,14 @@ def host(material: Material) -> Iterator[Finding]:
             alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
             apply = "no collection" if kind == "collection" else ""
             yield Finding(kind, title, evidence, seconds * alone, advice, apply)
+
+
+def _forgotten(material: Material) -> float:
+    """Return the seconds in which records of autograd are destroyed, though no backward pass runs: the stack shows the
+    line after which they are unused."""
+    if material.facts.get("backward", True):
+        return 0.0
+    return recorded_calls(material.split) * float(material.facts.get("forgetting_s", 0.0))
 
 
 def restarted(found: list[Finding], material: Material) -> list[Finding]:

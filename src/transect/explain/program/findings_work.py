@@ -1,8 +1,9 @@
 """Finds work that the result does not need: padding, prefixes and layers that are computed again, gradients without a
-use or mostly of zeros, and tensors of all pairs."""
+use or mostly of zeros, products with one-hot rows, and tensors of all pairs."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -53,9 +54,10 @@ def gradients(material: Material) -> Iterator[Finding]:
     if material.facts.get("backward", True):
         return
     split = material.split
-    calls = min(split.trace.recorded, sum(op.calls for op in split.ops if op.key.nodes))
-    seconds = calls * float(material.facts.get("autograd_s", RECORDING_S))
-    seconds = min(seconds, (split.parts["launch"] + split.parts["inefficiency"]) / 2)
+    calls = recorded_calls(split)
+    forgotten = float(material.facts.get("forgetting_s", 0.0))
+    seconds = calls * (float(material.facts.get("autograd_s", RECORDING_S)) - forgotten)
+    seconds = min(seconds, (split.parts["launch"] + split.parts["inefficiency"]) / 2) + calls * forgotten
     if split.on_gpu:  # beside what the GPU computes recording costs nothing
         seconds = min(seconds, max(0.0, split.issuing - split.busy))
     if calls >= MANY:
@@ -67,6 +69,11 @@ def gradients(material: Material) -> Iterator[Finding]:
             "run inference under torch.inference_mode()",
             apply="inference mode",
         )
+
+
+def recorded_calls(split: Split) -> int:
+    """Return the number of operators that autograd recorded."""
+    return min(split.trace.recorded, sum(op.calls for op in split.ops if op.key.nodes))
 
 
 def unused_gradients(material: Material) -> Iterator[Finding]:
@@ -211,6 +218,32 @@ def _of_rows(key: Key, length: float, material: Material) -> float | None:
     shapes = [list(each) for each in key.shapes]
     shapes[place][0] = max(1, round(shapes[place][0] / length))
     return floor(replace(key, shapes=shapes), material.ceilings)
+
+
+def one_hot_products(material: Material) -> Iterator[Finding]:
+    """Find products of one-hot rows with a table, which look its rows up."""
+    split = material.split
+    ids = {tuple(op.key.shapes[0]) for op in split.named("aten::one_hot") if op.key.shapes and op.key.shapes[0]}
+    for product in split.named(*PRODUCTS):
+        for left, right in itertools.pairwise(shapes_of(product.key)[-2:]):
+            rows, (classes, width) = math.prod(left[:-1]), right[-2:] if len(right) > 1 else (0, 0)
+            whole = next((each for each in ids if math.prod(each) == rows and left[-1] == classes > 1), None)
+            if whole is None:
+                continue
+            made = [op for op in split.ops if {(*whole, classes), (rows, classes)} & {*map(tuple, shapes_of(op.key))}]
+            if not any(op.name == "aten::scatter_" for op in made):
+                continue
+            spent = sum(op.seconds for op in made)
+            needed = product.calls * 8 * rows * width / material.ceilings.copy_bytes_per_second
+            yield Finding(
+                "one-hot",
+                "rows of a table are looked up by products with one-hot rows",
+                f"{product.name} {product.key.shapes} {product.calls} times, and the rows before it: "
+                f"{1e3 * spent:.1f} ms",
+                max(0.0, spent - needed),
+                "table[ids], or nn.Embedding: they read only the rows of these ids",
+            )
+            return
 
 
 def pairs(material: Material) -> Iterator[Finding]:

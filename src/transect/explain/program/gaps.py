@@ -27,6 +27,8 @@ WAITING = re.compile(
 )
 COMPUTED = " on the host"
 """End of the label of a gap in which an operator computed on the host."""
+COMPUTES = "Python computes"
+"""Label of gaps in which samples show Python that calls no operators."""
 READS = ("aten::item", "aten::_local_scalar_dense")
 LIBRARIES = ("logging", "file", "tokenize")
 """Kinds that the stack itself attributes to a library, below the user's line."""
@@ -66,13 +68,15 @@ def name_gaps(split: Split, samples: StackSamples | None = None) -> list[Named]:
             split.parts["profiler"] += moved
             left -= moved
         return _moved(split, _named(split, samples)) + _inside_calls(split, samples)
-    _leave_interruptions_out(split, samples)
+    groups = _alike(split)
+    _leave_interruptions_out(split, samples, groups)
+    _find_python(split, samples, groups)
     short = SHORT_GAP_S
     if len(split.gaps) >= 100:
         short = min(max(short, 10 * float(np.median([gap.seconds for gap in split.gaps]))), LONG_GAP_S)
     split.gaps = list(_communicating(split, samples))
     for gap in split.gaps:
-        if gap.seconds <= short and gap.part == "host":
+        if gap.part == "host" and gap.seconds <= (SHORT_GAP_S if gap.label == COMPUTES else short):
             gap.part = "launch"
         split.parts[gap.part] += gap.seconds
     named = _named(split, samples)
@@ -84,14 +88,8 @@ def name_gaps(split: Split, samples: StackSamples | None = None) -> list[Named]:
     return _moved(split, named) + _inside_calls(split, samples)
 
 
-def _leave_interruptions_out(split: Split, samples: StackSamples | None) -> None:
-    """Count what other programs and the sampler add to gaps as cost of profiling.
-
-    Gaps between the same two operators are usually as long as their median. A longer one was interrupted, unless a
-    sample shows work that does not recur in each step, or it holds several samples.
-    """
-    if samples is None:
-        return
+def _alike(split: Split) -> list[list[IdleGap]]:
+    """Return the gaps between the same two operators, for each two."""
     trace = split.trace
     ops = np.flatnonzero((trace.kind == OP) & (trace.lane == split.lane))
     ends = np.maximum.accumulate(trace.ts[ops] + trace.dur[ops])
@@ -101,8 +99,38 @@ def _leave_interruptions_out(split: Split, samples: StackSamples | None) -> None
     groups: dict[tuple[int, int], list[IdleGap]] = {}
     for gap, index in zip(split.gaps, after, strict=True):
         groups.setdefault((numbers[index], numbers[index + 1]), []).append(gap)
+    return list(groups.values())
+
+
+def _find_python(split: Split, samples: StackSamples | None, groups: list[list[IdleGap]]) -> None:
+    """Label the gaps between the same two operators, if their samples mostly show Python that calls no operators.
+
+    A sampler gets the interpreter's lock late, often when the next operator releases it: a sample belongs to the last
+    gap, unless that is shorter than the time since its end.
+    """
+    begins = [gap.begin for gap in split.gaps]
+    seen: Counter[int] = Counter()
+    for sample in samples.samples if samples is not None else ():
+        index = bisect_right(begins, sample.at) - 1
+        gap = split.gaps[index]
+        if index >= 0 and gap.seconds > SHORT_GAP_S and sample.at - gap.end <= gap.seconds:
+            seen[id(gap)] += 1 if doing_of(sample.stack).part in ("host", "loading") else -1
+    for group in groups:
+        if sum(seen[id(gap)] for gap in group) > 0:
+            for gap in group:
+                gap.label = COMPUTES
+
+
+def _leave_interruptions_out(split: Split, samples: StackSamples | None, groups: list[list[IdleGap]]) -> None:
+    """Count what other programs and the sampler add to gaps as cost of profiling.
+
+    Gaps between the same two operators are usually as long as their median. A longer one was interrupted, unless a
+    sample shows work that does not recur in each step, or it holds several samples.
+    """
+    if samples is None:
+        return
     times = [sample.at for sample in samples.samples]
-    for group in groups.values():
+    for group in groups:
         usual = float(np.median([gap.seconds for gap in group]))
         long = [gap for gap in group if gap.seconds > INTERRUPTED * usual + SHORT_GAP_S]
         for gap in long if len(long) <= len(group) / 3 else ():

@@ -24,8 +24,8 @@ from .split import OpStat
 
 OFTEN = 0.1
 """Least share of samples that show a library at work."""
-CALLS = ("launch", "small batch", "autograd", "collection", "inefficiency")
-CALLING = ("launch", "small batch", "sync", "autograd")
+CALLS = ("launch", "eager", "small batch", "autograd", "collection", "inefficiency")
+CALLING = ("launch", "eager", "small batch", "sync", "autograd")
 """Kinds of findings about calls of operators, from any line."""
 SCORES = ("aten::bmm", "aten::baddbmm")
 """Products of attention that is not fused."""
@@ -71,8 +71,8 @@ SWITCHES = (
     Switch("Trainer", TRAINER, ("loading",), "TrainingArguments(dataloader_num_workers=4, "
            "dataloader_persistent_workers=True, dataloader_pin_memory=True)"),
     Switch("Trainer", TRAINER, ("float32 products",), "TrainingArguments(bf16=True), or tf32=True"),
-    Switch("Trainer", TRAINER, ("launch", "small batch"), "TrainingArguments(torch_compile=True), and a larger "
-           "per_device_train_batch_size with fewer gradient_accumulation_steps, until memory is full"),
+    Switch("Trainer", TRAINER, ("launch", "eager", "small batch"), "TrainingArguments(torch_compile=True), and a "
+           "larger per_device_train_batch_size with fewer gradient_accumulation_steps, until memory is full"),
     Switch("Trainer", TRAINER, ("optimizer",), "TrainingArguments(optim='adamw_torch_fused')"),
     Switch("Trainer", TRAINER, ("sync", "logging"), "TrainingArguments(logging_steps=50, "
            "logging_nan_inf_filter=False)"),
@@ -82,8 +82,8 @@ SWITCHES = (
     Switch("Lightning", LIGHTNING, ("saving",), "ModelCheckpoint(every_n_train_steps=500)"),
     Switch("sentence-transformers", SENTENCES, CALLS, "model.encode(all_sentences, batch_size=64) in one call"),
     Switch("transformers", TRANSFORMERS, ("float32 products",), "from_pretrained(..., dtype=torch.bfloat16)"),
-    Switch("transformers", TRANSFORMERS, ("small batch", "launch"), "call the model on several sequences at once "
-           "(tokenizer(list_of_texts, padding=True)), or torch.compile(model)"),
+    Switch("transformers", TRANSFORMERS, ("small batch", "launch", "eager"), "call the model on several sequences at "
+           "once (tokenizer(list_of_texts, padding=True)), or torch.compile(model)"),
     Switch("transformers", TRANSFORMERS, ("padding",), "tokenizer(..., padding='longest') in batches of "
            "similar length"),
     Switch("accelerate", ACCELERATE, ("float32 products",), "Accelerator(mixed_precision='bf16')"),
@@ -95,7 +95,7 @@ SWITCHES = (
            "pipe.unet = torch.compile(pipe.unet)"),
     Switch("torchvision", PICTURES, ("loading", "python"), "transforms.v2 on batches of tensors, after the loader"),
     Switch("pandas", PANDAS, ("loading", "python"), "torch.from_numpy(frame.to_numpy()) once, then index the tensor"),
-    Switch("torch", OPTIM, ("optimizer", "launch"), "the optimizer's fused=True"),
+    Switch("torch", OPTIM, ("optimizer", "launch", "eager"), "the optimizer's fused=True"),
 )  # fmt: skip
 
 

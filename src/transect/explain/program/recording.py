@@ -27,8 +27,9 @@ from .trace_file import read_trace
 
 PROBES = 2000
 """Operators run to measure the profiler's own cost."""
-LAYERS = 40
-"""Layers of the model that is run to measure what recording by autograd costs."""
+LAYERS, CHAINED = 40, 5000
+"""Layers of the model that is run to measure what recording by autograd costs; if each call needs the result of the
+one before, none of it is forgotten between calls."""
 RECORDED = 3
 """Operators of a layer that autograd records: the transposed weight, the product, and ReLU."""
 HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
@@ -80,9 +81,9 @@ class Recording:
         if self._sampler is not None:
             self._sampler.__enter__()
         self._range = torch.profiler.record_function(WINDOW)
-        self._range.__enter__()
         self._idle, self._children = _idle_seconds(), children()
-        self.began = time.perf_counter()
+        self.began = time.perf_counter()  # just before the mark: samples have this clock, the trace its own
+        self._range.__enter__()
         self.span = [time.monotonic(), math.inf]
 
     def stop(self, *, wait: bool = True) -> None:
@@ -178,27 +179,37 @@ def profiler_seconds(device: str = "") -> float:
 
 
 @functools.cache
-def autograd_seconds(on_gpu: bool) -> float:
-    """Measure once the seconds that recording by autograd adds to an operator of a small layer."""
+def autograd_seconds(on_gpu: bool, layers: int = LAYERS) -> tuple[float, float]:
+    """Measure once the seconds that recording by autograd adds to an operator of small layers, and those of them that
+    forgetting it takes.
+
+    Args:
+        layers: number of layers of which the results are kept until the last one ends.
+    """
     device = "cuda" if on_gpu else "cpu"
     x, layer = torch.ones(4, 8, device=device), torch.nn.Linear(8, 8, device=device)
 
-    def work() -> float:
+    def work() -> tuple[float, float]:
         if on_gpu:
             torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(PROBES // LAYERS):
+        began, freed = time.perf_counter(), 0.0
+        for _ in range(max(1, PROBES // layers)):
             y = x
-            for _ in range(LAYERS):  # the results of a model's layers are kept until its end
+            for _ in range(layers):
                 y = torch.relu(layer(y))
-        return time.perf_counter() - began
+            at = time.perf_counter()
+            del y
+            freed += time.perf_counter() - at
+        return time.perf_counter() - began, freed
 
     recorded, plain = [], []
     for _ in range(5):  # alternately: other work on the machine must not delay only one of them
         recorded.append(work())
         with torch.inference_mode():
             plain.append(work())
-    return max(0.0, (min(recorded) - min(plain)) / PROBES / RECORDED)
+    longer, freed = (min(each[i] for each in recorded) - min(each[i] for each in plain) for i in (0, 1))
+    calls = RECORDED * layers * max(1, PROBES // layers)
+    return max(0.0, longer / calls), max(0.0, freed / calls)
 
 
 def memory_share(on_gpu: bool) -> float:

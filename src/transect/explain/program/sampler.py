@@ -118,8 +118,8 @@ class StackSampler:
         seen: dict[int, float] = {}
         chance = random.Random(0)
         while not self._stop.wait(self.found.period * (0.5 + chance.random())):  # steps may last as long as a period
+            at = time.perf_counter()  # the watched thread stands still from here on
             places, running = _look(self._watched)
-            at = time.perf_counter()
             others = {thread: code for thread, code in running if thread not in (own, self._watched)}
             busy = 0
             now = {each.ident: _ran(each) for each in threading.enumerate() if each.ident in others}

@@ -158,6 +158,8 @@ class Split:
     lane: int
     trace: Trace
     notes: list[str] = field(default_factory=list)
+    loading: list[OpStat] = field(default_factory=list)
+    """Operators that a loader calls in the main thread of a host."""
     profiling: float = 0.0
     """Seconds that the profiler added to the main thread's driver calls and the operators around them."""
     recording: float = 0.0
@@ -241,18 +243,19 @@ def split_trace(
         plain: seconds of the same work without profiling, if they are known.
     """
     begin, end, lane = _window(trace)
+    loading: list[OpStat] = []
     if trace.on_gpu:
         ops, gaps, parts = _device(trace, ceilings, begin, end)
         stopped = own_overhead(trace, begin)
         spans = sorted([*stopped, *late_start(trace, begin)])
         idle, gaps = idle_seconds(gaps), [piece for gap in gaps for piece in without(gap, spans)]
     else:
-        ops, gaps, parts = _host(trace, ceilings, begin, end, lane, profiler_s, plain)
+        ops, loading, gaps, parts = _host(trace, ceilings, begin, end, lane, profiler_s, plain)
     computed = parts["floor"] + parts["inefficiency"]
     for part in ("floor", "inefficiency"):
         parts[part] -= parts[part] * padding
     parts["padding"] = computed * padding
-    split = Split(end - begin, begin, parts, ops, gaps, trace.on_gpu, lane, trace)
+    split = Split(end - begin, begin, parts, ops, gaps, trace.on_gpu, lane, trace, loading=loading)
     if trace.on_gpu:
         inside = (trace.ts >= begin) & (trace.ts < end)
         split.profiling = profiler_s * int((inside & (trace.kind == RUNTIME) & (trace.lane == lane)).sum())
@@ -321,11 +324,10 @@ def self_segments(trace: Trace, indices: Sequence[int], begin: float, end: float
 
 def _host(
     trace: Trace, ceilings: Ceilings, begin: float, end: float, lane: int, profiler_s: float, plain: float | None
-) -> tuple[list[OpStat], list[IdleGap], dict[str, float]]:
-    """Split the time of the main thread, if no kernel ran on a GPU."""
+) -> tuple[list[OpStat], list[OpStat], list[IdleGap], dict[str, float]]:
+    """Split the time of the main thread, if no kernel ran on a GPU. Operators of a loader are listed apart."""
     mine = np.flatnonzero((trace.kind == OP) & (trace.lane == lane)).tolist()
-    stats: dict[int, OpStat] = {}
-    gaps: list[IdleGap] = []
+    stats: dict[str, dict[int, OpStat]] = {"": {}, "loading": {}, "recompilation": {}}
     parts = dict.fromkeys(PARTS, 0.0)
     owners = stretches(trace, lane)
     least, numbers = own_floors(trace, mine, ceilings).tolist(), trace.key.tolist()
@@ -333,22 +335,18 @@ def _host(
     cut = ((*each, index) for a, b, index in segments for each in (pieces(owners, a, b) if owners else ((a, b, ""),)))
     seen: set[int] = set()
     lengths: list[float] = []
-    subjects: list[OpStat | IdleGap | str] = []
+    subjects: list[tuple[str, OpStat | IdleGap]] = []
     for first, last, owner, index in cut:
         lengths.append(last - first)
-        if owner:
-            subjects.append(owner)
-            continue
         if index < 0:
-            gaps.append(IdleGap(first, last))
-            subjects.append(gaps[-1])
+            subjects.append((owner, IdleGap(first, last)))
             continue
         number = numbers[index]
-        stat = stats.get(number)
+        stat = stats[owner].get(number)
         if stat is None:
             known = None if least[index] != least[index] else 0.0
-            stat = stats[number] = OpStat(trace.keys[number], first=first, floor=known)
-        subjects.append(stat)
+            stat = stats[owner][number] = OpStat(trace.keys[number], first=first, floor=known)
+        subjects.append((owner, stat))
         stat.last = last
         if index not in seen:
             seen.add(index)
@@ -356,20 +354,22 @@ def _host(
             stat.floor = stat.floor + least[index] if stat.floor is not None else None
     costs = segment_costs(np.array(lengths), profiler_s / 2, plain).tolist()
     own: dict[int, list[float]] = defaultdict(list)
-    for subject, length, cost in zip(subjects, lengths, costs, strict=True):
+    for (owner, subject), length, cost in zip(subjects, lengths, costs, strict=True):
         parts["profiler"] += cost
+        if owner:
+            parts[owner] += length - cost
         if isinstance(subject, OpStat):
             subject.seconds += length - cost
             own[id(subject)].append(length - cost)
-        elif isinstance(subject, IdleGap):
-            subject.cost = cost
         else:
-            parts[subject] += length - cost
-    for stat in stats.values():
+            subject.cost = cost
+    gaps = [gap for owner, gap in subjects if isinstance(gap, IdleGap) and not owner]
+    for stat in (*stats[""].values(), *stats["loading"].values()):
         stat.usual = len(own[id(stat)]) * float(np.median(own[id(stat)]))
-        stat.floor = stat.floor / stat.calls if stat.floor is not None else None
+        stat.floor = stat.floor / (stat.calls or 1) if stat.floor is not None else None
+    for stat in stats[""].values():
         _add_op(parts, stat)
-    return list(stats.values()), gaps, parts
+    return list(stats[""].values()), list(stats["loading"].values()), gaps, parts
 
 
 def of_number(key: Key) -> bool:

@@ -31,7 +31,7 @@ MOST_BYTES = 1 << 31
 """Most bytes by which the process may grow during a recording, or an eighth of the memory, which events may fill."""
 SELDOM_S = 0.005
 """Seconds between samples of profiled steps, which only name gaps."""
-SAMPLES = 200
+SAMPLES = 400
 """Samples of the Python stack that are taken without a profiler, if a second is enough for them."""
 SOME = 20
 """Steps after which a window may end in a third of its time."""

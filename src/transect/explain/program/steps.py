@@ -161,7 +161,7 @@ class StepWatch:
             number = next((i for i, each in enumerate(known) if each() is None), len(known))
             known[number : number + 1] = [weakref.ref(optimizer)]
             self._updated |= {id(each) for group in optimizer.param_groups for each in group["params"]}
-        if self.counts[KINDS[0], number] < LATER:
+        if any(self.counts[KINDS[0], i] < LATER for i in range(len(known))) and self.counts[KINDS[0], number] < LOOKS:
             self._watch_gradients(number, optimizer)
         self._count((KINDS[0], number))
 

@@ -1,7 +1,7 @@
 """``Packed``: a matrix in the layout of the C++ CPU kernels, as a file packs it (``ops/cpu/kinds.h``).
 
-Numbers stay in the file's format: a Q4_1 matrix stays in 4 bits. The product is computed in float32 from exactly the
-values that dequantizing would give.
+Numbers stay in the file's format: a Q4_1 matrix stays in 4 bits. The product is computed in float32, or from inputs in
+bfloat16, from exactly the values that dequantizing would give.
 """
 
 from __future__ import annotations

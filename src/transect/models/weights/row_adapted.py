@@ -59,7 +59,7 @@ class RowAdapters(Protocol):
 
 
 class RowAdapted(Weight):
-    """``base`` with buffers ``a [S, P R, I]``, ``b [S, O, R]`` and ``scale [S, P]``, float32.
+    """``base`` with buffers ``a [S, P R, I]``, ``b [S, R, O]`` and ``scale [S, P]``, float32.
 
     Args:
         base: its product is the same for all rows.
@@ -102,7 +102,7 @@ class RowAdapted(Weight):
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         a, b = (
             torch.zeros(slots, rank, base.in_features, **options),
-            torch.zeros(slots, base.out_features, rank, **options),
+            torch.zeros(slots, rank, base.out_features, **options),
         )
         return cls(base, rows, ops, (a, b, torch.zeros(slots, 1, device=device)), (base.out_features,))
 
@@ -113,9 +113,9 @@ class RowAdapted(Weight):
             return
         rank, a, b = low.a.shape[0], self.a[slot], self.b[slot]
         a[:rank].copy_(low.a, non_blocking=True)
-        b[:, :rank].copy_(low.b, non_blocking=True)
+        b[:rank].copy_(low.b.T, non_blocking=True)
         a[rank:].zero_()
-        b[:, rank:].zero_()
+        b[rank:].zero_()
         self.scale[slot] = low.scale
 
     @property
@@ -129,13 +129,14 @@ class RowAdapted(Weight):
         return self.base.bias
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        return self._beside(x_TI, self.base(x_TI))
+        return self._beside(x_TI, self.base)
 
-    def _beside(self, x_TI: Tensor, y_TO: Tensor) -> Tensor:
+    def _beside(self, x_TI: Tensor, base: Product) -> Tensor:
         slots_T = self.step_rows.slots_T
         if slots_T is None:
-            return y_TO
-        added: Tensor = self.ops.add_low_rank(y_TO, x_TI, self.a, self.b, self.scale, slots_T, self.sizes)
+            return base(x_TI)
+        low_rank = x_TI, self.a, self.b, self.scale, slots_T, self.sizes
+        added: Tensor = self.ops.add_low_rank(lambda: base(x_TI), *low_rank)
         return added
 
     def dense(self) -> Tensor:
@@ -143,16 +144,18 @@ class RowAdapted(Weight):
 
     def product(self) -> Product:
         base = self.base.product()
-        return lambda x: self._beside(x, base(x))
+        return lambda x: self._beside(x, base)
 
     def gated_product(self) -> Product | None:
         gated = self.base.gated_product()
         if gated is None:
             return None
         whole, swiglu, rows, half = self.product(), self.ops.swiglu, self.step_rows, self.out_features // 2
+        # A kernel with the gate inside does not round before it: a row would have other bits in a step with adapters.
+        rounds_once = not self.ops.is_batch_invariant("add_low_rank")
 
         def run(x: Tensor) -> Tensor:
-            if rows.slots_T is None:
+            if rows.slots_T is None and rounds_once:
                 return gated(x)
             y = whole(x)
             return gate_halves(y) if y.is_cuda else swiglu(y[:, :half], y[:, half:])  # type: ignore[no-any-return]
@@ -172,9 +175,9 @@ class RowAdapted(Weight):
             return None
         rank = self.a.shape[1]
         sizes = tuple(part.out_features for part in parts)
-        a, b = torch.cat([part.a for part in parts], 1), torch.cat([part.b for part in parts], 1)
+        a, b = torch.cat([part.a for part in parts], 1), torch.cat([part.b for part in parts], 2)
         scale = torch.cat([part.scale for part in parts], 1)
-        for number, (part, own) in enumerate(zip(parts, b.split(sizes, 1), strict=True)):
+        for number, (part, own) in enumerate(zip(parts, b.split(sizes, 2), strict=True)):
             part.a, part.b = a[:, number * rank : (number + 1) * rank], own
             part.scale = scale[:, number : number + 1]
         return RowAdapted(base, self.step_rows, self.ops, (a, b, scale), sizes)

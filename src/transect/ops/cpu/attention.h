@@ -184,6 +184,7 @@ struct Attention {
   float* out;
   float* partials;
   std::atomic<int>* finished;  // [kv_heads], zeros before and after: tiles of the only query that are done
+  const float* sinks = nullptr;  // [heads], a further score of each query that has no value; or null
 
   int group() const { return heads / cache.kv_heads; }
   int queries_per_task() const { return std::max(1, MAX_ROWS / group()); }
@@ -251,7 +252,7 @@ struct Attention {
   void write(int b, int head, int begin, int r, Partial done) {
     const int D = cache.head_dim;
     float* to = out + (int64_t(batch.query_starts[b] + begin + r / group()) * heads + head * group() + r % group()) * D;
-    const float inverse = 1.f / done.l();
+    const float inverse = 1.f / (done.l() + (sinks ? std::exp(sinks[head * group() + r % group()] - done.m()) : 0.f));
     for (int d = 0; d < D; d++) to[d] = done.o()[d] * inverse;
   }
 

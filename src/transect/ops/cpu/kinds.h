@@ -13,10 +13,14 @@
 //
 // A kind W gives W(panel, slice), what a panel has in common; w.group(panel, g, slice), its g-th group, whose
 // ``weight<I>(word)`` is column I of a word; and W::word(panel, g, j, slice), the j-th word of that group.
+//
+// For inputs in bfloat16 (pairs.h) a kind that is PAIRED has in its groups ``pair<I>(word)``, columns I and I + PER_WORD / 2
+// without their scale. Of SCALED kinds the numbers are scale * pair, plus pair_zero() where SUMMED, the columns that share
+// one, is not 0.
 #pragma once
 #include <algorithm>
 #include <type_traits>
-#include "simd.h"
+#include "pairs.h"
 
 namespace transect {
 
@@ -43,7 +47,8 @@ struct Affine {
   static constexpr int PANEL = PANEL_K, GROUPS = 1, PER_WORD = 32 / BITS, WORDS = PANEL / PER_WORD;
   static constexpr bool BY_PLACE = false;
   static constexpr int SCALE_BYTES = GROUP_ROWS * (HALF_SCALES ? 2 : 4), SCALES = 2;
-  static constexpr int PANEL_BYTES = WORDS * 64 + SCALES * SCALE_BYTES;
+  static constexpr int PANEL_BYTES = WORDS * 64 + SCALES * SCALE_BYTES, SUMMED = PANEL;
+  static constexpr bool PAIRED = true, SCALED = true;
   vf scale, zero;
   explicit Affine(const uint8_t* panel, int slice) {
     const uint8_t* p = panel + WORDS * 64 + slice * LANES * (HALF_SCALES ? 2 : 4);
@@ -63,6 +68,9 @@ struct Affine {
     if constexpr (BITS == 8 && FUSED) return fma(biased_byte<I>(word) - BIAS, scale, zero);
     return fma(__builtin_convertvector((word >> (BITS * I)) & ((1 << BITS) - 1), vf), scale, zero);
   }
+  template <int I>
+  vi pair(vi word) const { return BITS == 4 ? pairs_of_codes<4, 0>(word, 4 * I) : pairs_of_bytes<I, true>(word); }
+  vf pair_zero() const { return BITS == 4 ? zero : fma(splat(CENTER), scale, zero); }
 };
 
 // LOW + HIGH bits of a code; GROUP columns share a scale, GROUPS of these a panel. STEPS: a group's scale (and minimum)
@@ -75,7 +83,8 @@ struct Blocks {
   static constexpr int STEP_BYTES = STEPS ? PARTS * GROUP_ROWS : 0;
   static constexpr int GROUP_BYTES = STEP_BYTES + (WORDS + (HIGH > 0)) * 64;
   static constexpr int PANEL_BYTES = HALVES_BYTES + GROUPS * GROUP_BYTES;
-  static constexpr bool BY_PLACE = HIGH > 0;
+  static constexpr bool BY_PLACE = HIGH > 0, PAIRED = true, SCALED = true;
+  static constexpr int SUMMED = MINIMUM || LOW == 8 ? GROUP : 0;
   static_assert(HIGH == 0 || (LOW == 4 && GROUP * HIGH == 32));
   static constexpr bool TABLE = LOW == 4 && HIGH == 0 && LANES == 16;  // one look-up instead of shuffles
   // A float16 times BIAS + OFFSET is exact, so the offset costs nothing.
@@ -96,6 +105,13 @@ struct Blocks {
       else code = __builtin_convertvector((bytes >> (8 * BYTE)) & 255, vf) - float(OFFSET);
       return MINIMUM ? fma(code, scale, zero) : code * scale;
     }
+    template <int I>
+    vi pair(const Word& w) const {
+      if constexpr (LOW == 8) return pairs_of_bytes<I, true>(w.even);
+      else if constexpr (TABLE) return pairs_of_codes<4, OFFSET>(w.even, 4 * I);
+      else return pairs_of_codes<LOW + HIGH, OFFSET>(I % 2 ? w.odd : w.even, 8 * (I / 2));
+    }
+    vf pair_zero() const { return LOW == 8 ? scale * (CENTER - OFFSET) : zero; }
   };
 
   vf scale, minimum;
@@ -146,28 +162,33 @@ struct Fp8 {
   static constexpr int PANEL = 32, GROUPS = 1, PER_WORD = 4, WORDS = PANEL / PER_WORD;
   static constexpr bool BY_PLACE = false;
   static constexpr int SCALE_BYTES = GROUP_ROWS * 4, SCALES = 1;
-  static constexpr int PANEL_BYTES = WORDS * 64 + SCALES * SCALE_BYTES;
+  static constexpr int PANEL_BYTES = WORDS * 64 + SCALES * SCALE_BYTES, SUMMED = 0;
+  static constexpr bool PAIRED = true, SCALED = true;
   vf scale;
-  // Sign, exponent and digits of a code, put where a float has its own, make a number that is 2^120 times too small.
-  explicit Fp8(const uint8_t* panel, int slice) : scale(load((const float*)(panel + WORDS * 64) + slice * LANES) * 0x1p120f) {}
+  explicit Fp8(const uint8_t* panel, int slice) : scale(load((const float*)(panel + WORDS * 64) + slice * LANES)) {}
   const Fp8& group(const uint8_t*, int, int) const { return *this; }
   static vi word(const uint8_t* panel, int, int j, int slice) { return load_words(panel + 64 * j + 4 * LANES * slice); }
   template <int I>
   vf weight(vi word) const {
+    // Sign, exponent and digits of a code, put where a float has its own, make a number that is 2^120 times too small.
     const vi high = word << (24 - 8 * I);
-    return as_float((high & INT32_MIN) | ((high >> 4) & 0x07F00000)) * scale;
+    return as_float((high & INT32_MIN) | ((high >> 4) & 0x07F00000)) * (scale * 0x1p120f);
   }
+  template <int I>
+  vi pair(vi word) const { return pairs_of_bytes<I, false>(word); }
 };
 
 template <bool HALF>
 struct Dense {
-  static constexpr int PANEL = HALF ? 2 : 1, GROUPS = 1, PER_WORD = PANEL, WORDS = 1, PANEL_BYTES = 64;
-  static constexpr bool BY_PLACE = false;
+  static constexpr int PANEL = HALF ? 2 : 1, GROUPS = 1, PER_WORD = PANEL, WORDS = 1, PANEL_BYTES = 64, SUMMED = 0;
+  static constexpr bool BY_PLACE = false, PAIRED = HALF, SCALED = false;
   explicit Dense(const uint8_t*, int) {}
   const Dense& group(const uint8_t*, int, int) const { return *this; }
   static vi word(const uint8_t* panel, int, int, int slice) { return load_words(panel + 4 * LANES * slice); }
   template <int I>
   vf weight(vi word) const { return as_float(!HALF ? word : I == 0 ? word << 16 : word & int32_t(0xffff0000)); }
+  template <int I>
+  vi pair(vi word) const { return word; }
 };
 
 template <class W>

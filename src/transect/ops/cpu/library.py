@@ -17,6 +17,7 @@ from torch import Tensor
 from ...hardware.host_memory import HUGE_PAGE, host_memory
 from ..registry import Unavailable
 from . import build
+from .experts import ExpertsStruct, StackExperts
 
 GROUP_ROWS = 16
 """Output rows that are packed together; a KV block and a head must be a multiple of it."""
@@ -54,9 +55,10 @@ KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 class _StackConfig(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "block_size")),
-        *((name, c_int32) for name in ("layer_norm", "gated", "activation", "rotary_half", "kv")),
+        *((name, c_int32) for name in ("layer_norm", "gated", "activation", "rotary_half", "kv", "bfloat16")),
         *((name, c_float) for name in ("norm_eps", "scale")),
         *((name, c_void_p) for name in ("norm", "norm_bias")),
+        ("qk_norm_whole", c_int32),
     )
 
 
@@ -67,6 +69,8 @@ class _Layer(Structure):
         *((n, POINTER(_Packed)) for n in ("q", "k", "v", "o", "gate", "up", "down")),
         ("window", c_int64),
         *((n, c_void_p) for n in ("k_scale", "v_scale")),
+        ("experts", POINTER(ExpertsStruct)),
+        ("sinks", c_void_p),
     )
 
 
@@ -99,7 +103,8 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class StackLayer:
-    """The weights of one decoder layer; norms are float32 vectors, ``gate`` is None for a plain MLP."""
+    """The weights of one decoder layer; norms are float32 vectors, ``gate`` is None for a plain MLP. ``experts``
+    replace gate, up and down."""
 
     attention_norm: Tensor
     attention_norm_bias: Tensor | None
@@ -112,13 +117,16 @@ class StackLayer:
     v: PackedWeight
     o: PackedWeight
     gate: PackedWeight | None
-    up: PackedWeight
-    down: PackedWeight
+    up: PackedWeight | None
+    down: PackedWeight | None
     window: int
     """Sliding window in tokens; 0 for none."""
     k_scale: Tensor | None = None
     """Divisors of keys before they are cached, float32 for each key head; None for no division."""
     v_scale: Tensor | None = None
+    experts: StackExperts | None = None
+    sinks: Tensor | None = None
+    """Scores of attention sinks, float32 for each query head; None for none."""
 
 
 class Library:
@@ -127,13 +135,15 @@ class Library:
     Args:
         threads: size of the team, the calling thread included.
         march: see ``build.library_path``.
+        bfloat16: products round their inputs to it, with sums in float32. A processor without AVX512-BF16 computes in
+            float32 all the same.
 
     Raises:
         Unavailable: the library cannot be built or loaded here.
         ValueError: ``threads`` is not positive.
     """
 
-    def __init__(self, threads: int, march: str = "native") -> None:
+    def __init__(self, threads: int, march: str = "native", *, bfloat16: bool = False) -> None:
         if threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
         path = build.library_path(march)
@@ -142,8 +152,10 @@ class Library:
         except OSError as error:
             raise Unavailable(f"the C++ kernels could not be loaded: {error}") from None
         self._declare()
-        self.name = path.stem
-        """Changes with the sources, the compiler and the processor."""
+        self.bfloat16 = bfloat16 and bool(self._c.transect_bfloat16())
+        """True if products round their inputs. Matrices of float32 are multiplied in float32 still."""
+        self.name = f"{path.stem}-bfloat16" if self.bfloat16 else path.stem
+        """Changes with the sources, the compiler, the processor and the arithmetic."""
         self.threads = threads
         self.isa: str = self._c.transect_isa().decode()
         self._pool = self._c.transect_pool_new(threads)
@@ -155,13 +167,14 @@ class Library:
         batch = [c_int, c_void_p, c_void_p, c_void_p, c_int64]  # rows, query starts, lengths, block tables, stride
         signatures: dict[str, tuple[Any, list[Any]]] = {
             "isa": (c_char_p, []),
+            "bfloat16": (c_int, []),
             "pool_new": (c_void_p, [c_int]),
             "pool_free": (None, [c_void_p]),
             "packed_bytes": (c_int64, [c_int, c_int, c_int]),
             "pack_affine": (None, [c_int, c_int, c_int, c_void_p, c_void_p, c_void_p, c_void_p]),
             "pack_blocks": (None, [c_int, c_int, c_int, c_void_p, c_void_p, c_void_p, c_void_p]),
             "pack_dense": (None, [c_int, c_int, c_int, c_void_p, c_void_p]),
-            "linear": (None, [c_void_p, packed, c_void_p, c_int, c_void_p]),
+            "linear": (None, [c_void_p, packed, c_void_p, c_int, c_void_p, c_int]),
             "rows": (None, [packed, c_void_p, c_int, c_void_p]),
             "paged_attention": (
                 None,
@@ -225,7 +238,8 @@ class Library:
         x = x.to(torch.float32).contiguous()
         y = torch.empty(x.shape[0], weight.n, dtype=torch.float32)
         if x.shape[0]:
-            self._c.transect_linear(self._pool, byref(weight.c_struct()), x.data_ptr(), x.shape[0], y.data_ptr())
+            pointers = (self._pool, byref(weight.c_struct()), x.data_ptr())
+            self._c.transect_linear(*pointers, x.shape[0], y.data_ptr(), self.bfloat16)
         return y
 
     def rows(self, weight: PackedWeight, index: Tensor) -> Tensor:
@@ -334,9 +348,10 @@ class LayerStack:
         self.library = library
         self._layers, self._norms = tuple(layers), (norm, norm_bias)  # keeps the weights alive
         self._structs: list[_Packed] = []
+        self._experts: list[ExpertsStruct] = []
         self._dim = config["dim"]
         last = {"norm": _floats(norm), "norm_bias": _floats(norm_bias)}
-        c_config = _StackConfig(**config, **last, layers=len(layers))
+        c_config = _StackConfig(**config, **last, layers=len(layers), bfloat16=library.bfloat16)
         c_layers = (_Layer * len(layers))(*(self._c_layer(layer) for layer in layers))
         self._stack = library._c.transect_stack_new(byref(c_config), c_layers, library._pool)
         weakref.finalize(self, library._c.transect_stack_free, self._stack)
@@ -348,11 +363,17 @@ class LayerStack:
             self._structs.append(weight.c_struct())
             return ctypes.pointer(self._structs[-1])
 
+        def address(weight: PackedWeight | None) -> int | None:
+            return None if weight is None else ctypes.addressof(packed(weight).contents)
+
         norms = ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm")
-        scales = ("k_scale", "v_scale")
+        scales = ("k_scale", "v_scale", "sinks")
         weights = ("q", "k", "v", "o", "gate", "up", "down")
         fields: dict[str, Any] = {name: _floats(getattr(layer, name)) for name in (*norms, *scales)}
         fields |= {name: packed(getattr(layer, name)) for name in weights}
+        if layer.experts is not None:
+            self._experts.append(layer.experts.c_struct(address, _floats))
+            fields["experts"] = ctypes.pointer(self._experts[-1])
         return _Layer(**fields, window=layer.window)
 
     def run(
@@ -450,6 +471,6 @@ def _batch_arguments(block_tables: Tensor, query_starts: Tensor, seq_lens: Tenso
 
 
 @functools.lru_cache(maxsize=8)
-def load(threads: int, march: str = "native") -> Library:
-    """Return the library with a team of ``threads``; loaded and started once for each size."""
-    return Library(threads, march)
+def load(threads: int, march: str = "native", *, bfloat16: bool = False) -> Library:
+    """Return the library with a team of ``threads``; loaded and started once for each size and arithmetic."""
+    return Library(threads, march, bfloat16=bfloat16)

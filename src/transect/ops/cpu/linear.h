@@ -1,7 +1,9 @@
-// y = x W^T (+ bias) with W packed (kinds.h), for any number of rows of x, in float32 arithmetic.
+// y = x W^T (+ bias) with W packed (kinds.h), for any number of rows of x, in float32 arithmetic or with x rounded to
+// bfloat16.
 //
-// Order of summation. Each output is one chain of fused multiply-adds over k = 0 .. K-1, whatever the number of rows
-// and whichever of the two loops below runs: a row's result is the same to the bit alone and in any batch.
+// Order of summation. In float32 each output is one chain of fused multiply-adds over k = 0 .. K-1, whatever the number of
+// rows and whichever of the two loops below runs: a row's result is the same to the bit alone and in any batch. So it is
+// with rounded inputs, where the columns that share a scale are summed first.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -157,6 +159,68 @@ void linear_span_of(const Packed& w, int group, int count, const float* x, int64
   if (r + 4 <= rows) { few_rows_span<W, 4>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue); r += 4; }
   if (r + 2 <= rows) { few_rows_span<W, 2>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue); r += 2; }
   if (r < rows) few_rows_span<W, 1>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue);
+}
+
+// Inputs in bfloat16: NG row groups and MR rows of x at once. Pairs of weights without their scale are decoded in
+// registers, at half an instruction for each column of 16 outputs, so that many rows need no loop of their own.
+template <class W, int NG, int MR>
+void rounded_rows(const Packed& w, int group, const Inputs& x, float* y, int64_t ldy, Epilogue epilogue) {
+  constexpr int HALF = W::PER_WORD / 2;
+  constexpr auto NUMBERS = std::make_integer_sequence<int, NG>{};
+  const int64_t stride = int64_t(w.k / W::PANEL) * W::PANEL_BYTES;
+  const uint8_t* start = w.data + group * stride;
+  const int32_t* pairs = x.rounded;
+  const float* sums = (const float*)(x.rounded + rounded_words<0>(w.k));
+  vf acc[NG][MR] = {};
+  for (const uint8_t* base = start; base != start + stride; base += W::PANEL_BYTES) {
+    const auto panels = panels_of<W>(base, stride, 0, NUMBERS);
+    for (int p = 0; p < W::GROUPS; p++) {
+      constexpr int BYTES = W::PANEL_BYTES / W::GROUPS;
+      ask_ahead<NG, BYTES>(start, stride, base - start + p * BYTES);
+      const auto groups = groups_of(panels, base, stride, p, 0, NUMBERS);
+      vf own[NG][MR] = {};
+      vf(&part)[NG][MR] = W::SCALED ? own : acc;
+      each_word<W>([&](auto j) {
+        decltype(W::word(base, p, j, 0)) word[NG];
+        for (int g = 0; g < NG; g++) word[g] = W::word(base + g * stride, p, j, 0);
+        unrolled<0, HALF>([&]<int I>() {
+          vi weight[NG];
+          for (int g = 0; g < NG; g++) weight[g] = groups[g].template pair<I>(word[g]);
+          for (int r = 0; r < MR; r++) {
+            const vi input = pairs[r * x.ldr + I] - vi{};
+            for (int g = 0; g < NG; g++) part[g][r] = dot(weight[g], input, part[g][r]);
+          }
+        });
+        pairs += HALF;
+      });
+      for (int g = 0; W::SCALED && g < NG; g++)
+        for (int r = 0; r < MR; r++) {
+          if constexpr (W::SCALED) acc[g][r] = fma(part[g][r], groups[g].scale, acc[g][r]);
+          if constexpr (W::SUMMED > 0) acc[g][r] = fma(splat(sums[r * x.ldr]), groups[g].pair_zero(), acc[g][r]);
+        }
+      sums++;
+    }
+  }
+  for (int g = 0; g < NG; g++) finish<MR>(acc[g], w, (group + g) * GROUP_ROWS, y, ldy, epilogue);
+}
+
+template <class W, int MR>
+void rounded_rows_span(const Packed& w, int group, int count, const Inputs& x, float* y, int64_t ldy, Epilogue epilogue) {
+  constexpr int NG = MR <= 2 ? 4 : 2;
+  for (; count >= NG; group += NG, count -= NG) rounded_rows<W, NG, MR>(w, group, x, y, ldy, epilogue);
+  for (; count > 0; group++, count--) rounded_rows<W, 1, MR>(w, group, x, y, ldy, epilogue);
+}
+
+template <class W>
+void rounded_span_of(const Packed& w, int group, int count, const Inputs& x, float* y, int64_t ldy, int rows, Epilogue epilogue) {
+  int r = 0;
+  auto run = [&]<int MR>() {
+    for (; r + MR <= rows; r += MR) rounded_rows_span<W, MR>(w, group, count, x.from(r), y + r * ldy, ldy, epilogue);
+  };
+  run.template operator()<8>();
+  run.template operator()<4>();
+  run.template operator()<2>();
+  run.template operator()<1>();
 }
 
 }  // namespace transect

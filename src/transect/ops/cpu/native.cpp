@@ -11,6 +11,7 @@ using namespace transect;
 extern "C" {
 
 const char* transect_isa() { return TRANSECT_ISA; }
+int transect_bfloat16() { return PAIRS; }
 
 Pool* transect_pool_new(int threads) { return new Pool(threads); }
 void transect_pool_free(Pool* pool) { delete pool; }
@@ -80,14 +81,18 @@ void transect_pack_dense(int kind, int n, int k, const uint8_t* rows, uint8_t* o
       std::memcpy(out + ((row / GROUP_ROWS * words + j) * GROUP_ROWS + row % GROUP_ROWS) * 4, rows + (row * words + j) * 4, 4);
 }
 
-// y [rows][n] = x [rows][k] W^T + bias
-void transect_linear(Pool* pool, const Packed* w, const float* x, int rows, float* y) {
+// y [rows][n] = x [rows][k] W^T + bias; bfloat16: with x rounded to it, if the processor can and the weight's kind has pairs
+void transect_linear(Pool* pool, const Packed* w, const float* x, int rows, float* y, int bfloat16) {
+  const int64_t words = bfloat16 ? rounded_words(*w) : 0;
+  std::vector<int32_t> rounded(rows * words);
+  const Inputs inputs{x, w->k, words ? rounded.data() : nullptr, words};
   std::vector<float> scratch(rows > FEW ? size_t(pool->threads()) * w->k * TILE_COLUMNS + 64 : 0);
   const int chunk = chunk_groups(w->groups(), pool->threads());
   pool->run([&](int thread) {
     float* mine = scratch.data() + (rows > FEW ? size_t(thread) * w->k * TILE_COLUMNS : 0);
+    if (words) pool->share(rows, [&](int r) { round_row(*w, x + int64_t(r) * w->k, rounded.data() + r * words); });
     pool->share((w->groups() + chunk - 1) / chunk, [&](int item) {
-      linear_span(*w, item * chunk, std::min(chunk, w->groups() - item * chunk), x, w->k, y, w->n, rows, STORE, mine);
+      linear_span(*w, item * chunk, std::min(chunk, w->groups() - item * chunk), inputs, y, w->n, rows, STORE, mine);
     });
   });
 }

@@ -33,6 +33,36 @@ inline void linear_span(const Packed& w, int group, int count, const float* x, i
   with_kind(w.kind, [&]<class W>() { linear_span_of<W>(w, group, count, x, ldx, y, ldy, rows, epilogue, scratch); });
 }
 
+// Rows of inputs: float32, and where products round them to bfloat16 (pairs.h) so too.
+struct Inputs {
+  const float* x;
+  int64_t ldx;
+  const int32_t* rounded = nullptr;  // as ``round_row`` makes them, in the order of the weight's kind
+  int64_t ldr = 0;
+  Inputs from(int row) const { return {x + row * ldx, ldx, rounded + row * ldr, ldr}; }
+};
+
+template <class W>
+void rounded_span_of(const Packed& w, int group, int count, const Inputs& x, float* y, int64_t ldy, int rows, Epilogue epilogue);
+
+inline void linear_span(const Packed& w, int group, int count, const Inputs& x, float* y, int64_t ldy, int rows,
+                        Epilogue epilogue, float* scratch) {
+  if (!x.rounded) return linear_span(w, group, count, x.x, x.ldx, y, ldy, rows, epilogue, scratch);
+  with_kind(w.kind, [&]<class W>() {
+    if constexpr (PAIRS && W::PAIRED) rounded_span_of<W>(w, group, count, x, y, ldy, rows, epilogue);
+  });
+}
+
+// Words of a rounded row of inputs; 0: products with this weight do not round.
+inline int64_t rounded_words(const Packed& w) {
+  return with_kind(w.kind, [&]<class W>() { return PAIRS && W::PAIRED ? rounded_words<W::SUMMED>(w.k) : 0; });
+}
+inline void round_row(const Packed& w, const float* x, int32_t* to) {
+  with_kind(w.kind, [&]<class W>() {
+    if constexpr (PAIRS && W::PAIRED) round_inputs<W::PER_WORD, W::SUMMED>(x, w.k, to);
+  });
+}
+
 // How many row groups one work item takes: large enough for CHUNK_GROUPS chains, small enough that all threads are busy.
 inline int chunk_groups(int groups, int threads) {
   int chunk = CHUNK_GROUPS;

@@ -24,7 +24,7 @@ constexpr int SPINS = 2000;  // some 20 to 50 microseconds: longer than teammate
 
 class Pool {
  public:
-  explicit Pool(int threads) : threads_(threads < 1 ? 1 : threads) {
+  explicit Pool(int threads) : threads_(threads < 1 ? 1 : threads), shares_(threads_) {
     for (int i = 1; i < threads_; i++) workers_.emplace_back([this, i] { work(i); });
   }
   ~Pool() {
@@ -43,7 +43,6 @@ class Pool {
   void run(const std::function<void(int)>& body) {
     if (threads_ == 1) return body(0);
     body_ = &body;
-    next_.store(0, std::memory_order_relaxed);
     {
       std::lock_guard<std::mutex> lock(mutex_);
       epoch_.fetch_add(1);
@@ -53,18 +52,12 @@ class Pool {
     barrier();
   }
 
-  // The next item of this phase; items run out at the caller's count. Every phase ends with a barrier, which resets it.
-  int take() { return threads_ == 1 ? next_single_++ : next_.fetch_add(1, std::memory_order_relaxed); }
-
   void barrier() {
-    if (threads_ == 1) {
-      next_single_ = 0;
-      return;
-    }
+    if (threads_ == 1) return;
     unsigned round = round_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
       arrived_.store(0, std::memory_order_relaxed);
-      next_.store(0, std::memory_order_relaxed);
+      for (auto& each : shares_) each.next.store(0, std::memory_order_relaxed);
       round_.store(round + 1, std::memory_order_release);
       round_.notify_all();
       return;
@@ -76,15 +69,33 @@ class Pool {
     round_.wait(round, std::memory_order_acquire);  // another process has the core that a teammate needs: let it go
   }
 
-  // Shares items 0 .. count-1 of a phase among the team, then meets.
+  // Shares items 0 .. count-1 of a phase among the team, then meets. A thread takes neighbouring items one after another,
+  // so that what it reads is a single stream, and when its share is done it takes the next items of others' shares.
   template <class Body>
   void share(int count, Body body) {
-    for (int i; (i = take()) < count;) body(i);
+    if (threads_ == 1) {
+      for (int i = 0; i < count; i++) body(i);
+      return;
+    }
+    for (int n = 0; n < threads_; n++) {
+      const int owner = (member + n) % threads_;
+      const int first = int(int64_t(count) * owner / threads_), end = int(int64_t(count) * (owner + 1) / threads_);
+      std::atomic<int>& next = shares_[owner].next;
+      while (first + next.load(std::memory_order_relaxed) < end) {
+        const int i = first + next.fetch_add(1, std::memory_order_relaxed);
+        if (i < end) body(i);
+      }
+    }
     barrier();
   }
 
  private:
+  struct alignas(64) Share {
+    std::atomic<int> next{0};  // items of it that are taken
+  };
+
   void work(int index) {
+    member = index;
     unsigned seen = 0;
     while (true) {
       for (int spins = 0; spins < SPINS && epoch_.load(std::memory_order_acquire) == seen; spins++) relax();
@@ -106,8 +117,8 @@ class Pool {
   std::atomic<unsigned> epoch_{0};
   const std::function<void(int)>* body_ = nullptr;
   bool stopping_ = false;
-  int next_single_ = 0;
-  alignas(64) std::atomic<int> next_{0};
+  static inline thread_local int member = 0;  // number of this thread in its team
+  std::vector<Share> shares_;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<unsigned> round_{0};
 };

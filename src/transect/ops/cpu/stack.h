@@ -3,6 +3,7 @@
 #pragma once
 #include <memory>
 #include "attention.h"
+#include "experts.h"
 #include "low_rank.h"
 #include "norm.h"
 #include "packed.h"
@@ -14,9 +15,10 @@ enum Activation : int32_t { SILU = 0, GELU_TANH = 1, GELU_EXACT = 2 };
 
 struct StackConfig {  // mirrored field by field in library.py
   int32_t layers, dim, heads, kv_heads, head_dim, ffn, block_size;
-  int32_t layer_norm, gated, activation, rotary_half, kv;
+  int32_t layer_norm, gated, activation, rotary_half, kv, bfloat16;  // bfloat16: products round their inputs to it
   float norm_eps, scale;
   const float *norm, *norm_bias;  // after the layers
+  int32_t qk_norm_whole;          // q and k are normalised over all heads together
 };
 
 struct Rotation {  // cosines and sines [positions][rotary_half], or null where positions are learned
@@ -28,6 +30,8 @@ struct Layer {  // mirrored field by field in library.py
   const Packed *q, *k, *v, *o, *gate, *up, *down;
   int64_t window;
   const float *k_scale, *v_scale;  // [kv_heads], what keys and values are divided by; or null
+  const Experts* experts;  // instead of gate, up and down; or null
+  const float* sinks;      // of the attention; or null
 };
 
 struct Taps {  // x in front of `layers`, which ascend, is copied to `states` [count][tokens][dim]
@@ -39,10 +43,18 @@ struct Taps {  // x in front of `layers`, which ascend, is copied to `states` [c
 class Stack {
  public:
   Stack(const StackConfig& config, const Layer* layers, Pool* pool)
-      : c_(config), layers_(layers, layers + config.layers), pool_(*pool) {
+      : c_(config), layers_(layers, layers + config.layers), pool_(*pool), mixture_(*pool, config.dim) {
     widest_ = std::max({c_.dim, c_.heads * c_.head_dim, c_.ffn});
+    for (const Layer& layer : layers_)
+      if (const Experts* e = layer.experts) widest_ = std::max({widest_, e->width(), e->shared_width()});
     finished_ = std::vector<std::atomic<int>>(c_.kv_heads);
     scratch_.resize(size_t(pool_.threads()) * widest_ * TILE_COLUMNS + 64);
+    for (const Layer& each : layers_)
+      for (auto place : {std::array{each.q, each.k, each.v}, {each.o}, {each.gate, each.up}, {each.down}}) {
+        int64_t words = 0;
+        for (const Packed* w : place) words += w && c_.bfloat16 ? rounded_words(*w) : 0;
+        rounded_words_ = std::max(rounded_words_, words);
+      }
   }
 
   // x [tokens][dim] float32 in and out; caches [layers][blocks][kv_heads][head_dim x block_size]; `slots` as in low_rank.h,
@@ -61,7 +73,8 @@ class Stack {
   void reserve(int tokens, const Batch& batch) {
     int longest = 1;
     for (int b = 0; b < batch.rows; b++) longest = std::max(longest, batch.seq_lens[b]);
-    auto grow = [](std::vector<float>& v, size_t n) { if (v.size() < n) v.resize(n); };
+    auto grow = [](auto& v, size_t n) { if (v.size() < n) v.resize(n); };
+    grow(rounded_, size_t(tokens) * rounded_words_);
     grow(normed_, size_t(std::max(tokens, pool_.threads())) * c_.dim);
     grow(q_, size_t(tokens) * c_.heads * c_.head_dim);
     grow(k_, size_t(tokens) * c_.kv_heads * c_.head_dim);
@@ -69,6 +82,8 @@ class Stack {
     grow(attended_, size_t(tokens) * c_.heads * c_.head_dim);
     grow(hidden_, size_t(tokens) * c_.ffn);
     if (c_.gated) grow(gate_, size_t(tokens) * c_.ffn);
+    for (const Layer& layer : layers_)
+      if (layer.experts) mixture_.reserve(*layer.experts, tokens);
     grow(partials_, Attention<float>::partial_floats(c_.head_dim, c_.heads, longest));
     low_stride_ = 0;
     for (const Run& run : runs_)
@@ -97,15 +112,26 @@ class Stack {
         const float* normed = normalize(x, tokens, layer.attention_norm, layer.attention_norm_bias, places + QKV, thread);
         project({{layer.q, q_.data()}, {layer.k, k_.data()}, {layer.v, v_.data()}}, normed, tokens, STORE, scratch,
                 places + QKV, c_.head_dim / GROUP_ROWS, [&](int part, int first, int count) {
+                  if (c_.qk_norm_whole) return;
                   for (int h = first; h < first + count; h++)
                     for (int t = 0; t < tokens; t++) place(layer, part, h, t, positions[t], row_of[t], batch, cache);
                 });
+        if (c_.qk_norm_whole) pool_.share(tokens * 3, [&](int item) {
+          const int part = item % 3, t = item / 3, heads = part ? c_.kv_heads : c_.heads, width = heads * c_.head_dim;
+          float* whole = (part ? k_ : q_).data() + int64_t(t) * width;
+          if (part < 2) rms_norm(whole, part ? layer.k_norm : layer.q_norm, c_.norm_eps, width, whole);
+          for (int h = 0; h < heads; h++) place(layer, part, h, t, positions[t], row_of[t], batch, cache);
+        });
         Attention<E>{batch, cache, c_.heads, c_.scale, int(layer.window), q_.data(), attended_.data(), partials_.data(),
-                     finished_.data()}.run(pool_);
+                     finished_.data(), layer.sinks}.run(pool_);
         if (layer.v_scale) pool_.share(tokens, [&](int t) { multiply_heads(attended_.data(), t, layer.v_scale); });
         shrink_all(places + O, attended_.data(), layer.o->k);
         project({{layer.o, x}}, attended_.data(), tokens, ADD, scratch, places + O);
         normed = normalize(x, tokens, layer.mlp_norm, layer.mlp_norm_bias, places + GATE_UP, thread);
+        if (layer.experts) {
+          mixture_.add(*layer.experts, normed, tokens, x, scratch);
+          continue;
+        }
         feed_forward(layer, normed, tokens, scratch, places + GATE_UP);
         shrink_all(places + DOWN, hidden_.data(), layer.down->k);
         project({{layer.down, x}}, hidden_.data(), tokens, ADD, scratch, places + DOWN);
@@ -142,6 +168,27 @@ class Stack {
     project(parts, x, tokens, epilogue, scratch, place, 1, [](int, int, int) {});
   }
 
+  // Rows of x as the products with these weights take them. Of one token every thread rounds its own copy, into `scratch`,
+  // which one row does not need.
+  std::array<Inputs, PARTS> inputs(const std::array<const Packed*, PARTS>& weights, const float* x, int tokens, float* scratch) {
+    std::array<Inputs, PARTS> rows{};
+    int32_t* to = tokens == 1 ? (int32_t*)scratch : rounded_.data();
+    for (int i = 0; i < PARTS && weights[i]; i++) {
+      const Packed& w = *weights[i];
+      const int64_t words = c_.bfloat16 ? rounded_words(w) : 0;
+      rows[i] = {x, w.k};
+      if (i && w.kind == weights[i - 1]->kind) rows[i] = rows[i - 1];
+      else if (words) {
+        rows[i] = {x, w.k, to, words};
+        auto one = [&](int t) { round_row(w, x + int64_t(t) * w.k, to + t * words); };
+        if (tokens == 1) one(0);
+        else pool_.share(tokens, one);
+        to += tokens * words;
+      }
+    }
+    return rows;
+  }
+
   // Several products of the same rows, their row groups shared out as one list, with the adapters beside them. An item has
   // whole units of `unit` row groups; `after` gets its part, and its first unit and number of units, once they are there.
   template <class After>
@@ -151,6 +198,9 @@ class Stack {
     for (const Part& part : parts) total += part.weight->groups();
     const int chunk = std::max(1, chunk_groups(total, pool_.threads()) / unit) * unit;
     for (const Part& part : parts) items += (part.weight->groups() + chunk - 1) / chunk;
+    std::array<const Packed*, PARTS> weights{};
+    std::transform(parts.begin(), parts.end(), weights.begin(), [](const Part& part) { return part.weight; });
+    const auto rows = inputs(weights, x, tokens, scratch);
     pool_.share(items, [&](int item) {
       int index = 0;
       for (const Part& part : parts) {
@@ -159,7 +209,7 @@ class Stack {
           const Packed& w = *part.weight;
           const int first = item * chunk, count = std::min(chunk, w.groups() - first);
           ask_for(runs_, place, index, first, count);
-          linear_span(w, first, count, x, w.k, part.y, w.n, tokens, epilogue, scratch);
+          linear_span(w, first, count, rows[index], part.y, w.n, tokens, epilogue, scratch);
           expand(runs_, place, index, first, count, low_.data(), low_stride_, part.y, w.n);
           after(index, first / unit, count / unit);
           return;
@@ -176,7 +226,8 @@ class Stack {
     const int D = c_.head_dim, heads = part ? c_.kv_heads : c_.heads;
     float* head = (part == 0 ? q_ : part == 1 ? k_ : v_).data() + (int64_t(t) * heads + h) * D;
     if (part < 2) {
-      if (const float* norm = part ? layer.k_norm : layer.q_norm) rms_norm(head, norm, c_.norm_eps, D, head);
+      const float* norm = part ? layer.k_norm : layer.q_norm;
+      if (norm && !c_.qk_norm_whole) rms_norm(head, norm, c_.norm_eps, D, head);
       const int64_t at = position * c_.rotary_half;
       if (rotation_.cosine) rotate(head, rotation_.cosine + at, rotation_.sine + at, c_.rotary_half);
     }
@@ -203,14 +254,15 @@ class Stack {
   void feed_forward(const Layer& layer, const float* normed, int tokens, float* scratch, int place) {
     const Packed& up = *layer.up;
     const int chunk = chunk_groups(up.groups(), pool_.threads());
+    const auto rows = inputs({layer.up, layer.gate}, normed, tokens, scratch);
     pool_.share((up.groups() + chunk - 1) / chunk, [&](int item) {
       const int first = item * chunk, count = std::min(chunk, up.groups() - first);
       ask_for(runs_, place, 1, first, count);
-      linear_span(up, first, count, normed, up.k, hidden_.data(), c_.ffn, tokens, STORE, scratch);
+      linear_span(up, first, count, rows[0], hidden_.data(), c_.ffn, tokens, STORE, scratch);
       expand(runs_, place, 1, first, count, low_.data(), low_stride_, hidden_.data(), c_.ffn);
       if (c_.gated) {
         ask_for(runs_, place, 0, first, count);
-        linear_span(*layer.gate, first, count, normed, up.k, gate_.data(), c_.ffn, tokens, STORE, scratch);
+        linear_span(*layer.gate, first, count, rows[1], gate_.data(), c_.ffn, tokens, STORE, scratch);
         expand(runs_, place, 0, first, count, low_.data(), low_stride_, gate_.data(), c_.ffn);
       }
       const int begin = first * GROUP_ROWS, end = std::min(c_.ffn, (first + count) * GROUP_ROWS);
@@ -230,8 +282,11 @@ class Stack {
   const StackConfig c_;
   const std::vector<Layer> layers_;
   Pool& pool_;
+  Mixture mixture_;
   int widest_;
   Rotation rotation_{};
+  int64_t rounded_words_ = 0;  // of a token, for the products of any one place
+  std::vector<int32_t> rounded_;
   std::vector<float> scratch_, normed_, q_, k_, v_, attended_, hidden_, gate_, partials_, low_;
   std::vector<std::atomic<int>> finished_;  // see Attention
   std::vector<Run> runs_;  // of this step; empty: no token has an adapter

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from ..blocks import Block, Conversation, News
-from ..http.deadline import Deadline
 from ..http.errors import ApiError
+from ..http.lifetime import Deadline
 from ..http.sse import CONTINUED, Raw, named_event
 from ..prompts import chat_prompt
 from ..searches import requested_search

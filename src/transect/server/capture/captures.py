@@ -16,7 +16,7 @@ from ...flow.watch.report import DRIFT_ALARMS, read_report
 from ..http.clients import current_client
 from ..http.errors import ApiError
 from ..operations import request_log
-from ..sender import Sender, current_sender
+from ..sender import Sender, current_request
 from .recorder import MOST_FEEDBACK, Known, Recorder, RecorderJob
 from .redaction import Redaction, rules_in
 from .slips import CaptureSlip, RequestContent
@@ -91,7 +91,7 @@ class Captures:
         Args:
             answer: id of its answer, 32 hexadecimal digits.
         """
-        sender = current_sender()
+        sender = current_request().sender
         if asked.api == "embeddings" and not self._inputs:
             return None
         if not self._consents(sender):

@@ -1,4 +1,4 @@
-"""Clients, identified by API key or address, and their permissions.
+"""Clients, identified by API key or address, their permissions, and their requests.
 
 A client with a key is known by the key's name. Without keys a client is an address; what a proxy says of addresses
 counts if the operator trusts that proxy (``ServerOptions.trusted_proxies``). Of an IPv6 address the first 64 bits
@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
+import re
+from collections import OrderedDict
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
@@ -22,6 +24,9 @@ from .errors import ApiError
 
 MOST_NAME = 64
 """Characters of a key's name."""
+MOST_OWNED = 65536
+"""Requests whose clients are remembered, newest first."""
+_ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,29 @@ def address_of(scope: Scope) -> str:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+class Owners:
+    """Remembers the client of each request by its id: an ordinary client sees its own, an operator all of them."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[str, str] = OrderedDict()
+
+    def note(self, request_id: str) -> None:
+        """Record the current client as the owner of this request."""
+        self._names[request_id] = current_client().name
+        if len(self._names) > MOST_OWNED:
+            self._names.popitem(last=False)
+
+    def may_see(self, shown_id: str) -> bool:
+        """Return True if a request is the current client's, or that client is an operator.
+
+        Args:
+            shown_id: the id that an answer shows; it holds the one that was noted.
+        """
+        found = _ID.search(shown_id)
+        client = current_client()
+        return client.operator or (found is not None and self._names.get(found[0]) == client.name)
 
 
 def keys_in(path: Path) -> list[ApiKey]:

@@ -12,11 +12,8 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..adapters import choose_adapter
 from ..operations import request_log
-from ..releases import forget_version
-from ..searches import choose_method
-from ..sender import set_sender
+from ..sender import begin_request
 from ..serving import Serving
 from .clients import Client, Clients
 from .errors import ApiError
@@ -109,10 +106,7 @@ class Gate:
 
         path = scope["path"].removeprefix(root)
         client = self._clients.of(scope)
-        choose_adapter("")
-        choose_method(None)
-        forget_version()
-        set_sender()
+        begin_request()
         shut = path == METRICS and self.serving.options.protect_metrics
         if path in OPEN and not (shut and client is None):
             await self.app(scope, receive, send)

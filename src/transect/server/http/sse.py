@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .disconnect import ClientGone, unless_disconnected
 from .errors import ApiError
+from .lifetime import ClientGone, unless_disconnected
 from .turns import ArrivalGate
 
 log = logging.getLogger("transect.server")

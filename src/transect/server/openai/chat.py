@@ -12,8 +12,8 @@ from ..beams import Beams, beam_params
 from ..capture.slips import RequestContent
 from ..generation import Event, Generation, Prompt
 from ..http.body import aside
-from ..http.deadline import Deadline
 from ..http.errors import ApiError, bad_value
+from ..http.lifetime import Deadline
 from ..http.sse import CONTINUED, PLACE, TextEvents, event
 from ..prompts import chat_prompt, effort_kwargs
 from ..searches import requested_search
@@ -144,14 +144,14 @@ class Chat:
 
     async def _prepare(self) -> Generation | Beams | Searching:
         prompt = await self._prompt()
-        width, room = self.params.n, self.serving.engine.max_model_len - len(prompt.token_ids)
-        beams = beam_params(self.body, self.params, width, room)
         priority = self.body.priority or 0
         reader = None if self.answers.plain else self.answers.reader
         content = RequestContent(
             "chat", self._asked, self.body.messages, (), self.body.tools or (), reader, bool(self.body.stream)
         )
-        if beams is not None:
+        if self.body.use_beam_search:
+            width, room = self.params.n, self.serving.engine.max_model_len - len(prompt.token_ids)
+            beams = beam_params(self.body, self.params, width, room)
             return Beams(self.serving, [prompt], beams, width, priority, self.deadline).describe(content)
         if self.search is None:
             generation = Generation(self.serving, [prompt], self.params, priority, self.deadline, given=self.given)

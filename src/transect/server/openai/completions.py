@@ -11,8 +11,8 @@ from ...text.fill_in import Gap, gap_of
 from ..beams import Beams, beam_params
 from ..capture.slips import RequestContent
 from ..generation import Event, Generation, Prompt
-from ..http.deadline import Deadline
 from ..http.errors import ApiError, bad_value
+from ..http.lifetime import Deadline
 from ..http.sse import CONTINUED, PLACE, TextEvents, event
 from ..prompts import completion_prompts, gap_prompts
 from ..serving import Serving
@@ -62,7 +62,7 @@ class Completion:
             except ValueError as error:  # with those that end a gap there are too many
                 raise bad_value(str(error), FIELDS) from None
         width = max(body.best_of or 1, body.n or 1)
-        self.beams = beam_params(body, self.params, width, COMPLETION_TOKENS)
+        self.beams = beam_params(body, self.params, width, COMPLETION_TOKENS) if body.use_beam_search else None
 
     def _gap(self) -> Gap:
         """Return the model's tokens for filling in text before ``suffix``.

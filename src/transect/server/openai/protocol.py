@@ -282,6 +282,13 @@ class SamplingBody(SenderBody):
             raise PydanticCustomError("unsupported_field", text, {"name": "prompt_logprobs"})
         return self
 
+    @model_validator(mode="after")
+    def _length_penalty_needs_beams(self) -> SamplingBody:
+        if self.length_penalty not in (None, 1) and not self.use_beam_search:
+            text = "length_penalty is for beam search: set use_beam_search, or leave it out"
+            raise PydanticCustomError("unsupported_field", text, {"name": "length_penalty"})
+        return self
+
     @property
     def include_usage(self) -> bool:
         """True if the stream's last chunk must carry the token counts."""

@@ -14,11 +14,11 @@ from ...text.reasoning import effort_variables
 from ..blocks import Block, Conversation, News
 from ..generation import Prompt
 from ..http.clients import current_client
-from ..http.deadline import Deadline
 from ..http.errors import ApiError
+from ..http.lifetime import Deadline
 from ..http.sse import CONTINUED, Raw, named_event
 from ..searches import requested_search
-from ..sender import current_sender
+from ..sender import current_request
 from ..serving import Serving
 from .protocol import ChatMessage
 from .responses_protocol import ResponsesRequest, as_message
@@ -51,7 +51,8 @@ class ResponseStore:
         """Keep an answer, with the whole conversation up to and including it."""
         answer = msgspec.json.encode(response)
         size = len(answer) + sum(len(message.model_dump_json()) for message in messages)
-        self._kept[response["id"]] = _Kept(answer, messages, size, current_client().name, current_sender().beginning)
+        beginning = current_request().sender.beginning
+        self._kept[response["id"]] = _Kept(answer, messages, size, current_client().name, beginning)
         self._bytes += size
         while len(self._kept) > MOST_KEPT or self._bytes > MOST_BYTES:
             self._bytes -= self._kept.popitem(last=False)[1].size
@@ -68,9 +69,9 @@ class ResponseStore:
             raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
         return found.answer, found.messages
 
-    def beginning(self, response_id: str | None) -> str:
+    def beginning(self, response_id: str) -> str:
         """Return the beginning of the conversation that led to an answer; empty if it is not remembered."""
-        found = None if response_id is None else self._kept.get(response_id)
+        found = self._kept.get(response_id)
         return "" if found is None else found.beginning
 
     def forget(self, response_id: str) -> None:

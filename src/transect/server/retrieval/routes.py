@@ -20,14 +20,12 @@ from ...engine.scheduling.sampling_params import SamplingParams
 from ..capture.slips import RequestContent
 from ..generation import Prompt, whole_in_groups
 from ..http.body import JsonRoute
-from ..http.deadline import Deadline
-from ..http.disconnect import ClientGone, unless_disconnected
 from ..http.errors import ApiError, bad_value
+from ..http.lifetime import ClientGone, Deadline, unless_disconnected
 from ..openai.protocol import FIELDS
 from ..operations import request_log
 from ..prompts import check_length, completion_prompts, encode
-from ..releases import forget_version
-from ..sender import set_sender
+from ..sender import note_request, sender_of
 from ..serving import Serving
 from ..watching import RequestWatch
 from .protocol import (
@@ -60,7 +58,7 @@ class _Work:
 
     def __init__(self, request: Request, body: EmbeddingRequest | ScoreRequest | RerankRequest) -> None:
         self.serving: Serving = request.app.state.serving
-        set_sender(request.headers, body)
+        note_request(sender=sender_of(request.headers, body))
         self.serving.check_model(body.model)
         self.deadline = Deadline(self.serving.options.request_timeout_s, request.state.arrival)
         self.priority = body.priority or 0
@@ -76,7 +74,7 @@ class _Work:
     ) -> list[RequestOutput]:
         """Run the prompts, and return their results in order. ``content``: of the request, for captures."""
         watch = RequestWatch(self.serving, self.id, len(prompts))
-        forget_version()  # groups of prompts are parts
+        note_request(version=None)  # groups of prompts are parts
         if content is not None:
             watch.describe(content)
         with watch:

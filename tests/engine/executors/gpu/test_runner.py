@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from effort import proving, quick_first
-from runner_fuzz import Breaking, assert_same, random_arrivals, run_workload
+from runner_fuzz import VOCAB, Breaking, assert_same, random_arrivals, random_model, run_workload
 
 from transect.engine.executors.drafted import Drafted
 from transect.engine.executors.gpu.runner import GPURunner
@@ -17,32 +17,11 @@ from transect.engine.executors.gpu.step_sizes import row_bucket, width_bucket, w
 from transect.engine.executors.runner import Runner
 from transect.engine.scheduling.drafters.registry import SpeculativeConfig
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
-from transect.models.decoder import Decoder
-from transect.ops.opset import resolve_ops
-from transect.spec.hf import from_hf
-
-VOCAB = 61
-CONFIG = from_hf(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-    }
-)
 
 
 @pytest.fixture(scope="module")
 def model():
-    ops = resolve_ops("cpu", batch_invariant=True)
-    decoder = Decoder(CONFIG, dtype=torch.float32, ops=ops).requires_grad_(False)
-    return decoder.init_weights(0.3, torch.Generator().manual_seed(0))
+    return random_model()
 
 
 def scheduler_config(rng: random.Random) -> SchedulerConfig:

@@ -8,7 +8,6 @@ import urllib.error
 import urllib.request
 
 import pytest
-from changed_package import ChangedPackage
 from tiny_llm import save_tiny_llm
 
 ORDER = """
@@ -26,13 +25,12 @@ print(ended)
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory):
+def package(changed_packages):
     """A copy of the package with the change that the guide shows, and a model."""
-    made = ChangedPackage(tmp_path_factory.mktemp("package"), "docs/extend/policy.md")
+    made = changed_packages("docs/extend/policy.md")
     (made / "model").mkdir()
     save_tiny_llm(made / "model")
-    yield made
-    made.close()
+    return made
 
 
 def test_short_answers_come_first_and_a_replay_decides_the_same(package):

@@ -3,6 +3,8 @@
 from msgspec import structs
 from small_engine import make, order_of_ends, recorded_batches, request, tokens_of
 
+from transect.engine.scheduling.policies.places import exchange
+
 
 def of(client, name, weight=1.0, **options):
     return structs.replace(request(name, **options), client=client, weight=weight)
@@ -96,3 +98,17 @@ def test_one_client_alone_and_static_batches_are_left_alone():
     core.add(of("b", "b0"))
     recorded_batches(core)
     assert core.stats().preemptions == 0
+
+
+def test_of_clients_with_equal_shares_the_same_one_yields_in_every_process():
+    """The order of a set of names differs from process to process, and the ranks of an engine are processes."""
+    yielding = set()
+    for number in range(16):
+        core = make(max_num_seqs=4, max_num_batched_tokens=64)
+        for client in "xyxy":
+            core.add(of(f"{client} {number}", f"{client}{len(core.scheduler.requests)}", max_tokens=40))
+        core.step()
+        core.add(of("newcomer", "n", max_tokens=3))
+        _, loser = exchange(core.scheduler.running, core.scheduler.waiting, lambda seq: 1, 4)
+        yielding.add(loser.request.spec.client[0])
+    assert yielding == {"x"}

@@ -2,6 +2,7 @@
 
 * ``order``: who comes next: shares of clients, and levels of requests, which ``orders/`` gives: a scheduling policy a
   file.
+* ``registry``: the record of a decision: its functions, and settings under which an engine makes it often.
 * ``places``: a client below its share of places gets one of a client above.
 * ``turns``: sequences of a client take turns, where all of them would make steps long for others; the part of a step
   that prompts of one client may take beside streams of others.

@@ -20,6 +20,11 @@ LEAST_SEEN_S = 2.0
 """Seconds of a crowded queue before its pace is known."""
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
 
+RULES = {
+    "admission": {"by": ("Admission.check",), "settings": {"max_queue_bytes": 90_000, "max_queue_wait": 3.0}},
+    "pace": {"by": ("Pace.left", "Pace.known"), "settings": {"max_queue_wait": 30.0, "max_num_seqs": 3}},
+}
+
 
 class QueueFull(RuntimeError):
     """A request cannot join the queue now; the same request may be taken later.

@@ -68,6 +68,20 @@ almost as long as the target, prompts would wait until they end."""
 LEARN_STEPS = 8
 """Steps to measure before steps are sized by time."""
 
+RULES = {
+    "budget": {
+        "by": ("StepBudget._by_time",),
+        "settings": {"itl_target": 0.0},
+        "bounds": {"gap": 1.2, "first_token": 1.2},
+    },
+    "shares": {
+        "by": ("StepBudget._shares",),
+        "settings": {"itl_target": 0.0},
+        "bounds": {"gap": 1.2, "first_token": 1.1},
+    },
+    "step_size": {"by": ("even",), "settings": {"itl_target": 0.0}},
+}
+
 
 class Share(NamedTuple):
     """Share of a step for prompts of similar lengths together."""

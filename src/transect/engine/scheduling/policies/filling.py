@@ -22,6 +22,8 @@ from ..request import Sequence
 ROOM = 0.92
 """Share of the tokens of all coming steps that may be planned: sequences do not end as evenly as assumed."""
 
+RULES = {"filling": {"by": ("nothing_ends_later",), "settings": {"fill_tokens": 12}}}
+
 
 def nothing_ends_later(tokens: int, running: Listed[Sequence], waiting: Listed[Sequence]) -> bool:
     """Return True if steps of ``tokens`` tokens finish all work by the end of the longest sequence.

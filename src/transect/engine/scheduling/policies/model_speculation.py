@@ -35,6 +35,15 @@ HORIZON = 64
 PRIOR = 0.6
 """Acceptance of a token before any was measured."""
 
+RULES = {
+    "model_speculation": {
+        "by": ("ModelSpeculation._chosen",),
+        "settings": {"speculation": {"method": "draft_model", "model": "small"}},
+        "acceptance": 0.8,
+        "bounds": {"answer": 1.03},
+    }
+}
+
 
 class ModelSpeculation(Speculation):
     """Has a model draft for the sequences of a scheduler.

@@ -30,6 +30,13 @@ MOST_CLIENTS = 256
 Key = tuple[float, float, int]
 """(start tag adjusted by level, level, minus the tokens that may be drawn if ``longest_first``)."""
 
+RULES = {
+    "order": {
+        "by": ("Order.enter", "Order.key", "Order._start", "Order.admitted", "Order.ended"),
+        "settings": {"scheduling_policy": "priority"},
+    }
+}
+
 
 @dataclass(slots=True)
 class Turn:

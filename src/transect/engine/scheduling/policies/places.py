@@ -15,6 +15,8 @@ from ..request import Sequence
 LOOKED_AT = 64
 """Sequences at the front of the queue that are searched for a newcomer: clients below their shares have small tags."""
 
+RULES = {"places": {"by": ("exchange",), "settings": {"max_num_seqs": 4}}}
+
 
 def exchange(
     running: Iterable[Sequence], waiting: Iterable[Sequence], amount_of: Callable[[Sequence], int], most: int
@@ -35,14 +37,14 @@ def exchange(
     weights = {seq.request.spec.client: seq.request.spec.weight for seq in front}
     held: dict[str, int] = {}
     newest: dict[str, Sequence] = {}
-    several: set[str] = set()
+    several: dict[str, None] = {}
     for seq in running:
         client = seq.request.spec.client
         held[client] = held.get(client, 0) + amount_of(seq)
         weights[client] = seq.request.spec.weight
         if seq.length < seq.max_length:  # else it is about to end
             if client in newest:
-                several.add(client)
+                several[client] = None  # in the order of rank: all ranks, and a replay, choose the same of equals
             newest[client] = seq
     total = sum(weights.values())
     above = {client: held.get(client, 0) - most * weight / total for client, weight in weights.items()}

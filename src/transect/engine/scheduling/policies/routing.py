@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 TYPICAL_OUTPUT = 256
 """Most tokens that an answer is expected to have, if a request sets no lower limit."""
 
+RULES = {"routing": {"by": ("Router.send",), "engines": 3, "bounds": {"first_token": 1.15}}}
+
 
 @dataclass(slots=True)
 class _Engine:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+RULES = {"scaling": {"by": ("Scaler.engines",), "scaler": ("concurrency", {"each": 3.0})}}
+
 
 class Seen(NamedTuple):
     """A service at one moment.

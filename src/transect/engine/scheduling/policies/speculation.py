@@ -67,6 +67,15 @@ MATCHES = (2, 4, 8)
 LEVELS = 10
 """Ranges of estimated acceptance that are compared with what came."""
 
+RULES = {
+    "speculation": {
+        "by": ("Speculation._best_counts",),
+        "settings": {"speculation": {"method": "ngram"}},
+        "bounds": {"answer": 1.03},
+    },
+    "acceptance": {"by": ("Acceptance.add", "Acceptance.rate"), "settings": {"speculation": {"method": "suffix"}}},
+}
+
 
 class Acceptance:
     """Estimates the chance that a guessed token is right, from a decaying count of guesses.

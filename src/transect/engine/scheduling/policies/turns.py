@@ -40,6 +40,11 @@ RECENT_STEPS = 64
 LOOKED_AT = 64
 """Sequences at the front of the queue that are searched for clients."""
 
+RULES = {
+    "turns": {"by": ("take_turns", "part_of_room"), "settings": {"itl_target": 0.0, "max_num_seqs": 16}},
+    "rooms": {"by": ("Rooms.of_step", "Rooms.planned"), "settings": {"itl_target": 0.0}},
+}
+
 
 class Recent:
     """Clients whose answers have just ended."""

@@ -134,17 +134,19 @@ class Decides:
 
 
 def scale(
-    decide: Callable[[list[float], int, int], int], asked: Sequence[Asked], model: EngineModel, capacity: float
+    decide: Any, asked: Sequence[Asked], model: EngineModel, capacity: float
 ) -> tuple[list[int], float, float, int]:
-    """Play a load under an autoscaler. Returns (its choices, share of late requests, replica-hours, most replicas)."""
+    """Play a load under an autoscaler: a function like ``decide`` of the rung, or a scaling policy of the package.
+    Returns (choices of ``decide``, share of late requests, replica-hours, most replicas)."""
     from ....engine.scheduling.policies.scaling import Scaler
     from ....plan.fleet import Fleet
 
-    policy = Decides(decide, capacity)
-    scaler = Scaler(policy, 1, MOST, patience=0.0)
+    own = hasattr(decide, "wanted")
+    policy: Any = decide if own else Decides(decide, capacity)
+    scaler = Scaler(policy, 1, MOST, patience=60.0 if own else 0.0)
     run = Fleet(model, FIRST, scaler=scaler, interval=LOOK_S, start_s=START_S).run(asked)
     late = sum(each.ttft > PATIENT_S for each in run.records) / len(run.records)
-    return policy.choices, late, run.engine_seconds / 3600, max(size for _, size in run.sizes)
+    return [] if own else policy.choices, late, run.engine_seconds / 3600, max(size for _, size in run.sizes)
 
 
 def cost(decide: Callable[[list[float], int, int], int], trace: Sequence[Any]) -> tuple[list[int], float]:

@@ -240,8 +240,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of q, k and v from the upstream gradient and the results of ``forward``.
 
-    By the Hopper kernel where it takes the inputs (``flash_attention_hopper.takes``), unless ``deterministic`` (None:
-    as torch.use_deterministic_algorithms says): then by the two kernels of this file.
+    The Hopper kernel computes them where it takes the inputs (``flash_attention_hopper.takes``) and ``deterministic``
+    is false, else the two kernels of this file. If ``deterministic`` is None, it is torch's own setting
+    (``torch.use_deterministic_algorithms``).
     """
     q, k, v = check(q, k, v, cu_seqlens)
     g = g.contiguous()

@@ -6,7 +6,7 @@ Slots are places for adapters. Each holds factors for P matrices that share the 
 concatenated along outputs. A factor of lower rank is filled up with zeros; a scale of 0 says that the adapter has no
 factors for a part, and nothing of them is read. No gradient.
 
-Shapes: y ``[T, O]``, changed in place; x ``[T, I]``; a ``[S, P R, I]``, b ``[S, O, R]``, scale ``[S, P]`` float32,
+Shapes: y ``[T, O]``, changed in place; x ``[T, I]``; a ``[S, P R, I]``, b ``[S, R, O]``, scale ``[S, P]`` float32,
 slots ``[T]`` int32; ``sizes`` are the outputs of each part, at most three, and add up to O. R is a power of two, at
 least 16.
 Source: Hu et al. 2021, arXiv:2106.09685; many adapters in one product: Chen et al. 2023, arXiv:2310.18547 (Punica),
@@ -16,13 +16,15 @@ Bound by bytes: the factors of the adapters that occur, each read once. With one
 these are, for all matrices of an 8B model's layers, a third of the bytes of the model itself.
 
 Two kernels: the first leaves ``s A x`` in float32, in parts along I, so that few rows occupy the whole device; the
-second adds the parts in one order and multiplies by B. Up to ``FEW`` rows a program has one row, and its sums do not
-depend on the others. More rows come in tiles; a tile is multiplied once for each adapter in it.
+second adds the parts in one order and multiplies by B. If y is given as a function, the product that makes y is
+launched between them. On Hopper the three launches overlap: each reads its matrices before its inputs are there.
+Up to ``FEW`` rows a program has one row, and its sums do not depend on the others. More rows come in tiles; a tile is
+multiplied once for each adapter in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,23 +42,43 @@ KERNELS = f"{__package__}.triton"
 
 
 def reference(
-    y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Tensor, slots: Tensor, sizes: tuple[int, ...]
+    y: Tensor | Callable[[], Tensor],
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: Tensor,
+    slots: Tensor,
+    sizes: tuple[int, ...],
 ) -> Tensor:
-    """Change ``y`` and return it; one adapter after another."""
+    """Change ``y``, or what it returns if it is a function, and return it; one adapter after another."""
     return _by_slot(F.linear, y, x, a, b, scale, slots, sizes)
 
 
 def by_fixed_rows(
-    y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Tensor, slots: Tensor, sizes: tuple[int, ...]
+    y: Tensor | Callable[[], Tensor],
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: Tensor,
+    slots: Tensor,
+    sizes: tuple[int, ...],
 ) -> Tensor:
     """Compute ``reference``, where a row's result does not depend on the other rows; see ``linear.fixed_rows``."""
     return _by_slot(fixed_rows, y, x, a, b, scale, slots, sizes)
 
 
 def _by_slot(
-    product: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Tensor, slots: Tensor, sizes: tuple[int, ...]
+    product: Any,
+    y: Tensor | Callable[[], Tensor],
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: Tensor,
+    slots: Tensor,
+    sizes: tuple[int, ...],
 ) -> Tensor:
-    rank = b.shape[2]
+    y = y() if callable(y) else y
+    rank = b.shape[1]
     for slot in set(slots.tolist()) - {-1}:
         rows = torch.nonzero(slots == slot)[:, 0]
         own, first = x.index_select(0, rows), 0
@@ -64,7 +86,7 @@ def _by_slot(
             factor, outputs = scale[slot, part].item(), slice(first, first + size)
             if factor:
                 low = product(own, a[slot, part * rank : (part + 1) * rank]) * factor
-                y[rows, outputs] += product(low, b[slot, outputs])
+                y[rows, outputs] += product(low, b[slot, :, outputs].T)
             first += size
     return y
 
@@ -87,7 +109,7 @@ def _inputs(slots: Sequence[int], inputs: int, sizes: tuple[int, ...], rank: int
         "y": sample(len(slots), sum(sizes)),
         "x": sample(len(slots), inputs, seed=1),
         "a": sample(adapters, rank * len(sizes), inputs, seed=2),
-        "b": sample(adapters, sum(sizes), rank, seed=3),
+        "b": sample(adapters, rank, sum(sizes), seed=3),
         "scale": scale,
         "slots": torch.tensor(slots, dtype=torch.int32),
         "sizes": sizes,
@@ -119,7 +141,7 @@ def _cases() -> Sequence[Case]:
             slots = torch.arange(tokens, device=device, dtype=torch.int32) * adapters // tokens
             return {
                 **{"y": draw(tokens, sum(sizes)), "x": draw(tokens, inputs)},
-                **{"a": draw(adapters, 16 * len(sizes), inputs), "b": draw(adapters, sum(sizes), 16)},
+                **{"a": draw(adapters, 16 * len(sizes), inputs), "b": draw(adapters, 16, sum(sizes))},
                 **{"scale": torch.ones(adapters, len(sizes), device=device), "slots": slots, "sizes": sizes},
             }
 
@@ -141,8 +163,8 @@ def _kernels() -> Sequence[Kernel]:
     sizes, wide = ("K", "x_row", "span"), ("N0", "N1", "N2", "y_row")
     shared = {"P": 3, "R": 16, "DEPENDENT_LAUNCH": False}
     return [
-        Kernel("shrink_rows", kernels.shrink_rows, shrink, {**shared, "BK": 256}, sizes),
-        Kernel("expand_rows", kernels.expand_rows, expand, {**shared, "SPLITS": 4, "BN": 256}, wide),
+        Kernel("shrink_rows", kernels.shrink_rows, shrink, {**shared, "BK": 1024}, sizes),
+        Kernel("expand_rows", kernels.expand_rows, expand, {**shared, "SPLITS": 4, "BN": 1024}, wide),
         Kernel("shrink_tiles", kernels.shrink_tiles, shrink, {**shared, "BT": 16, "BK": 128}, sizes),
         Kernel("expand_tiles", kernels.expand_tiles, expand, {**shared, "SPLITS": 4, "BT": 16, "BN": 128}, wide),
     ]
