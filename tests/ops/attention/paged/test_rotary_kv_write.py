@@ -230,6 +230,7 @@ def test_a_thread_has_equally_many_numbers_in_any_batch_whatever_the_cache(size:
 
 
 COMPILE = """
+from transect.ops.attention.paged import rotary_kv_write
 from transect.ops.registry import get
 from transect.ops.tools.compile import compile_kernel
 kernel = next(each for each in get("rotary_kv_write").kernels() if each.name == "cache in fp8, many tokens")
