@@ -10,17 +10,13 @@ they are loaded; and, on a GPU, the fused stack.
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..costs.memory.streaming import StreamPlan
-from ..costs.model import weight_bytes
-from ..costs.storage import Storage
 from ..models.decoder import Decoder
 from ..models.native import (
     keep_packed,
@@ -50,6 +46,7 @@ from .dummy import dummy_weights
 from .gguf import stored_gguf
 from .hf import stored_hf
 from .layouts import held_layouts
+from .progress import progress
 from .resolve import ModelSource
 
 if TYPE_CHECKING:
@@ -493,18 +490,3 @@ def _part(name: str, stored: tuple[int, ...], wanted: tuple[int, ...], rank: int
     for dim in cut:
         parts[dim] = part_of(stored[dim], rank, ranks)
     return parts[0], parts[1]
-
-
-@contextmanager
-def progress(source: ModelSource) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar if stderr is a terminal; yield a function to call with each weight's bytes."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("loading"), *Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(source.name, total=weight_bytes(source.config, Storage()))
-        yield lambda count: bar.advance(task, count)
