@@ -1,4 +1,4 @@
-"""Programs that were written last, and first run when what explains them was no longer changed."""
+"""Programs that were written last, and first explained when what explains them was no longer changed."""
 
 import csv
 import tempfile
