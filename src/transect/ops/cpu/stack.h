@@ -43,7 +43,7 @@ struct Taps {  // x in front of `layers`, which ascend, is copied to `states` [c
 class Stack {
  public:
   Stack(const StackConfig& config, const Layer* layers, Pool* pool)
-      : c_(config), layers_(layers, layers + config.layers), pool_(*pool), mixture_(*pool, config.dim) {
+      : c_(config), layers_(layers, layers + config.layers), pool_(*pool), mixture_(*pool, config.dim, config.bfloat16) {
     widest_ = std::max({c_.dim, c_.heads * c_.head_dim, c_.ffn});
     for (const Layer& layer : layers_)
       if (const Experts* e = layer.experts) widest_ = std::max({widest_, e->width(), e->shared_width()});
