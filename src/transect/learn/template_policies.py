@@ -186,7 +186,7 @@ def _from_record(file: str, names: list[str]) -> WholeProgram:
     for name in names:
         function = given.get(name)
         if not isinstance(function, ast.Lambda):
-            raise ValueError(f"{name} of {file} is no lambda: write its rung by hand")
+            raise ValueError(f"{name} of {file} is not a lambda: write its rung by hand")
         used += [each.id for each in ast.walk(function.body) if isinstance(each, ast.Name)]
         arguments, body = ast.unparse(function.args), ast.unparse(function.body)
         texts.append(f'def {name}({arguments}):\n    """Return the ``{name}`` of the policy."""\n    return {body}\n')
