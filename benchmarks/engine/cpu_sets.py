@@ -4,9 +4,10 @@
 
 A preset with random weights, so that no file is needed: decode of one stream, prefill of 512 tokens, and 16 streams.
 Each combination runs in a process of its own, pinned to as many processors as it has threads. AVX2 is the same source
-compiled with ``-mno-avx512f``. Floors are of that instruction set and number of threads, measured in the run: memory
-bandwidth, and the rate of multiply-adds. The rate of torch's bfloat16 product beside it is what AVX512-BF16 or AMX
-reaches, which the kernels do not use. The kernels are compiled first (half a minute for each set; ``--native`` names a
+compiled with ``-mno-avx512f``, and AVX512-BF16 the same with inputs of products in bfloat16. Floors are of that
+instruction set and number of threads, measured in the run: memory bandwidth, and the rate of multiply-adds, of which
+AVX512-BF16 does two in an instruction. The rate of torch's bfloat16 product beside it is what AMX reaches, which the
+kernels do not use. The kernels are compiled first (half a minute for each set; ``--native`` names a
 compiler's cache that has them). Without a C++ compiler only the rates of torch are recorded, with the reason.
 
 On 16 cores all of it takes about 3 minutes.
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,10 @@ import _paths  # noqa: F401
 from benchmarks import record
 from benchmarks.engine.cpu_work import WORK
 
-SETS = {"native": "", "AVX2": "-mno-avx512f"}
+SETS = {"native": "", "AVX512-BF16": "", "AVX2": "-mno-avx512f"}
 """Flags for the compiler, after ours."""
+PAIRS = "AVX512-BF16"
+"""Set that rounds inputs to bfloat16."""
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 
 
@@ -56,10 +60,13 @@ def one(given: argparse.Namespace, threads: int) -> dict[str, Any]:
         "flops_per_second": ceilings.flops_per_second,
     }
     try:
-        found["isa"] = load(threads).isa
+        library = load(threads, bfloat16=given.bfloat16)
+        found["isa"] = PAIRS if library.bfloat16 else library.isa
     except Unavailable as reason:
         return found | {"lacks": str(reason)}
     storage, rates = storage_for(2, given.quantization, native=True), Rates.of(ceilings, "float32")
+    if library.bfloat16:
+        rates = replace(rates, flops_per_second=2 * rates.flops_per_second)
     floors = {}
     for work, (count, length, new) in WORK.items():
         prefill = work == "prefill"
@@ -68,6 +75,7 @@ def one(given: argparse.Namespace, threads: int) -> dict[str, Any]:
         seconds = sum(rates.floor(cost).seconds for cost in costs.values())
         floors[work] = count * (length if prefill else 1) / seconds
     settings = {"load_format": "dummy", "quantization": given.quantization, "device": "cpu", "max_model_len": 1024}
+    settings |= {"dtype": "bfloat16"} if given.bfloat16 else {}
     engine = Transect(given.model, threads, settings)
     return found | {"floor": floors, "rates": rates_of(engine, repeats=given.repeats), "kernels": str(engine.kernels)}
 
@@ -77,6 +85,7 @@ def pinned(name: str, threads: int, given: argparse.Namespace) -> dict[str, Any]
     cores = sorted(os.sched_getaffinity(0))[:threads]
     command = [sys.executable, __file__, "--one", str(threads), "--model", given.model]
     command += ["--quantization", given.quantization, "--repeats", str(given.repeats)]
+    command += ["--bfloat16"] if name == PAIRS else []
     flags = {"TRANSECT_CXXFLAGS": SETS[name]} if SETS[name] else {}
     environment = {**os.environ, **flags, "OMP_NUM_THREADS": str(threads)}
     if given.native:
@@ -148,6 +157,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300, help="seconds after which no process is started")
     parser.add_argument("--native", type=Path, metavar="FOLDER", help="a TRANSECT_CACHE with compiled kernels")
     parser.add_argument("--one", type=int, metavar="THREADS", help="measure in this process")
+    parser.add_argument("--bfloat16", action="store_true", help="with --one: round inputs of products")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "cpu_sets.json")
     given = parser.parse_args()
     if given.one:

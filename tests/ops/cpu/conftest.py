@@ -15,26 +15,27 @@ FLAGS = "TRANSECT_CXXFLAGS"
 """The variable of flags that follow ours."""
 
 
-def _built(march: str, *, bfloat16: bool = False) -> Library:
-    """A team of two threads. Builds for older processors are optimized less, which takes a third of the time; with
-    ``--prove`` as much as in use."""
+@pytest.fixture(scope="package", params=MARCHES)
+def libraries(request: pytest.FixtureRequest) -> tuple[Library, Library]:
+    """Two teams of two threads of one build: in float32, and asked to round inputs to bfloat16. Builds for older
+    processors are optimized less, which takes a third of the time; with ``--prove`` as much as in use."""
+    march = request.param
     if not set(MARCHES[march]) <= set(build._processor().split()):
         pytest.skip(f"this processor cannot run code for {march}")
     with pytest.MonkeyPatch.context() as patch:
         if march != "native" and not proving() and FLAGS not in os.environ:
             patch.setenv(FLAGS, "-O1")
         try:
-            return load(2, march, bfloat16=bfloat16)
+            return load(2, march), load(2, march, bfloat16=True)
         except Unavailable as reason:
             pytest.skip(str(reason))
 
 
-@pytest.fixture(scope="package", params=MARCHES)
-def library(request: pytest.FixtureRequest) -> Library:
-    return _built(request.param)
+@pytest.fixture(scope="package")
+def library(libraries: tuple[Library, Library]) -> Library:
+    return libraries[0]
 
 
-@pytest.fixture(scope="package", params=MARCHES)
-def rounding_library(request: pytest.FixtureRequest) -> Library:
-    """As ``library``, asked to round inputs to bfloat16."""
-    return _built(request.param, bfloat16=True)
+@pytest.fixture(scope="package")
+def rounding_library(libraries: tuple[Library, Library]) -> Library:
+    return libraries[1]
