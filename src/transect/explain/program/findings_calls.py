@@ -48,8 +48,8 @@ ELEMENTS_S = {
 """Seconds for each element, of operators that compute more than they move."""
 RECURRENT = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
 """Operators that call others for each element of a sequence."""
-COMPILED_S = 25e-6
-"""Seconds that a call of a compiled function takes beside its operators."""
+COMPILED_S, TRAINED_S = 15e-6, 110e-6
+"""Seconds that a call of a compiled module takes beside its operators, without a backward pass and with it."""
 MOST = 0.6
 """Share of the calls of a loop that is mended alone, not with the loops around it."""
 LARGE_WORK = 0.7
@@ -183,8 +183,8 @@ def _compiled(material: Material, fused: float, share: float) -> Finding:
         fused: seconds of calling operators that a compiler removes, if it compiles all of them.
         share: share of these calls that is in modules.
     """
-    # A compiled step begins with checks of its inputs, once forward and once backward.
-    checks = 2 * COMPILED_S * int(material.facts.get("steps") or 1)
+    each = TRAINED_S if material.facts.get("backward", True) else COMPILED_S
+    checks = each * int(material.facts.get("steps") or 1)
     return Finding(
         "eager",
         "modules call small operators one by one",
