@@ -156,26 +156,17 @@ def bits_of_codes() -> Iterator[tuple[str, int, int]]:
 NARROW = {"bm": 16, "registers": 0}
 """Tiles of decode rows for the tensor-core instruction of single warps."""
 DECODES: dict[str, dict[str, int]] = {
-    "as shipped": {},
+    "few rows": {},
+    "many rows": {**NARROW, "warps": 1, "programs": 14},
+    "one warp, 10 programs": {**NARROW, "warps": 1, "programs": 10},
+    "one warp, 168 registers": {**NARROW, "warps": 1, "programs": 12, "registers": 168},
+    "one warp, 168 registers, 2 stages": {**NARROW, "warps": 1, "programs": 12, "registers": 168, "stages": 2},
     "span 512": {"span": 512},
-    "one warp, 2 stages, 14": {**NARROW, "warps": 1, "programs": 14, "stages": 2},
-    "one warp, 2 stages, 7": {**NARROW, "warps": 1, "programs": 7, "stages": 2},
-    "one warp, 3 stages, 14": {**NARROW, "warps": 1, "programs": 14, "stages": 3},
-    "one warp, 3 stages, 4": {**NARROW, "warps": 1, "programs": 4, "stages": 3},
-    "one warp, 4 stages, 4": {**NARROW, "warps": 1, "programs": 4, "stages": 4},
-    "two warps, 2 stages, 7": {**NARROW, "warps": 2, "programs": 7, "stages": 2},
-    "two warps, 3 stages, 4": {**NARROW, "warps": 2, "programs": 4, "stages": 3},
-    "two warps, 3 stages, 8": {**NARROW, "warps": 2, "programs": 8, "stages": 3},
-    "four warps, 2 stages, 7": {**NARROW, "warps": 4, "programs": 7, "stages": 2},
-    "four warps, 3 stages, 4": {**NARROW, "warps": 4, "programs": 4, "stages": 3},
 }
 """Tilings of decode rows."""
-PROMPTS = {
-    "as shipped": {}, "64 rows": {"bm": 64, "warps": 4}, "64 rows, 4 stages": {"bm": 64, "warps": 4, "stages": 4},
-    "64 positions": {"bn": 64}, "span 512": {"span": 512}, "no spans": {"span": 0},
-}  # fmt: skip
+PROMPTS = {"128 rows": {}, "64 rows": {"bm": 64, "warps": 4}, "span 512": {"span": 512}, "no spans": {"span": 0}}
 """Tilings of prompts."""
-CONTEXTS = ((1, 1024), (64, 1024), (256, 640), (1, 8192))
+CONTEXTS = ((1, 1024), (16, 1024), (32, 1024), (64, 1024), (256, 640))
 """Decode rows, and positions of each."""
 CHUNKS = ((16, 0, 512), (4, 0, 2048))
 """Prompts, first and last position of each."""
@@ -184,11 +175,11 @@ CHUNKS = ((16, 0, 512), (4, 0, 2048))
 def decodes(name: str) -> dispatch.PagedTriton:
     own = dataclasses.replace(decode_spans.TILING, **DECODES[name])
     chunks = dataclasses.replace(prefill.SPAN_TILING, bn=own.bn, span=own.span)
-    return dispatch.PagedTriton(chunks, spans=own)
+    return dispatch.PagedTriton(chunks, in_spans=True, spans=own)
 
 
 def prompting(name: str) -> dispatch.PagedTriton:
-    return dispatch.PagedTriton(dataclasses.replace(prefill.SPAN_TILING, **PROMPTS[name]), spans=decode_spans.TILING)
+    return dispatch.PagedTriton(dataclasses.replace(prefill.SPAN_TILING, **PROMPTS[name]), in_spans=True)
 
 
 def cache_of(rows: int, context: int, kv_heads: int = 8, d: int = 128) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,7 +200,7 @@ def bits_of_attention() -> Iterator[tuple[str, int, int]]:
     context, d = 1500, 128
     keys, values, tables = cache_of(1, context)
     q = torch.randn(context, 32, d, **BF16)
-    at = [0, 15, 63, 64, 255, 256, 257, 700, 1023, 1024, 1499]
+    at = sorted({0, 15, 63, 64, 255, 256, 257, 700, 1023, 1024, 1499} | set(range(1, context, 3)))
     lengths = torch.tensor(at, device="cuda", dtype=torch.int32) + 1
     starts = torch.arange(len(at) + 1, device="cuda", dtype=torch.int32)
     batch = PagedBatch(tables.expand(len(at), -1).contiguous(), starts, lengths, 16)
@@ -218,7 +209,7 @@ def bits_of_attention() -> Iterator[tuple[str, int, int]]:
         found = decodes(name)(q[at], keys, values, batch, d**-0.5, None)
         yield f"attention, {name}", len(at), int((found != whole[at]).flatten(1).any(1).sum())
     whole = prompting("64 rows")(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
-    found = prompting("as shipped")(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
+    found = prompting("128 rows")(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
     yield "attention, prompts of 128 rows", 1, int((found != whole).sum())
 
 
@@ -382,7 +373,8 @@ def main() -> None:
             else:
                 list(attention(1, options.compile))
         return
-    compile_all()
+    if {"spans", "bits", "attention"} & set(options.sections):
+        compile_all()
     environment = record.environment(("torch", "triton"))
     result: dict[str, Any] = {"environment": {**environment, "gpu": torch.cuda.get_device_name()}}
     torch.manual_seed(0)

@@ -100,7 +100,10 @@ def test_without_a_sandbox_strangers_are_refused(tmp_path: Path, monkeypatch: py
         list(grade_class(get("line"), tmp_path))
     with pytest.raises(ValueError, match="a folder of its own"):
         students(get("xor"), tmp_path)
-    assert "| b |" in table(get("line"), [Graded("b", Verdict("line", False, "a|b"))])
+    wrong = [Graded(name, Verdict("line", False, "a|b")) for name in "bc"]
+    wrong.append(Graded("d", Verdict("line", False, "why", detail="one step: line 3: NameError", stopped=True)))
+    text = table(get("line"), wrong)
+    assert "| b |" in text and "| a\\|b | 2 |" in text and "stops with an error: one step: line 3" in text
 
 
 NEW = [*SOURCES, "objective:next_token", *(f"operator:{op.name}" for op in all_ops())]
@@ -130,6 +133,8 @@ def test_a_teacher_makes_a_rung_that_students_climb(own_cache: Path) -> None:
     run_here("learn", "start", file, "--dir", str(folder), "--solution", "--force")
     right = run_here("learn", "check", file, "--dir", str(folder))
     assert right.returncode == 0 and "right: example 0" in right.stdout, right.stdout + right.stderr
+    run_here("learn", "report", "-o", str(own_cache / "portfolio.html"))
+    assert "Rungs of a teacher" in (own_cache / "portfolio.html").read_text()
     assert "is not there" in run_here("learn", "show", "gone.py").stderr
     (own_cache / "empty.py").write_text("")
     assert "has no RUNG" in run_here("learn", "show", str(own_cache / "empty.py")).stderr

@@ -71,7 +71,7 @@ def test_a_rung_from_a_policy_tells_right_wrong_and_slow(graded, tmp_path: Path,
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_llm(folder)
+    save_tiny_llm(folder, max_position_embeddings=1024)
     return str(folder)
 
 

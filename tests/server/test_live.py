@@ -88,11 +88,20 @@ def model(smollm2):
 
 
 @pytest.fixture(scope="module")
-def server(model):
-    """A server for all tests of this file but a few; the last one ends it."""
-    server = Server(model, "--max-model-len", "2048", "--max-body-bytes", "100000", "--grace", "0.2")
-    yield server
-    server.stop()
+def servers():
+    """Servers that the tests of this file share, the newest last."""
+    started = []
+    yield started
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture
+def server(model, servers):
+    """The shared server; another one if a test has ended it, as the last of this file does."""
+    if not servers or servers[-1].process.poll() is not None:
+        servers.append(Server(model, "--max-model-len", "2048", "--max-body-bytes", "100000", "--grace", "0.2"))
+    return servers[-1]
 
 
 @pytest.fixture

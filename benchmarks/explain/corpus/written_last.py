@@ -20,9 +20,11 @@ program = partial(any_program, held_out=True)
 def answers_ranked_pair_by_pair(fast):
     from transformers import BertConfig, BertForSequenceClassification
 
-    model = BertForSequenceClassification(BertConfig(
-        vocab_size=400, hidden_size=96, num_hidden_layers=2, num_attention_heads=4, intermediate_size=192, num_labels=1
-    )).eval()  # fmt: skip
+    config = BertConfig(
+        vocab_size=400, hidden_size=96, num_hidden_layers=2, num_attention_heads=4, intermediate_size=192
+    )  # fmt: skip
+    config.num_labels = 1
+    model = BertForSequenceClassification(config).eval()
     question, answers = torch.randint(5, 400, (1, 8)), torch.randint(5, 400, (40, 16))
 
     def work():

@@ -89,12 +89,10 @@ def is_batch_invariant(model: Decoder) -> bool:
     """Return True if a model on a CPU gives a token the same logits in any batch: its layers run in the C++ kernels, or
     its operators and products are batch-invariant."""
     from ..models.native import NativeStack
-    from ..ops.registry import get
 
     if isinstance(model.stack, NativeStack):
         return True
-    chosen = (get(name).implementations[label] for name, label in model.ops.chosen)
-    return all(each.batch_invariant for each in chosen) and all(
+    return all(model.ops.is_batch_invariant(name) for name, _ in model.ops.chosen) and all(
         getattr(module, "batch_invariant", True) for module in model.modules()
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,12 +48,18 @@ def grade_class(rung: Rung, folder: Path) -> Iterator[Graded]:
 def table(rung: Rung, graded: Sequence[Graded]) -> str:
     """Write the outcome as Markdown: one row a student, and how many made each mistake."""
     lines = [f"# {rung.title}", "", "| student | outcome | work | reason |", "|---|---|---|---|"]
+    mistakes: Counter[str] = Counter()
     for each in graded:
         verdict = each.verdict
         outcome = (
             "not graded" if verdict.cheats else "wrong" if not verdict.right else "slow" if verdict.slow else "right"
         )
         share = f"{verdict.count / verdict.reference_count:.2f}x" if verdict.count and verdict.reference_count else ""
-        reason = verdict.reason.replace("|", "\\|").replace("\n", " ")
+        told = f"stops with an error: {verdict.detail}" if verdict.stopped and not verdict.cheats else verdict.reason
+        reason, mistake = (text.replace("|", "\\|").replace("\n", " ") for text in (told, verdict.reason))
+        mistakes.update([mistake] if mistake else [])
         lines.append(f"| {each.student} | {outcome} | {share} | {reason} |")
+    if mistakes:
+        lines += ["", "| mistake | students |", "|---|---|"]
+        lines += [f"| {mistake} | {count} |" for mistake, count in mistakes.most_common()]
     return "\n".join(lines) + "\n"

@@ -35,6 +35,9 @@ def page(done: Mapping[str, Climbed]) -> str:
             parts.append(f"<h2>{road.capitalize()}</h2>")
         for rung in here:
             parts.append(_entry(rung.title, rung.file, done[rung.name]))
+    own = [name for name in done if name not in all_rungs()]
+    parts += ["<h2>Rungs of a teacher</h2>"] if own else []
+    parts += [_entry(name.removeprefix("my_").replace("_", " "), f"{name}.py", done[name]) for name in own]
     return "\n".join(parts) + "\n"
 
 

@@ -48,7 +48,7 @@ def requests(rng: Any, scene: str) -> list[list[Any]]:
     """
     documents = [[int(each) for each in rng.integers(10, 500, 24)] for _ in range(3)]
     phrases = [[int(each) for each in rng.integers(10, 500, int(rng.integers(4, 9)))] for _ in range(4)]
-    count, gap = {"calm": (8, 0.35), "several": (24, 0.1), "crowd": (48, 0.07)}[scene]
+    count, gap = {"calm": (8, 0.35), "several": (24, 0.1), "crowd": (60, 0.07)}[scene]
     found, at = [], 0.0
     for number in range(count):
         at += float(rng.exponential(gap))

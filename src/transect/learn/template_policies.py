@@ -30,7 +30,7 @@ from .closure import WholeProgram, needs, program_of
 from .texts import PACKAGE
 
 OPTIONS = {"scheduling_policy": "--scheduling-policy", "max_num_seqs": "--max-num-seqs",
-           "speculation": "--speculative-config"}  # fmt: skip
+           "max_num_batched_tokens": "--max-num-batched-tokens", "speculation": "--speculative-config"}  # fmt: skip
 """Options of ``serve`` by fields of ``SchedulerConfig``; other fields have values there by default."""
 OFFLINE = ("fill_tokens",)
 """Fields that a server leaves out."""

@@ -61,17 +61,32 @@ async def own_engine(tiny, **settings):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def ahead(tiny):
+async def shared(tiny):
+    """Gives engines by their settings; a new one if a test has ended the last."""
+    started = []
+
+    async def engine_with(**settings):
+        for engine, others in started:
+            if others == settings and engine.death is None:
+                return engine
+        started.append((await AsyncEngine.start(model=tiny, **SETTINGS | settings), settings))
+        return started[-1][0]
+
+    yield engine_with
+    for engine, _ in started:
+        await engine.shutdown()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def ahead(shared):
     """An engine that plans ahead, for two tests; the second one kills it."""
-    async with own_engine(tiny, async_scheduling=True) as running:
-        yield running
+    return await shared(async_scheduling=True)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def crowded(tiny):
+@pytest_asyncio.fixture(loop_scope="module")
+async def crowded(shared):
     """An engine with room for one request and one that waits, for two tests; the second one shuts it down."""
-    async with own_engine(tiny, max_num_seqs=1, max_queue=1, max_num_batched_tokens=64) as running:
-        yield running
+    return await shared(max_num_seqs=1, max_queue=1, max_num_batched_tokens=64)
 
 
 def endless(**params):

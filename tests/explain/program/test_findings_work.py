@@ -209,13 +209,15 @@ def test_a_batch_replaces_only_loops_inside_of_a_step(tmp_path):
         trace=trace, ops=[types.SimpleNamespace(calls=500, name="mm", key=types.SimpleNamespace(name="mm", nodes=True))]
     )
 
-    def share(*lines):
+    def share(*lines, backward_ran=True):
         stacks = [(backward, Frame(file, "train", 7)) if line == 7 else (Frame(file, "train", line),) for line in lines]
         samples = [Sample(0.01 * i, stack, 0) for i, stack in enumerate([stacks[0], *stacks] * 30)]
-        facts = {"backward": True, "steps": 10}
+        facts = {"backward": backward_ran, "steps": 10}
         return looped_share(Material(split, None, plain_samples=StackSamples(samples=samples), facts=facts))
 
     assert share(4, 7) == pytest.approx((1.0, 0.0)) and share(6, 7)[0] == 0.0
+    assert share(4, 4, 4, 6, backward_ran=False) == pytest.approx((0.8, 0.2), abs=0.01), "the inner loop alone"
+    assert share(4, 6, 6, 6, backward_ran=False) == (1.0, 0.0), "both loops"
 
 
 def test_workers_that_start_again_and_again_are_one_finding():

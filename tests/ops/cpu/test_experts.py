@@ -54,9 +54,9 @@ def drawn(config: ModelConfig) -> Decoder:
 
 
 @torch.no_grad()
-def on(library: Library, plain: Decoder) -> Decoder:
-    """The same model in the C++ stack."""
-    model = native_model(plain.config, library, torch.float32, half=False)
+def on(library: Library, plain: Decoder, *, half: bool = False) -> Decoder:
+    """The same model in the C++ stack, ``half``: with matrices in bfloat16."""
+    model = native_model(plain.config, library, torch.float32, half=half)
     values = {name: weight.dense() for name, weight in plain.weights()}
     state = plain.state_dict()
     model.load_state_dict({name: state[name] for name in model.state_dict()})
@@ -95,6 +95,19 @@ def test_threads_do_not_change_the_bits() -> None:
     plain = drawn(replace(CONFIG, moe=MIXTURES["sigmoid, groups"]))
     one, five = (hidden(on(load(threads), plain), LENGTHS) for threads in (1, 5))
     assert torch.equal(one, five)
+
+
+@pytest.mark.parametrize("name", ["softmax", "a gate of shared experts, one dense layer"])
+def test_inputs_in_bfloat16_are_the_same_in_any_batch(name: str) -> None:
+    library = load(2, bfloat16=True)
+    if not library.bfloat16:
+        pytest.skip("this processor has no AVX512-BF16")
+    plain = drawn(replace(CONFIG, moe=MIXTURES[name]))
+    exact, rounded = (hidden(on(each, plain, half=True), LENGTHS) for each in (load(2), library))
+    model = on(library, plain, half=True)
+    assert 0 < (rounded - exact).abs().mean() < 0.05 * exact.abs().mean()
+    for i, part in enumerate(rounded.split(LENGTHS)):
+        assert torch.equal(hidden(model, LENGTHS[i : i + 1], start=i), part)
 
 
 @pytest.mark.parametrize(

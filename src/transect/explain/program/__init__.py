@@ -8,8 +8,8 @@
 * ``trace_file``: reads traces piece by piece; ``nsight``: exports of Nsight Systems. ``trace``: their events as columns
   of numbers.
 * ``split``: the wall time by cause; ``overhead``: what profiling cost. ``op_floor``: the least time of an operator;
-  ``signatures``: PyTorch's schemas. ``stretches``: times of loading and compilation. ``gaps``: causes of idle time,
-  from ``doing``: activity of a Python stack.
+  ``signatures``: PyTorch's schemas. ``stretches``: innermost events; times of loading and compilation. ``gaps``: causes
+  of idle time, from ``doing``: activity of a Python stack.
 * ``findings``: changes by predicted gain; ``findings_host``: on the host; ``findings_calls``: fewer calls of operators;
   ``findings_work``: needless work; ``finding``: one of them. ``libraries``: switches of libraries, and the line that
   calls them. ``callback``: a window of steps in Trainer and Lightning.

@@ -256,6 +256,12 @@ def loop_text(loop: tuple[str, int]) -> str:
     return "".join(linecache.getlines(file)[first - 1 : last]) if file else ""
 
 
+def loops_around(file: str, first: int) -> list[int]:
+    """Return the first lines of the loops around the one that begins at a line."""
+    last = max((last for begin, last in _loops(file) if begin == first), default=first)
+    return [begin for begin, end in _loops(file) if begin < first and last <= end]
+
+
 def loop_at(frame: Frame | None) -> tuple[str, int]:
     """Return file and first line of the innermost loop around a line; ("", 0) if there is none."""
     spans = _loops(frame.file) if frame is not None else []

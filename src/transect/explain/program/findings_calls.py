@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from .doing import doing_of, loop_around, loop_text
+from .doing import doing_of, loop_around, loop_text, loops_around
 from .finding import MANY, Finding, Material, weighed
 from .findings_work import REACHED, shapes_of
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, floor
@@ -50,6 +50,10 @@ RECURRENT = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
 """Operators that call others for each element of a sequence."""
 COMPILED_S = 25e-6
 """Seconds that a call of a compiled function takes beside its operators."""
+MOST = 0.6
+"""Share of the calls of a loop that is mended alone, not with the loops around it."""
+LARGE_WORK = 0.7
+"""Share of the time in operators, apart from calling them, from which their inputs count as large."""
 REACHED_ALONE = 0.3
 """Share of its floor's rate that an operator on a batch reaches at least."""
 READS = re.compile(r"\.(?:item|tolist|cpu|numpy)\(|\b(?:float|int|bool)\(")
@@ -109,7 +113,7 @@ def _value_loops(material: Material) -> tuple[float, frozenset[tuple[str, int]]]
 
 def _sync_launch(split: Split, calls: int) -> float:
     """Return the launch time of operators that only make the values of ``calls`` waits (called about as often, they
-    reduce a tensor, compare, or take an element), and of the gaps after them."""
+    reduce a tensor, compare, or take an element), and of the gaps before them."""
     made = [op for op in split.ops if calls / 2 <= op.calls <= 2 * calls and op.name in FOR_VALUES]
     if calls < MANY or not made:
         return 0.0
@@ -118,14 +122,14 @@ def _sync_launch(split: Split, calls: int) -> float:
     ends = np.maximum.accumulate(trace.ts[ops] + trace.dur[ops])
     outer = ops[trace.ts[ops] >= np.append(-np.inf, ends[:-1])]
     gaps = [gap for gap in split.gaps if gap.part == "launch"]
-    before = np.searchsorted(trace.ts[outer], [gap.begin for gap in gaps], side="left") - 1
-    after = sum(
+    following = np.searchsorted(trace.ts[outer], [gap.begin for gap in gaps], side="left")
+    before = sum(
         gap.seconds
-        for gap, index in zip(gaps, before.tolist(), strict=True)
-        if index >= 0 and trace.key_of(int(outer[index])).name in names
+        for gap, index in zip(gaps, following.tolist(), strict=True)
+        if index < len(outer) and trace.key_of(int(outer[index])).name in names
     )
     own = sum(op.launch for op in made if op.name not in SYNC)
-    return min(split.parts["launch"], own + after)
+    return min(split.parts["launch"], own + before)
 
 
 def launching(material: Material) -> Iterator[Finding]:
@@ -152,7 +156,9 @@ def launching(material: Material) -> Iterator[Finding]:
         fused *= 1.0 - _recurrent(split) * max(0.0, 1.0 - gaps / (split.parts["launch"] or 1.0))
     if not split.on_gpu and not chained:  # on a GPU a graph replaces all calls
         looped, compiled = looped_share(material)
-        seconds = looped * _batched(split, seconds)
+        computed = split.parts["floor"] + split.parts["inefficiency"] + split.parts["padding"]
+        # Where operators compute for most of the time, batches are large already, and a compiler may join calls.
+        seconds = looped * (fused if computed > LARGE_WORK * split.own else _batched(split, seconds))
         if compiled:
             yield _compiled(material, fused, compiled)
             fused *= looped
@@ -217,12 +223,16 @@ def looped_share(material: Material) -> tuple[float, float]:
     """Return the share of the calls of operators that a batch, or an operator on whole tensors, can replace, and the
     share of all others that are in modules.
 
-    While a module trains, a batch replaces calls in loops inside of a step, and the same share of the backward pass.
+    Without a backward pass a batch replaces a loop and all that it calls. While a module trains, a batch replaces calls
+    in loops inside of a step, and the same share of the backward pass.
     """
     samples, steps = material.stacks, max(1, int(material.facts.get("steps") or 1))
-    if not material.facts.get("backward", True) or not samples:
+    if not samples:
         return 1.0, 0.0
     calling = [sample for sample in samples if doing_of(sample.stack).kind in ("python", "calls")]
+    if not material.facts.get("backward", True):
+        around = _around_most(calling)
+        return 1.0 - around, around
     training = training_loops(material) | _value_loops(material)[1]
 
     def name(sample: Sample) -> str:
@@ -242,6 +252,18 @@ def looped_share(material: Material) -> tuple[float, float]:
     backward = times.get("backward", 0.0)
     looped = backward * loop / (loop + once) * recorded if loop else 0.0
     return loop + looped, times.get("module", 0.0) + backward - looped
+
+
+def _around_most(calling: Sequence[Sample]) -> float:
+    """Return the share of the calls that are in loops around the one with most calls: that loop may become one batch,
+    as part of theirs."""
+    times = weighed(calling, lambda sample: "\n".join(map(str, loop_around(sample.stack))))
+    most, share = max(times.items(), key=lambda each: each[1], default=("", 0.0))
+    file, _, first = most.partition("\n")
+    if share < MOST or not file:
+        return 0.0
+    around = {f"{file}\n{begin}" for begin in loops_around(file, int(first))}
+    return sum(part for place, part in times.items() if place in around)
 
 
 def training_loops(material: Material) -> set[tuple[str, int]]:

@@ -18,8 +18,8 @@ import numpy as np
 from .doing import Doing, doing_of
 from .overhead import IdleGap
 from .sampler import Frame, StackSamples
-from .split import COMMUNICATION, INTERRUPTED, LONG_GAP_S, SHORT_GAP_S, Split, on_the_host, self_segments
-from .stretches import pieces, stretches
+from .split import COMMUNICATION, INTERRUPTED, LONG_GAP_S, SHORT_GAP_S, Split, on_the_host
+from .stretches import pieces, self_segments, stretches
 from .trace import OP, PYTHON, RANGE, RUNTIME, Trace
 
 WAITING = re.compile(

@@ -19,6 +19,8 @@ HELD_S = 200e-6
 starts within microseconds of a launch."""
 LARGEST_S = 15e-6
 """Largest cost in seconds of a segment; what remains of a difference is the machine's, which was slower meanwhile."""
+SLOWER = 4.0
+"""Largest cost of a segment, in costs as measured for a small operator."""
 KEPT = 0.05
 """Least share of a segment's time that is the program's own."""
 
@@ -53,14 +55,14 @@ def segment_costs(lengths: np.ndarray, constant: float, plain: float | None) -> 
 
     Args:
         lengths: seconds of the segments, as profiled.
-        constant: seconds for each, if ``plain`` is None.
+        constant: seconds for each, as measured for a small operator; 0 if unknown.
         plain: seconds of all segments without profiling.
     """
     most = (1.0 - KEPT) * lengths
     if plain is None:
         return np.minimum(constant, most)
     excess = float(lengths.sum()) - plain
-    low, high = 0.0, LARGEST_S
+    low, high = 0.0, min(LARGEST_S, SLOWER * constant) if constant else LARGEST_S
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if np.minimum(middle, most).sum() < excess else (low, middle)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from ...costs.ceilings import Ceilings
 from .op_floor import floor, own_floors
 from .overhead import IdleGap, idle_seconds, late_start, own_overhead, segment_costs, without
-from .stretches import COMPILING, LOADING, pieces, stretches
+from .stretches import COMPILING, LOADING, pieces, self_segments, stretches
 from .trace import COPY, KERNEL, OP, RANGE, RUNTIME, SET, Key, Trace
 
 WINDOW = "transect.explain"
@@ -48,6 +48,8 @@ TINY_S = 1.5e-6
 """Seconds up to which all time of an operator with such a floor, on a host, counts as launch cost."""
 INTERRUPTED = 3.0
 """Factor above the usual time from which the time of small operators is that of interruptions, not of launches."""
+SELDOM, RARE = 10.0, 0.05
+"""Factor above the usual time of an operator from which it was interrupted, and the largest share of such calls."""
 SLOW_CALL_S = 200e-6
 """Seconds that no launch takes: a slower operator waits for threads, or for a core."""
 SHORT_GAP_S = 30e-6
@@ -292,36 +294,6 @@ def _window(trace: Trace) -> tuple[float, float, int]:
     return float(trace.ts[counted].min()), float((trace.ts[counted] + trace.dur[counted]).max()), lane
 
 
-def self_segments(trace: Trace, indices: Sequence[int], begin: float, end: float) -> Iterator[tuple[float, float, int]]:
-    """Yield (begin, end, event) of every stretch of a thread between two times: the innermost event, or -1 for none."""
-    stack: list[tuple[float, int]] = []
-    at = begin
-    chosen = np.asarray(indices, dtype=np.int64)
-    firsts, lasts = trace.ts[chosen], trace.ts[chosen] + trace.dur[chosen]
-    columns = (chosen, np.clip(firsts, begin, end), np.minimum(lasts, end))
-    for index, first, last in zip(*(column.tolist() for column in columns), strict=True):
-        if last <= begin or first >= end:
-            continue
-        while stack and stack[-1][0] <= first:
-            until, inner = stack.pop()
-            if until > at:
-                yield at, until, inner
-                at = until
-        if first > at:
-            yield at, first, stack[-1][1] if stack else -1
-            at = first
-        if stack:
-            last = min(last, stack[-1][0])
-        stack.append((last, index))
-    while stack:
-        until, inner = stack.pop()
-        if until > at:
-            yield at, until, inner
-            at = until
-    if end > at:
-        yield at, end, -1
-
-
 def _host(
     trace: Trace, ceilings: Ceilings, begin: float, end: float, lane: int, profiler_s: float, plain: float | None
 ) -> tuple[list[OpStat], list[OpStat], list[IdleGap], dict[str, float]]:
@@ -352,7 +324,8 @@ def _host(
             seen.add(index)
             stat.calls += 1
             stat.floor = stat.floor + least[index] if stat.floor is not None else None
-    costs = segment_costs(np.array(lengths), profiler_s / 2, plain).tolist()
+    lost = _interrupted(subjects, np.array(lengths))
+    costs = (lost + segment_costs(np.array(lengths) - lost, profiler_s / 2, plain)).tolist()
     own: dict[int, list[float]] = defaultdict(list)
     for (owner, subject), length, cost in zip(subjects, lengths, costs, strict=True):
         parts["profiler"] += cost
@@ -370,6 +343,20 @@ def _host(
     for stat in stats[""].values():
         _add_op(parts, stat)
     return list(stats[""].values()), list(stats["loading"].values()), gaps, parts
+
+
+def _interrupted(subjects: Sequence[tuple[str, OpStat | IdleGap]], lengths: np.ndarray) -> np.ndarray:
+    """Return the seconds of each segment in which other programs had the core: an operator takes as long each time."""
+    lost, groups = np.zeros(len(lengths)), defaultdict[int, list[int]](list)
+    for index, (_, subject) in enumerate(subjects):
+        if isinstance(subject, OpStat):
+            groups[id(subject)].append(index)
+    for group in groups.values():
+        times = lengths[group]
+        late = times > SELDOM * np.median(times) + SLOW_CALL_S
+        if 0 < late.sum() <= RARE * len(times):
+            lost[group] = np.where(late, times - np.median(times), 0.0)
+    return lost
 
 
 def of_number(key: Key) -> bool:

@@ -1,10 +1,10 @@
-"""Stretches of a trace with a fixed part: loading data, and compiling."""
+"""Stretches of a trace: those of the innermost events, and those with a fixed part (loading data, compiling)."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -30,6 +30,36 @@ def stretches(trace: Trace, lane: int | None = None) -> list[tuple[float, float,
         if end > begin and not (found and begin < found[-1][1]):
             found.append((begin, end, parts[trace.key[index]]))
     return found
+
+
+def self_segments(trace: Trace, indices: Sequence[int], begin: float, end: float) -> Iterator[tuple[float, float, int]]:
+    """Yield (begin, end, event) of every stretch of a thread between two times: the innermost event, or -1 for none."""
+    stack: list[tuple[float, int]] = []
+    at = begin
+    chosen = np.asarray(indices, dtype=np.int64)
+    firsts, lasts = trace.ts[chosen], trace.ts[chosen] + trace.dur[chosen]
+    columns = (chosen, np.clip(firsts, begin, end), np.minimum(lasts, end))
+    for index, first, last in zip(*(column.tolist() for column in columns), strict=True):
+        if last <= begin or first >= end:
+            continue
+        while stack and stack[-1][0] <= first:
+            until, inner = stack.pop()
+            if until > at:
+                yield at, until, inner
+                at = until
+        if first > at:
+            yield at, first, stack[-1][1] if stack else -1
+            at = first
+        if stack:
+            last = min(last, stack[-1][0])
+        stack.append((last, index))
+    while stack:
+        until, inner = stack.pop()
+        if until > at:
+            yield at, until, inner
+            at = until
+    if end > at:
+        yield at, end, -1
 
 
 def pieces(owners: list[tuple[float, float, str]], first: float, last: float) -> Iterator[tuple[float, float, str]]:

@@ -96,7 +96,7 @@ def _cases(rung: Rung, program: Submission, rng: Any, verdict: Verdict) -> None:
         except ProgramFailed as error:
             if "is not written yet" in str(error) or program.alarms:
                 raise
-            verdict.reason, verdict.detail = case.teaches, f"{case.name}: {error}"
+            verdict.reason, verdict.detail, verdict.stopped = case.teaches, f"{case.name}: {error}", True
             verdict.call = call_text(entry, arguments)
             return
         if run.alarms:

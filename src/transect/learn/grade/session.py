@@ -181,12 +181,13 @@ class Session:
         """Describe an error with its line in the student's own file."""
         if isinstance(error, NotImplementedError | NotCompiled):
             return str(error)
-        line = next((f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == self.path),
-                    None)  # fmt: skip
+        frames = reversed(traceback.extract_tb(error.__traceback__))
+        line, text = next(((f.lineno, f.line or "") for f in frames if f.filename == self.path), (None, ""))
         if isinstance(error, SyntaxError) and error.filename == self.path:
             line = error.lineno
         where = "" if line is None else f"line {line}: "
-        return f"{where}{type(error).__name__}: {error}"[:1500]
+        source = f" (`{text}`)" if text else ""
+        return f"{where}{type(error).__name__}: {str(error)[:1300]}{source[:200]}"
 
 
 def compile_cpp(path: str, *, counted: bool = False) -> Any:

@@ -21,6 +21,8 @@ class Verdict:
     """A teacher's sentence: why it is wrong, or why it is slow."""
     detail: str = ""
     """The numbers behind the reason."""
+    stopped: bool = False
+    """The program raised an error, which ``detail`` names."""
     call: str = ""
     """The call of the first unsolved case, if it is short."""
     slow: bool = False
@@ -59,7 +61,10 @@ class Verdict:
         if not self.right:
             solved = f"solved: {'; '.join(self.passed)}" if self.passed else ""
             call = self.call and f"  the call: {self.call}"
-            lines = (f"not right yet: {self.reason}", self.detail and f"  {self.detail}", call, solved)
+            first = (f"not right yet: {self.reason}", self.detail and f"  {self.detail}")
+            if self.stopped:
+                first = (f"not right yet: it stops with an error: {self.detail}", f"  perhaps: {self.reason}")
+            lines = (*first, call, solved)
             return [line for line in lines if line]
         found = [f"right: {'; '.join(self.passed)}"]
         if self.seconds is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...hardware.host_memory import host_memory
 from ...ops.cpu.library import PLACES, Library, PackedLowRank, PackedWeight, StackAdapter
 
 
@@ -45,12 +46,17 @@ def packed_adapter(library: Library, factors: Factors, layers: int, *, half: boo
 
     Args:
         half: keep the factors in bfloat16.
+
+    All factors lie in one memory, in huge pages: a step reads each once, in short pieces, and with pages of 4 KiB the
+    look-up of their addresses takes as long as reading them.
     """
     dtype = torch.bfloat16 if half else torch.float32
+    pieces: list[Tensor] = []
 
     def packed(matrix: Tensor) -> PackedWeight:
         kind, data = library.pack_dense(matrix.to(dtype))
         outputs, inputs = matrix.shape
+        pieces.append(data)
         return PackedWeight(kind, outputs, inputs, data)
 
     made: list[dict[str, PackedLowRank]] = []
@@ -65,4 +71,7 @@ def packed_adapter(library: Library, factors: Factors, layers: int, *, half: boo
                 b = tuple(None if low is None else packed(low.b) for low in parts)
                 own[place] = PackedLowRank(packed(torch.cat([low.a for low in there])), scale.float(), b)
         made.append(own)
+    memory = host_memory(sum(each.numel() for each in pieces))
+    for piece, place in zip(pieces, memory.split([each.numel() for each in pieces]), strict=True):
+        piece.set_(place.copy_(piece))
     return StackAdapter(made)

@@ -88,7 +88,7 @@ inline void choose(const Experts& e, float* logits, float* worth, int32_t* chose
 // The mixtures of a stack, with their scratch memory; all layers share it.
 class Mixture {
  public:
-  Mixture(Pool& pool, int dim) : pool_(pool), dim_(dim) {}
+  Mixture(Pool& pool, int dim, bool bfloat16) : pool_(pool), dim_(dim), bfloat16_(bfloat16) {}
 
   void reserve(const Experts& e, int tokens) {
     auto grow = [](auto& v, size_t n) { if (v.size() < n) v.resize(n); };
@@ -100,6 +100,10 @@ class Mixture {
     for (auto* each : {&hidden_, &gate_}) grow(*each, pairs * e.width() + shared * e.shared_width());
     grow(rows_, (pairs + shared) * dim_);
     grow(starts_, e.count + 1);
+    for (const Packed* w : {e.gate, e.up, e.shared_gate, e.shared_up}) words_ = std::max(words_, words_of(w));
+    for (const Packed* w : {e.down, e.shared_down}) hidden_words_ = std::max(hidden_words_, words_of(w));
+    for (auto* each : {&for_gate_, &for_up_}) grow(*each, (pairs + shared) * words_);
+    grow(for_down_, (pairs + shared) * hidden_words_);
   }
 
   // Adds the mixture's output for normed [tokens][dim] to x. Every thread of the team calls it.
@@ -115,12 +119,16 @@ class Mixture {
       choose(e, &logits_[at], &worth_[at], &chosen_[pair], &weights_[pair]);
     });
     pool_.share(1, [&](int) { sort(e, normed, tokens); });
-    if (tokens > 1) pool_.share(int(jobs_.size()), [&](int i) { gather(jobs_[i], normed); });
+    const int rows = tokens * (e.used + (e.shared_up ? 1 : 0));
+    if (words_) pool_.share(rows, [&](int place) { round_input(e, place, normed, tokens); });
+    if (tokens > 1 && !(words_of(e.gate) && words_of(e.up)))
+      pool_.share(int(jobs_.size()), [&](int i) { gather(jobs_[i], normed); });
     pool_.share(hidden_items_, [&](int item) { hidden(job_of(item, &Job::first_hidden), item, e.clamp, scratch); });
+    if (hidden_words_) pool_.share(rows, [&](int place) { round_hidden(e, place, tokens); });
     pool_.share(out_items_, [&](int item) {
       const Job& job = job_of(item, &Job::first_out);
       const int first = (item - job.first_out) * out_chunk_, count = std::min(out_chunk_, job.down.groups() - first);
-      linear_span(job.down, first, count, job.hidden, job.down.k, job.out, dim_, job.rows, STORE, scratch);
+      linear_span(job.down, first, count, job.for_down, job.out, dim_, job.rows, STORE, scratch);
     });
     const int parts = (dim_ + COLUMNS - 1) / COLUMNS;
     pool_.share(tokens * parts, [&](int item) { combine(e, item / parts, item % parts * COLUMNS, tokens, x); });
@@ -132,7 +140,7 @@ class Mixture {
   struct Job {  // an expert and its rows
     Packed gate, up, down;
     int first, rows;  // of the sorted pairs; first = -1: all tokens, as they are
-    const float* x;   // [rows][dim]
+    Inputs for_gate, for_up, for_down;
     float *hidden, *gated, *out;
     int first_hidden, first_out;  // items
   };
@@ -145,6 +153,34 @@ class Mixture {
     own.data += group * group_bytes(all.kind, all.k);
     if (own.bias) own.bias += int64_t(expert) * rows;
     return own;
+  }
+
+  // `place`: of its first row among all; `at`: of its hidden values.
+  Job job(const Packed& gate, const Packed& up, const Packed& down, int first, int rows, const float* x, int64_t place, int64_t at) {
+    auto inputs = [&](const Packed& w, const float* x, std::vector<int32_t>& rounded, int64_t words) {
+      return Inputs{x, w.k, words_of(&w) ? &rounded[place * words] : nullptr, words};
+    };
+    return {gate, up, down, first, rows, inputs(gate, x, gate.kind == up.kind ? for_up_ : for_gate_, words_), inputs(up, x, for_up_, words_),
+            inputs(down, &hidden_[at], for_down_, hidden_words_), &hidden_[at], &gate_[at], &rows_[place * dim_], 0, 0};
+  }
+
+  int64_t words_of(const Packed* w) const { return w && bfloat16_ ? rounded_words(*w) : 0; }
+
+  void round_input(const Experts& e, int place, const float* normed, int tokens) {
+    const int pairs = tokens * e.used;
+    const bool routed = place < pairs;
+    const float* x = normed + int64_t(routed ? token_of_[place] : place - pairs) * dim_;
+    auto round = [&](const Packed* w, std::vector<int32_t>& to) { if (words_of(w)) round_row(*w, x, &to[place * words_]); };
+    const Packed *gate = routed ? e.gate : e.shared_gate, *up = routed ? e.up : e.shared_up;
+    round(up, for_up_);
+    if (gate->kind != up->kind) round(gate, for_gate_);
+  }
+
+  void round_hidden(const Experts& e, int place, int tokens) {
+    const int pairs = tokens * e.used;
+    const Packed* w = place < pairs ? e.down : e.shared_down;
+    const int64_t at = place < pairs ? int64_t(place) * e.width() : int64_t(pairs) * e.width() + int64_t(place - pairs) * w->k;
+    if (words_of(w)) round_row(*w, &hidden_[at], &for_down_[place * hidden_words_]);
   }
 
   // Sorts the pairs by expert, those of an expert by token, and lists the jobs and their items.
@@ -161,17 +197,14 @@ class Mixture {
     jobs_.clear();
     if (e.shared_up) {
       const int64_t at = int64_t(pairs) * e.width();
-      jobs_.push_back({*e.shared_gate, *e.shared_up, *e.shared_down, -1, tokens, normed, &hidden_[at], &gate_[at],
-                       &rows_[int64_t(pairs) * dim_], 0, 0});
+      jobs_.push_back(job(*e.shared_gate, *e.shared_up, *e.shared_down, -1, tokens, normed, pairs, at));
     }
     for (int i = 0, first = 0; i < e.count; first = starts_[i++]) {
       const int rows = starts_[i] - first;
       if (!rows) continue;
-      float* own = &rows_[int64_t(first) * dim_];
-      const float* input = rows == 1 ? normed + int64_t(token_of_[first]) * dim_ : own;
-      const int64_t at = int64_t(first) * e.width();
-      jobs_.push_back({part_of(*e.gate, i, e.width()), part_of(*e.up, i, e.width()), part_of(*e.down, i, dim_), first, rows,
-                       input, &hidden_[at], &gate_[at], own, 0, 0});
+      const float* x = rows == 1 ? normed + int64_t(token_of_[first]) * dim_ : &rows_[int64_t(first) * dim_];
+      jobs_.push_back(job(part_of(*e.gate, i, e.width()), part_of(*e.up, i, e.width()), part_of(*e.down, i, dim_), first, rows,
+                          x, first, int64_t(first) * e.width()));
     }
     int up = 0, down = 0;
     for (const Job& job : jobs_) up += job.up.groups(), down += job.down.groups();
@@ -202,8 +235,8 @@ class Mixture {
   void hidden(const Job& job, int item, float clamp, float* scratch) {
     const int width = job.up.n, first = (item - job.first_hidden) * hidden_chunk_;
     const int count = std::min(hidden_chunk_, job.up.groups() - first);
-    linear_span(job.up, first, count, job.x, dim_, job.hidden, width, job.rows, STORE, scratch);
-    linear_span(job.gate, first, count, job.x, dim_, job.gated, width, job.rows, STORE, scratch);
+    linear_span(job.up, first, count, job.for_up, job.hidden, width, job.rows, STORE, scratch);
+    linear_span(job.gate, first, count, job.for_gate, job.gated, width, job.rows, STORE, scratch);
     for (int r = 0; r < job.rows; r++) {
       float *h = job.hidden + int64_t(r) * width, *g = job.gated + int64_t(r) * width;
       for (int n = first * GROUP_ROWS; n < (first + count) * GROUP_ROWS; n += LANES)
@@ -226,9 +259,12 @@ class Mixture {
 
   Pool& pool_;
   const int dim_;
+  const bool bfloat16_;  // products round their inputs
+  int64_t words_ = 0, hidden_words_ = 0;  // of a rounded row, see round_row
   int hidden_chunk_ = 1, out_chunk_ = 1, hidden_items_ = 0, out_items_ = 0;
   std::vector<Job> jobs_;
   std::vector<int32_t> chosen_, places_, token_of_, starts_;
+  std::vector<int32_t> for_gate_, for_up_, for_down_;  // rounded inputs of each row's products
   std::vector<float> logits_, worth_, weights_, gates_, hidden_, gate_, rows_;
 };
 

@@ -56,13 +56,15 @@ inline void ask_ahead(const uint8_t* start, int64_t stride, int64_t done) {
 // Few rows: NG row groups and MR rows of x at once, weights decoded in registers. NG x MR independent chains hide the
 // latency of the multiply-add.
 template <class W, int NG, int MR>
-void few_rows(const Packed& w, int group, const float* x, int64_t ldx, float* y, int64_t ldy, Epilogue epilogue) {
+void few_rows(const Packed& w, int group, const float* x, int64_t ldx, float* y, int64_t ldy, Epilogue epilogue,
+              Prefetches* ahead) {
   const int64_t stride = int64_t(w.k / W::PANEL) * W::PANEL_BYTES;
   for (int slice = 0; slice < SLICES; slice++) {
     const uint8_t* base = w.data + group * stride;
     vf acc[NG][MR] = {};
     const float* xk = x;
     for (int k0 = 0; k0 < w.k; k0 += W::PANEL, base += W::PANEL_BYTES) {
+      if (ahead && k0 % ASKED_COLUMNS == 0) ahead->some();
       const auto panels = panels_of<W>(base, stride, slice, std::make_integer_sequence<int, NG>{});
       for (int p = 0; p < W::GROUPS; p++) {
         if (slice == 0) {
@@ -132,17 +134,19 @@ void many_rows(const Packed& w, const float* panel, int row, const float* x, int
 }
 
 template <class W, int MR>
-void few_rows_span(const Packed& w, int group, int count, const float* x, int64_t ldx, float* y, int64_t ldy, Epilogue e) {
+void few_rows_span(const Packed& w, int group, int count, const float* x, int64_t ldx, float* y, int64_t ldy, Epilogue e,
+                   Prefetches* ahead) {
   constexpr int NG = LANES == 4 ? 1 : LANES == 8 ? (MR == 1 ? 4 : MR == 2 ? 2 : 1) : MR <= 2 ? 4 : 2;
-  for (; count >= NG; group += NG, count -= NG) few_rows<W, NG, MR>(w, group, x, ldx, y, ldy, e);
+  for (; count >= NG; group += NG, count -= NG) few_rows<W, NG, MR>(w, group, x, ldx, y, ldy, e, ahead);
   if constexpr (NG > 1)
-    for (; count > 0; group++, count--) few_rows<W, 1, MR>(w, group, x, ldx, y, ldy, e);
+    for (; count > 0; group++, count--) few_rows<W, 1, MR>(w, group, x, ldx, y, ldy, e, ahead);
 }
 
 template <class W>
 void linear_span_of(const Packed& w, int group, int count, const float* x, int64_t ldx, float* y, int64_t ldy, int rows,
-                    Epilogue epilogue, float* scratch) {
+                    Epilogue epilogue, float* scratch, Prefetches* ahead) {
   if (rows > FEW) {
+    if (ahead) ahead->all();
     for (int g = 0; g < count; g += TILE_GROUPS) {
       const int n = std::min(TILE_GROUPS, count - g);
       decode_panel<W>(w, group + g, n, scratch);
@@ -155,10 +159,10 @@ void linear_span_of(const Packed& w, int group, int count, const float* x, int64
     return;
   }
   int r = 0;
-  for (; r + 8 <= rows; r += 8) few_rows_span<W, 8>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue);
-  if (r + 4 <= rows) { few_rows_span<W, 4>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue); r += 4; }
-  if (r + 2 <= rows) { few_rows_span<W, 2>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue); r += 2; }
-  if (r < rows) few_rows_span<W, 1>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue);
+  for (; r + 8 <= rows; r += 8) few_rows_span<W, 8>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue, ahead);
+  if (r + 4 <= rows) { few_rows_span<W, 4>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue, ahead); r += 4; }
+  if (r + 2 <= rows) { few_rows_span<W, 2>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue, ahead); r += 2; }
+  if (r < rows) few_rows_span<W, 1>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue, ahead);
 }
 
 // Inputs in bfloat16: NG row groups and MR rows of x at once. Pairs of weights without their scale are decoded in

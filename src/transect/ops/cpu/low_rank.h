@@ -5,11 +5,13 @@
 // own B. An output is summed in one order, whatever else is in the batch: a token's result has the same bits alone and in
 // any batch.
 #pragma once
+#include <vector>
 #include "packed.h"
 
 namespace transect {
 
-constexpr int PLACES = 4, PARTS = 3, RUN_TOKENS = 16;  // most tokens of a run: one item of work
+constexpr int PLACES = 4, PARTS = 3, RUN_TOKENS = 16;  // most tokens of a run
+constexpr int BLOCK_GROUPS = 4;  // row groups of a product, and of the B's beside it that are prefetched meanwhile
 enum Place { QKV = 0, O = 1, GATE_UP = 2, DOWN = 3 };
 
 struct LowRank {  // mirrored field by field in library.py
@@ -61,25 +63,55 @@ inline void shrink_row(const Packed& a, const float* x, const float* scale, floa
   }
 }
 
-// low [tokens][stride] = scale * (x A^T), for the tokens of a run.
-inline void shrink(const Run& run, int place, const float* x, int64_t ldx, float* low, int64_t stride) {
+// low [tokens][stride] = scale * (x A^T), for one token of a run.
+inline void shrink(const Run& run, int token, int place, const float* x, int64_t ldx, float* low, int64_t stride) {
   if (!run.places || !run.places[place].a.n) return;
   const LowRank& own = run.places[place];
-  for (int t = run.first; t < run.first + run.count; t++) {
-    if (own.a.kind == BF16) shrink_row<true>(own.a, x + t * ldx, own.scale, low + t * stride);
-    else shrink_row<false>(own.a, x + t * ldx, own.scale, low + t * stride);
+  if (own.a.kind == BF16) shrink_row<true>(own.a, x + token * ldx, own.scale, low + token * stride);
+  else shrink_row<false>(own.a, x + token * ldx, own.scale, low + token * stride);
+}
+
+// Adds what ``expand`` will read.
+inline void prefetch_b(const std::vector<Run>& runs, int place, int part, int group, int count, Prefetches& ahead) {
+  const LowRank* before = nullptr;
+  for (const Run& run : runs) {
+    if (!run.places || run.places == before || !run.places[place].b[part].n) continue;
+    before = run.places;
+    const Packed& b = run.places[place].b[part];
+    const int64_t stride = group_bytes(b.kind, b.k);
+    ahead.add(b.data + group * stride, count * stride);
   }
 }
 
-// Asks for what ``expand`` will read, while the matrix beside it is multiplied: its pieces are too short for the
-// processor's own prefetch.
-inline void ask_for(const std::vector<Run>& runs, int place, int part, int group, int count) {
-  for (const Run& run : runs) {
-    if (!run.places || !run.places[place].b[part].n) continue;
-    const Packed& b = run.places[place].b[part];
-    const int64_t stride = group_bytes(b.kind, b.k);
-    for (const uint8_t *p = b.data + group * stride, *end = p + count * stride; p < end; p += 64) __builtin_prefetch(p, 0, 2);
+// y += low B^T in NG row groups for one token, in the order of linear.h.
+template <bool HALF, int NG>
+inline void expand_row(const Packed& b, int group, const float* low, float* y) {
+  using W = Dense<HALF>;
+  const int64_t stride = int64_t(b.k / W::PANEL) * W::PANEL_BYTES;
+  for (int slice = 0; slice < SLICES; slice++) {
+    const uint8_t* base = b.data + group * stride;
+    vf acc[NG] = {};
+    for (int k = 0; k < b.k; k += W::PANEL, base += W::PANEL_BYTES) {
+      const W head(base, slice);
+      unrolled<0, W::PANEL>([&]<int I>() {
+        const vf input = splat(low[k + I]);
+        for (int g = 0; g < NG; g++)
+          acc[g] = fma(head.template weight<I>(W::word(base + g * stride, 0, 0, slice)), input, acc[g]);
+      });
+    }
+    for (int g = 0; g < NG; g++) {
+      const int row = (group + g) * GROUP_ROWS + slice * LANES;
+      if (row + LANES <= b.n) store(y + row, load(y + row) + acc[g]);
+      else
+        for (int i = 0; row + i < b.n; i++) y[row + i] += acc[g][i];
+    }
   }
+}
+
+template <bool HALF>
+inline void expand_span(const Packed& b, int group, int count, const float* low, float* y) {
+  for (; count >= BLOCK_GROUPS; group += BLOCK_GROUPS, count -= BLOCK_GROUPS) expand_row<HALF, BLOCK_GROUPS>(b, group, low, y);
+  for (; count > 0; group++, count--) expand_row<HALF, 1>(b, group, low, y);
 }
 
 // y += low B^T in some row groups of a part's outputs, for all runs.
@@ -87,9 +119,12 @@ inline void expand(const std::vector<Run>& runs, int place, int part, int group,
                    float* y, int64_t ldy) {
   for (const Run& run : runs) {
     if (!run.places || !run.places[place].b[part].n) continue;
-    const LowRank& own = run.places[place];
-    linear_span(own.b[part], group, count, low + run.first * stride + own.first[part], stride, y + run.first * ldy, ldy,
-                run.count, ADD, nullptr);
+    const Packed& b = run.places[place].b[part];
+    const float* from = low + run.first * stride + run.places[place].first[part];
+    float* to = y + run.first * ldy;
+    if (run.count > 1) linear_span(b, group, count, from, stride, to, ldy, run.count, ADD, nullptr);
+    else if (b.kind == BF16) expand_span<true>(b, group, count, from, to);
+    else expand_span<false>(b, group, count, from, to);
   }
 }
 

@@ -17,20 +17,49 @@ struct Packed {
 
 enum Epilogue { STORE, ADD };  // y = result, or y += result (the residual stream)
 
+constexpr int ASKED_COLUMNS = 32;  // columns of a product between two calls of ``Prefetches::some``
 constexpr int FEW = 32;  // rows of x: up to here weights are decoded in registers
 constexpr int TILE_VECTORS = 2;
 constexpr int TILE_GROUPS = TILE_VECTORS > SLICES ? TILE_VECTORS / SLICES : 1;  // row groups decoded together
 constexpr int TILE_COLUMNS = TILE_GROUPS * GROUP_ROWS;
 constexpr int CHUNK_GROUPS = LANES == 16 ? 8 : 4;  // row groups in one work item at one row
 
+// Memory that is read after a product and prefetched while the product is computed: a few lines of each range at a time,
+// because a core has only some tens of lines on their way. The processor's own prefetch does not follow short ranges.
+class Prefetches {
+ public:
+  // Begins a product in which `some` is called about `calls` times.
+  void begin(int calls) { count_ = 0, at_ = longest_ = 0, calls_ = std::max(1, calls); }
+  void add(const uint8_t* from, int64_t bytes) {
+    if (count_ == MOST) return;
+    from_[count_] = from, bytes_[count_++] = bytes;
+    longest_ = std::max(longest_, bytes);
+    share_ = (longest_ + 64 * calls_ - 1) / (64 * calls_) * 64;
+  }
+  __attribute__((always_inline)) void some() {  // in the loop of a product, whose sums are in registers
+    for (const int64_t end = std::min(longest_, at_ + share_); at_ < end; at_ += 64)
+      for (int i = 0; i < count_; i++)
+        if (at_ < bytes_[i]) __builtin_prefetch(from_[i] + at_, 0, 2);
+  }
+  void all() {
+    while (at_ < longest_) some();
+  }
+
+ private:
+  static constexpr int MOST = 64;
+  const uint8_t* from_[MOST];
+  int64_t bytes_[MOST], at_ = 0, longest_ = 0, share_ = 64;
+  int count_ = 0, calls_ = 1;
+};
+
 // Row groups group .. group+count-1 of y = x W^T for all rows of x; `scratch` holds k x TILE_COLUMNS floats.
 template <class W>
 void linear_span_of(const Packed& w, int group, int count, const float* x, int64_t ldx, float* y, int64_t ldy, int rows,
-                    Epilogue epilogue, float* scratch);
+                    Epilogue epilogue, float* scratch, Prefetches* ahead);
 
 inline void linear_span(const Packed& w, int group, int count, const float* x, int64_t ldx, float* y, int64_t ldy,
-                        int rows, Epilogue epilogue, float* scratch) {
-  with_kind(w.kind, [&]<class W>() { linear_span_of<W>(w, group, count, x, ldx, y, ldy, rows, epilogue, scratch); });
+                        int rows, Epilogue epilogue, float* scratch, Prefetches* ahead = nullptr) {
+  with_kind(w.kind, [&]<class W>() { linear_span_of<W>(w, group, count, x, ldx, y, ldy, rows, epilogue, scratch, ahead); });
 }
 
 // Rows of inputs: float32, and where products round them to bfloat16 (pairs.h) so too.
@@ -46,8 +75,9 @@ template <class W>
 void rounded_span_of(const Packed& w, int group, int count, const Inputs& x, float* y, int64_t ldy, int rows, Epilogue epilogue);
 
 inline void linear_span(const Packed& w, int group, int count, const Inputs& x, float* y, int64_t ldy, int rows,
-                        Epilogue epilogue, float* scratch) {
-  if (!x.rounded) return linear_span(w, group, count, x.x, x.ldx, y, ldy, rows, epilogue, scratch);
+                        Epilogue epilogue, float* scratch, Prefetches* ahead = nullptr) {
+  if (!x.rounded) return linear_span(w, group, count, x.x, x.ldx, y, ldy, rows, epilogue, scratch, ahead);
+  if (ahead) ahead->all();
   with_kind(w.kind, [&]<class W>() {
     if constexpr (PAIRS && W::PAIRED) rounded_span_of<W>(w, group, count, x, y, ldy, rows, epilogue);
   });

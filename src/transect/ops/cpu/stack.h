@@ -43,11 +43,12 @@ struct Taps {  // x in front of `layers`, which ascend, is copied to `states` [c
 class Stack {
  public:
   Stack(const StackConfig& config, const Layer* layers, Pool* pool)
-      : c_(config), layers_(layers, layers + config.layers), pool_(*pool), mixture_(*pool, config.dim) {
+      : c_(config), layers_(layers, layers + config.layers), pool_(*pool), mixture_(*pool, config.dim, config.bfloat16) {
     widest_ = std::max({c_.dim, c_.heads * c_.head_dim, c_.ffn});
     for (const Layer& layer : layers_)
       if (const Experts* e = layer.experts) widest_ = std::max({widest_, e->width(), e->shared_width()});
     finished_ = std::vector<std::atomic<int>>(c_.kv_heads);
+    ahead_.resize(pool_.threads());
     scratch_.resize(size_t(pool_.threads()) * widest_ * TILE_COLUMNS + 64);
     for (const Layer& each : layers_)
       for (auto place : {std::array{each.q, each.k, each.v}, {each.o}, {each.gate, each.up}, {each.down}}) {
@@ -62,6 +63,8 @@ class Stack {
   void run(float* x, int tokens, const int64_t* positions, const Batch& batch, Rotation rotation, void* k_cache, void* v_cache,
            int64_t blocks, const int32_t* slots, const LowRank* const* table, Taps taps, bool finish) {
     runs_ = slots ? runs_of(tokens, slots, table) : std::vector<Run>();
+    run_of_.clear();
+    for (const Run& run : runs_) run_of_.insert(run_of_.end(), run.count, &run);
     reserve(tokens, batch);
     rotation_ = rotation;
     with_kv(c_.kv, [&]<class E>() { run_layers<E>(x, tokens, positions, batch, (E*)k_cache, (E*)v_cache, blocks, taps, finish); });
@@ -111,7 +114,7 @@ class Stack {
         const int places = i * PLACES;
         const float* normed = normalize(x, tokens, layer.attention_norm, layer.attention_norm_bias, places + QKV, thread);
         project({{layer.q, q_.data()}, {layer.k, k_.data()}, {layer.v, v_.data()}}, normed, tokens, STORE, scratch,
-                places + QKV, c_.head_dim / GROUP_ROWS, [&](int part, int first, int count) {
+                places + QKV, thread, c_.head_dim / GROUP_ROWS, [&](int part, int first, int count) {
                   if (c_.qk_norm_whole) return;
                   for (int h = first; h < first + count; h++)
                     for (int t = 0; t < tokens; t++) place(layer, part, h, t, positions[t], row_of[t], batch, cache);
@@ -126,15 +129,15 @@ class Stack {
                      finished_.data(), layer.sinks}.run(pool_);
         if (layer.v_scale) pool_.share(tokens, [&](int t) { multiply_heads(attended_.data(), t, layer.v_scale); });
         shrink_all(places + O, attended_.data(), layer.o->k);
-        project({{layer.o, x}}, attended_.data(), tokens, ADD, scratch, places + O);
+        project({{layer.o, x}}, attended_.data(), tokens, ADD, scratch, places + O, thread);
         normed = normalize(x, tokens, layer.mlp_norm, layer.mlp_norm_bias, places + GATE_UP, thread);
         if (layer.experts) {
           mixture_.add(*layer.experts, normed, tokens, x, scratch);
           continue;
         }
-        feed_forward(layer, normed, tokens, scratch, places + GATE_UP);
+        feed_forward(layer, normed, tokens, scratch, places + GATE_UP, thread);
         shrink_all(places + DOWN, hidden_.data(), layer.down->k);
-        project({{layer.down, x}}, hidden_.data(), tokens, ADD, scratch, places + DOWN);
+        project({{layer.down, x}}, hidden_.data(), tokens, ADD, scratch, places + DOWN, thread);
       }
       if (finish) pool_.share(tokens, [&](int t) { normalize_one(x + int64_t(t) * c_.dim, c_.norm, c_.norm_bias, x + int64_t(t) * c_.dim); });
     });
@@ -153,19 +156,44 @@ class Stack {
     auto one = [&](int t) { normalize_one(x + int64_t(t) * c_.dim, weight, bias, normed + int64_t(t) * c_.dim); };
     if (own) return one(0), normed;
     if (runs_.empty()) return pool_.share(tokens, one), normed;
-    pool_.share(int(runs_.size()), [&](int i) {
-      for (int t = runs_[i].first; t < runs_[i].first + runs_[i].count; t++) one(t);
-      shrink(runs_[i], place, normed, c_.dim, low_.data(), low_stride_);
+    pool_.share(tokens, [&](int t) {
+      one(t);
+      shrink(*run_of_[t], t, place, normed, c_.dim, low_.data(), low_stride_);
     });
     return normed;
   }
 
   void shrink_all(int place, const float* x, int64_t ldx) {
-    if (low_stride_) pool_.share(int(runs_.size()), [&](int i) { shrink(runs_[i], place, x, ldx, low_.data(), low_stride_); });
+    if (low_stride_)
+      pool_.share(int(run_of_.size()), [&](int t) { shrink(*run_of_[t], t, place, x, ldx, low_.data(), low_stride_); });
   }
 
-  void project(std::initializer_list<Part> parts, const float* x, int tokens, Epilogue epilogue, float* scratch, int place) {
-    project(parts, x, tokens, epilogue, scratch, place, 1, [](int, int, int) {});
+  // Adds the next piece of the A's that this thread's share of the tokens will need (see Pool::share).
+  void prefetch_a(int place, int thread) {
+    Ahead& ahead = ahead_[thread];
+    const int piece = ahead.done++;
+    if (place >= c_.layers * PLACES || piece >= ahead.blocks) return;
+    const LowRank* before = nullptr;
+    const int tokens = int(run_of_.size()), threads = pool_.threads();
+    for (int t = tokens * thread / threads; t < tokens * (thread + 1) / threads; t++) {
+      const LowRank* own = run_of_[t]->places;
+      if (!own || own == before) continue;
+      before = own;
+      const Packed& a = own[place].a;
+      const int64_t bytes = a.n ? a.groups() * group_bytes(a.kind, a.k) : 0, from = bytes * piece / ahead.blocks;
+      ahead.lines.add(a.data + from, bytes * (piece + 1) / ahead.blocks - from);
+    }
+  }
+
+  // Begins a phase that multiplies by `groups` row groups.
+  void begin(int groups, int thread) {
+    ahead_[thread].done = 0;
+    ahead_[thread].blocks = std::max(1, groups / BLOCK_GROUPS / pool_.threads());
+  }
+
+  void project(std::initializer_list<Part> parts, const float* x, int tokens, Epilogue epilogue, float* scratch, int place,
+               int thread) {
+    project(parts, x, tokens, epilogue, scratch, place, thread, 1, [](int, int, int) {});
   }
 
   // Rows of x as the products with these weights take them. Of one token every thread rounds its own copy, into `scratch`,
@@ -193,9 +221,10 @@ class Stack {
   // whole units of `unit` row groups; `after` gets its part, and its first unit and number of units, once they are there.
   template <class After>
   void project(std::initializer_list<Part> parts, const float* x, int tokens, Epilogue epilogue, float* scratch, int place,
-               int unit, After after) {
+               int thread, int unit, After after) {
     int total = 0, items = 0;
     for (const Part& part : parts) total += part.weight->groups();
+    begin(total, thread);
     const int chunk = std::max(1, chunk_groups(total, pool_.threads()) / unit) * unit;
     for (const Part& part : parts) items += (part.weight->groups() + chunk - 1) / chunk;
     std::array<const Packed*, PARTS> weights{};
@@ -208,9 +237,7 @@ class Stack {
         if (item < here) {
           const Packed& w = *part.weight;
           const int first = item * chunk, count = std::min(chunk, w.groups() - first);
-          ask_for(runs_, place, index, first, count);
-          linear_span(w, first, count, rows[index], part.y, w.n, tokens, epilogue, scratch);
-          expand(runs_, place, index, first, count, low_.data(), low_stride_, part.y, w.n);
+          project_groups(w, place, index, first, count, rows[index], part.y, w.n, tokens, epilogue, scratch, thread);
           after(index, first / unit, count / unit);
           return;
         }
@@ -218,6 +245,22 @@ class Stack {
         index++;
       }
     });
+  }
+
+  // Some row groups of one product, with the adapters beside it. While a few of them are multiplied, B of the same comes.
+  void project_groups(const Packed& w, int place, int part, int first, int count, const Inputs& x, float* y, int64_t ldy,
+                      int tokens, Epilogue epilogue, float* scratch, int thread) {
+    if (runs_.empty()) return linear_span(w, first, count, x, y, ldy, tokens, epilogue, scratch);
+    for (int at = first; at < first + count; at += BLOCK_GROUPS) {
+      const int here = std::min(BLOCK_GROUPS, first + count - at);
+      Prefetches& ahead = ahead_[thread].lines;
+      ahead.begin(w.k / ASKED_COLUMNS * here / 2);
+      prefetch_b(runs_, place, part, at, here, ahead);
+      prefetch_a(place + 1, thread);
+      linear_span(w, at, here, x, y, ldy, tokens, epilogue, scratch, &ahead);
+      ahead.all();
+      expand(runs_, place, part, at, here, low_.data(), low_stride_, y, ldy);
+    }
   }
 
   // One head of a token's q, k or v (part 0, 1 or 2): its norm, rotation and scale, and of k and v the way into their slot.
@@ -251,20 +294,15 @@ class Stack {
   }
 
   // hidden = act(gate) * up, or act(up): the same columns of gate and up go to the same thread, so no barrier between.
-  void feed_forward(const Layer& layer, const float* normed, int tokens, float* scratch, int place) {
+  void feed_forward(const Layer& layer, const float* normed, int tokens, float* scratch, int place, int thread) {
     const Packed& up = *layer.up;
     const int chunk = chunk_groups(up.groups(), pool_.threads());
+    begin((1 + c_.gated) * up.groups(), thread);
     const auto rows = inputs({layer.up, layer.gate}, normed, tokens, scratch);
     pool_.share((up.groups() + chunk - 1) / chunk, [&](int item) {
       const int first = item * chunk, count = std::min(chunk, up.groups() - first);
-      ask_for(runs_, place, 1, first, count);
-      linear_span(up, first, count, rows[0], hidden_.data(), c_.ffn, tokens, STORE, scratch);
-      expand(runs_, place, 1, first, count, low_.data(), low_stride_, hidden_.data(), c_.ffn);
-      if (c_.gated) {
-        ask_for(runs_, place, 0, first, count);
-        linear_span(*layer.gate, first, count, rows[1], gate_.data(), c_.ffn, tokens, STORE, scratch);
-        expand(runs_, place, 0, first, count, low_.data(), low_stride_, gate_.data(), c_.ffn);
-      }
+      project_groups(up, place, 1, first, count, rows[0], hidden_.data(), c_.ffn, tokens, STORE, scratch, thread);
+      if (c_.gated) project_groups(*layer.gate, place, 0, first, count, rows[1], gate_.data(), c_.ffn, tokens, STORE, scratch, thread);
       const int begin = first * GROUP_ROWS, end = std::min(c_.ffn, (first + count) * GROUP_ROWS);
       for (int t = 0; t < tokens; t++) {
         float* h = hidden_.data() + int64_t(t) * c_.ffn;
@@ -290,6 +328,9 @@ class Stack {
   std::vector<float> scratch_, normed_, q_, k_, v_, attended_, hidden_, gate_, partials_, low_;
   std::vector<std::atomic<int>> finished_;  // see Attention
   std::vector<Run> runs_;  // of this step; empty: no token has an adapter
+  std::vector<const Run*> run_of_;  // of each token
+  struct Ahead { Prefetches lines; int done = 0, blocks = 1; };
+  std::vector<Ahead> ahead_;  // of each thread: factors that it reads next, and its blocks of this phase
   int low_stride_ = 0;
 };
 

@@ -62,17 +62,23 @@ def turned(x_ptr, w_ptr, cos_ptr, sin_ptr, plane, n_planes, inside, eps, sign, N
 @kernel
 def turned_by(x_ptr, w_ptr, cos, sin, plane, n_planes, inside, eps, NORM: tl.constexpr, OWN: tl.constexpr = False):
     """Compute ``turned`` with the token's cos and sin ``[1, planes]`` float32. OWN: ``w_ptr`` ``[heads, 1]`` points at
-    each head's own weights."""
+    each head's own weights.
+
+    Multiply-adds are written out: of the two products of a sum the compiler fuses either, another one in some heads of
+    a program than in others, and a head's place differs with the number of heads in a program.
+    """
     used = plane < n_planes
     if OWN:
         used = inside
     a = tl.load(x_ptr, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(x_ptr + n_planes, mask=inside, other=0.0).to(tl.float32)
     if NORM:
-        r = 1.0 / tl.sqrt_rn(tl.sum(a * a + b * b, 1) / (2 * n_planes) + eps)
+        r = 1.0 / tl.sqrt_rn(tl.sum(tl.fma(a, a, b * b), 1) / (2 * n_planes) + eps)
         a = a * r[:, None] * tl.load(w_ptr + plane, mask=used, other=0.0).to(tl.float32)
         b = b * r[:, None] * tl.load(w_ptr + n_planes + plane, mask=used, other=0.0).to(tl.float32)
-    return a * cos - b * sin, b * cos + a * sin
+    opposite = tl.broadcast_to(0.0 - sin, a.shape)
+    cos = tl.broadcast_to(cos, a.shape)
+    return tl.fma(a, cos, b * opposite), tl.fma(a, tl.broadcast_to(sin, a.shape), b * cos)
 
 
 @kernel

@@ -70,7 +70,8 @@ def test_bits_are_those_of_the_whole_prompt(monkeypatch, window, kv_heads, group
     exact = sequence.attend(reference, [(0, 1500)])
     assert (whole.double() - exact.double()).norm() < 0.02 * exact.double().norm()
     singles = [(at, at + 1) for at in (0, 15, 63, 64, 255, 256, 257, 511, 700, 1023, 1024, 1499)]
-    chunks = [[(0, 1)], [(0, 333)], [(333, 1500)], [(700, 933), (1499, 1500), (5, 6)], singles, singles * 20]
+    many = [(at, at + 1) for at in range(0, 1500, 3)]  # a sum in another order changes few results in bfloat16
+    chunks = [[(0, 1)], [(0, 333)], [(333, 1500)], [(700, 933), (1499, 1500), (5, 6)], singles, many]
     for room in (decode_spans.ROOM, 8):
         monkeypatch.setattr(decode_spans, "ROOM", room)
         for rows in chunks:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.copying_warps import Box, Machine, Pointer, Shared
-from transect.ops.attention.packed.hopper import AHEAD, ROWS
+from transect.ops.attention.packed.hopper_tiles import AHEAD, ROWS
 from transect.ops.attention.paged import prefill_copies as module
 
 SLOTS, HALF = 4, 64

@@ -1,7 +1,12 @@
-"""Rotation and cache write in one launch: padding, strides, in place, as an operator, in a graph."""
+"""Rotation and cache write in one launch: padding, strides, in place, as an operator, in a graph; fused products."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -222,6 +227,28 @@ def test_a_thread_has_equally_many_numbers_in_any_batch_whatever_the_cache(size:
             numbers = knobs["heads"] * (size // 2) // (32 * warps_for(knobs, size // 2, cache_bytes))
             held.add(min(numbers, 16 // cache_bytes))
         assert len(held) == 1 and max(held) <= 8
+
+
+COMPILE = """
+from transect.ops.registry import get
+from transect.ops.tools.compile import compile_kernel
+kernel = next(each for each in get("rotary_kv_write").kernels() if each.name == "cache in fp8, many tokens")
+print(compile_kernel(kernel, "sm_90", sass=False).assembly)
+"""
+
+
+def test_the_compiler_fuses_the_same_product_of_every_head() -> None:
+    """Else a head would have other bits at another place in a program: of eight heads one had b sin fused, not a
+    cos."""
+    compiler = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=compiler)
+    assert done.returncode == 0, done.stderr[-3000:]
+    number = r"(%\w+)"
+    products = dict(re.findall(rf"mul\.f32\s+{number}, %\w+, {number};", done.stdout))
+    fused = re.findall(rf"fma\.rn\.f32\s+%\w+, {number}, {number}, {number};", done.stdout)
+    turns = Counter((by, products[added]) for first, by, added in fused if first != by and added in products)
+    heads, parts = 8, 2  # a thread has one plane of every head, of queries and of keys
+    assert sorted(turns.values()) == [heads * parts] * 2, turns
 
 
 @pytest.mark.gpu

@@ -68,18 +68,12 @@ almost as long as the target, prompts would wait until they end."""
 LEARN_STEPS = 8
 """Steps to measure before steps are sized by time."""
 
+TIMED = {"itl_target": 0.0, "max_num_seqs": 4, "max_num_batched_tokens": 48}
+"""Settings with which a small engine sizes many steps by time."""
 RULES = {
-    "budget": {
-        "by": ("StepBudget._by_time",),
-        "settings": {"itl_target": 0.0},
-        "bounds": {"gap": 1.2, "first_token": 1.2},
-    },
-    "shares": {
-        "by": ("StepBudget._shares",),
-        "settings": {"itl_target": 0.0},
-        "bounds": {"gap": 1.2, "first_token": 1.1},
-    },
-    "step_size": {"by": ("even",), "settings": {"itl_target": 0.0}},
+    "budget": {"by": ("StepBudget._by_time",), "settings": TIMED, "bounds": {"gap": 1.2, "first_token": 1.2}},
+    "shares": {"by": ("StepBudget._shares",), "settings": TIMED},
+    "step_size": {"by": ("even",), "settings": TIMED},
 }
 
 

@@ -18,7 +18,7 @@ to the first, so that the one which needs a mask comes first.
 
 In a warpgroup the tensor cores and the exponentials take turns by default. So a step issues two products without
 waiting: the scores of the *next* block, q k', and the output of *this* one, p v. The softmax of the next block starts
-when its scores are there, and runs while p v still does (``_walk``). Between the warpgroups nothing is arranged: while
+when its scores are there, and runs while p v still does (``walk``). Between the warpgroups nothing is arranged: while
 one waits for its scores, the other computes exponentials.
 
 There is one program for each multiprocessor. It takes tiles from a shared counter, those with most keys first, and
@@ -58,43 +58,26 @@ from ...lang.gluon_language import (
 )
 from ...lang.jit import INTERPRETED, multiprocessors, triton
 from ...registry import Kernel, Unavailable
+from .hopper_tiles import (
+    AHEAD,
+    COLUMNS,
+    MAX_REGISTERS,
+    ROWS,
+    mask,
+    matrix,
+    next_item,
+    note_plan,
+    reach,
+    run_of,
+    softmax,
+    walk,
+)
 from .tiling import LOG2E, check, fits_descriptor
 
-ROWS = 64
-"""Queries of a warpgroup."""
-COLUMNS = 128
-"""Keys of a block."""
-AHEAD = 4
-"""Blocks before the end of a tile at which its successor is asked for."""
-MAX_REGISTERS = {2: 168, 3: 128}
-"""Registers of a thread at the start, by number of computing warpgroups; then they are reassigned by role."""
 HEAD_DIMS = (64, 96, 128)
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
-
-
-@gluon_kernel
-def _exp2(x):  # type: ignore[no-untyped-def]
-    """Compute 2^x by the hardware's instruction; results under 2^-126 are 0."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )  # fmt: skip
-
-
-@gluon_kernel
-def _run_of(tile, starts, count, SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Find which of ``count`` runs of tokens a tile belongs to; tiles are numbered as in
-    ``attention_tiles.find_tile``."""
-    low = 0
-    high = count
-    while high - low > 1:
-        middle = (low + high) // 2
-        if gl.load(starts + middle) // SIZE + middle <= tile:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 @gluon_kernel
@@ -108,107 +91,10 @@ def _find(index, cu, documents, tiles, SHARE: gl.constexpr, ROWS: gl.constexpr):
     rest = index % (tiles * SHARE)
     tile = tiles - 1 - rest // SHARE
     head = part * SHARE + rest % SHARE
-    document = _run_of(tile, cu, documents, ROWS)
+    document = run_of(tile, cu, documents, ROWS)
     begin = gl.load(cu + document)
     end = gl.load(cu + document + 1)
     return begin + (tile - begin // ROWS - document) * ROWS, begin, end, head
-
-
-@gluon_kernel
-def _reach(  # type: ignore[no-untyped-def]
-    first_i, begin, end, window, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
-):
-    """Return two ranges of the document's blocks of keys: [low, high) are seen by some query of the tile, [low_full,
-    high_full) by all."""
-    i = first_i - begin
-    n = end - begin
-    low = 0
-    low_full = 0
-    high = n
-    high_full = n // COLUMNS
-    if CAUSAL:
-        high = gl.minimum(n, i + ROWS)
-        high_full = gl.minimum(n, i + 1) // COLUMNS
-    if WINDOW:
-        low = gl.maximum(i - window + 1, 0) // COLUMNS
-        low_full = (gl.maximum(i + ROWS - window, 0) + COLUMNS - 1) // COLUMNS
-        if not CAUSAL:
-            high = gl.minimum(n, i + ROWS + window - 1)
-            high_full = gl.minimum(n, i + window) // COLUMNS
-    high = (high + COLUMNS - 1) // COLUMNS
-    high_full = gl.maximum(high_full, low)
-    return low, gl.minimum(low_full, high_full), high_full, high
-
-
-@gluon_kernel
-def _mask(s, i, start, end, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Set scores to -inf where query i must not see the key; the block begins at key ``start``."""
-    j = start + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-    last = gl.zeros([s.shape[0]], gl.int32, gl.SliceLayout(1, s.type.layout)) + end - 1
-    if CAUSAL:
-        last = gl.minimum(i, last)
-    seen = j[None, :] <= last[:, None]
-    if WINDOW:
-        seen = seen & (i[:, None] - j[None, :] < window) & (j[None, :] - i[:, None] < window)
-    return gl.where(seen, s, -float("inf"))
-
-
-@gluon_kernel
-def _softmax(s, m, l, scale2, MASK: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Do one step of the online softmax: (probabilities, m, l, the factor to multiply the output so far by)."""
-    top = gl.maximum(m, gl.max(s, 1) * scale2)
-    shift = top
-    if MASK:
-        shift = gl.where(top == -float("inf"), 0.0, top)  # nothing seen yet: exp2(-inf) is 0, not NaN
-    p = _exp2(s * scale2 - shift[:, None])
-    fade = _exp2(m - shift)
-    return p, top, l * fade + gl.sum(p, 1), fade
-
-
-@gluon_kernel
-def _walk(  # type: ignore[no-untyped-def]
-    acc, p, m, l, queue, queue_end, first, last, low_full, high_full, q, ring, full, empty, i, begin, end, window,
-    scale2, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, S: gl.constexpr,
-    P: gl.constexpr,
-):  # fmt: skip
-    """Process the blocks from ``last`` - 1 down to ``first``, each one step ahead: p holds the previous block's
-    probabilities.
-
-    MASK: those outside of [low_full, high_full) are masked. One loop for both kinds: between two loops the compiler
-    swaps the halves of every register of p, there and back in each step.
-
-    ``queue`` is the place of this step's keys in the queue; the values of the block before come right after them. The
-    keys have arrived when a step begins: the wait for them stands between the softmax and the end of p v, where it also
-    keeps the compiler from ending p v earlier.
-    """
-    ROWS: gl.constexpr = q.shape[0]
-    COLUMNS: gl.constexpr = ring.shape[1]
-    zero = gl.zeros([ROWS, COLUMNS], gl.float32, S)
-    for step in range(last - first):
-        k_slot = queue % SLOTS
-        v_slot = (queue + 1) % SLOTS
-        s = warpgroup_mma(q, _matrix(ring.index(k_slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(full.index(v_slot), (queue + 1) // SLOTS & 1)
-        acc = warpgroup_mma(p, _matrix(ring.index(v_slot)), acc, is_async=True)
-        s = warpgroup_mma_wait(1, (s,))
-        mbarrier.arrive(empty.index(k_slot))
-        block = last - 1 - step
-        if MASK and (block >= high_full) | (block < low_full):
-            s = _mask(s, i, begin + block * COLUMNS, end, window, CAUSAL, WINDOW)
-        soft, m, l, fade = _softmax(s, m, l, scale2, MASK)
-        queue += 2
-        mbarrier.wait(full.index(queue % SLOTS), queue // SLOTS & 1, pred=queue + 1 < queue_end)
-        acc = warpgroup_mma_wait(0, (acc,))
-        mbarrier.arrive(empty.index(v_slot))
-        acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
-        p = gl.convert_layout(soft.to(q.dtype), P)
-    return acc, p, m, l, queue
-
-
-@gluon_kernel
-def _matrix(tile):  # type: ignore[no-untyped-def]
-    """View ``[tokens, 1, d]`` in shared memory as ``[tokens, d]``."""
-    return tile.reshape((tile.shape[0], tile.shape[2]))
 
 
 @gluon_kernel
@@ -229,8 +115,8 @@ def _attend(  # type: ignore[no-untyped-def]
     done = 0
     first_i, begin, end, head = _planned(plan, q_full, done)
     while head >= 0:
-        q = _matrix(q_tiles.index(done % 2 * PARTS + part))
-        low, low_full, high_full, high = _reach(first_i, begin, end, window, PARTS * ROWS, COLUMNS, CAUSAL, WINDOW)
+        q = matrix(q_tiles.index(done % 2 * PARTS + part))
+        low, low_full, high_full, high = reach(first_i, begin, end, window, PARTS * ROWS, COLUMNS, CAUSAL, WINDOW)
         i = first_i + part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
         acc = gl.zeros([ROWS, DP], gl.float32, O)
         m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
@@ -239,22 +125,22 @@ def _attend(  # type: ignore[no-untyped-def]
         # The last block: always masked, and mostly the only one that needs it.
         slot = queue % SLOTS
         mbarrier.wait(full.index(slot), queue // SLOTS & 1)
-        s = warpgroup_mma(q, _matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(q, matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, (s,))
         mbarrier.arrive(empty.index(slot))
-        s = _mask(s, i, begin + (high - 1) * COLUMNS, end, window, CAUSAL, WINDOW)
-        soft, m, l, _ = _softmax(s, m, l, scale2, True)
+        s = mask(s, i, begin + (high - 1) * COLUMNS, end, window, CAUSAL, WINDOW)
+        soft, m, l, _ = softmax(s, m, l, scale2, True)
         p = gl.convert_layout(soft.to(q.dtype), P)
         queue += 1
         mbarrier.wait(full.index(queue % SLOTS), queue // SLOTS & 1, pred=queue + 1 < queue_end)
-        acc, p, m, l, queue = _walk(
+        acc, p, m, l, queue = walk(
             acc, p, m, l, queue, queue_end, low, high - 1, low_full, high_full, q, ring, full, empty, i, begin, end,
             window, scale2, SLOTS, CAUSAL, WINDOW, WINDOW or (CAUSAL and PARTS * ROWS > COLUMNS), S, P,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(done % 2))
         slot = queue % SLOTS
         mbarrier.wait(full.index(slot), queue // SLOTS & 1)
-        acc = warpgroup_mma(p, _matrix(ring.index(slot)), acc, is_async=True)
+        acc = warpgroup_mma(p, matrix(ring.index(slot)), acc, is_async=True)
         gl.store(lse + head.to(gl.int64) * tokens + i, m + gl.log2(l), i < end)
         acc = warpgroup_mma_wait(0, (acc,))
         mbarrier.arrive(empty.index(slot))
@@ -283,11 +169,6 @@ def _planned(plan, q_full, done):  # type: ignore[no-untyped-def]
 
 
 @gluon_kernel
-def _note(plan, place, value):  # type: ignore[no-untyped-def]
-    plan.index(place).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
-
-
-@gluon_kernel
 def _copy(source, token, head, ring, full, empty, queue, SLOTS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Ask for the next block of ``source`` at place ``queue`` of the ring, when that is free."""
     slot = queue % SLOTS
@@ -308,17 +189,8 @@ def _seek(  # type: ignore[no-untyped-def]
     while (index < work) & (first_i >= end):
         first_i, begin, end, head = _find(index, cu, documents, tiles, SHARE, ROWS)
         if first_i >= end:
-            index = _following(counter, work, SHARED_OUT)
+            index = next_item(counter, work, SHARED_OUT)
     return index, first_i, begin, end, head
-
-
-@gluon_kernel
-def _following(counter, work, SHARED_OUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the next work item that no program has begun."""
-    index = work
-    if SHARED_OUT:
-        index = gl.num_programs(0) + gl.atomic_add(counter, 1)
-    return index
 
 
 @gluon_kernel
@@ -354,14 +226,14 @@ def _fetch(  # type: ignore[no-untyped-def]
     while index < work:
         buffer = told % 2
         mbarrier.wait(q_empty.index(buffer), (told // 2 & 1) ^ 1)
-        _note(plan, 4 * buffer, first_i)
-        _note(plan, 4 * buffer + 1, begin)
-        _note(plan, 4 * buffer + 2, end)
-        _note(plan, 4 * buffer + 3, head)
+        note_plan(plan, 4 * buffer, first_i)
+        note_plan(plan, 4 * buffer + 1, begin)
+        note_plan(plan, 4 * buffer + 2, end)
+        note_plan(plan, 4 * buffer + 3, head)
         mbarrier.expect(q_full.index(buffer), PARTS * q.block_type.nbytes)
         for part in gl.static_range(PARTS):
             async_load(q, [first_i + part * ROWS, head, 0], q_full.index(buffer), q_tiles.index(buffer * PARTS + part))
-        low, _, _, high = _reach(first_i, begin, end, window, PARTS * ROWS, COLUMNS, CAUSAL, WINDOW)
+        low, _, _, high = reach(first_i, begin, end, window, PARTS * ROWS, COLUMNS, CAUSAL, WINDOW)
         kv_head = head // GROUP
         start = begin + (high - 1) * COLUMNS
         _copy(k, start, kv_head, ring, full, empty, queue, SLOTS)
@@ -369,7 +241,7 @@ def _fetch(  # type: ignore[no-untyped-def]
         early = gl.maximum(pairs - AHEAD, 0)
         start, queue = _copy_pairs(k, v, start, kv_head, early, ring, full, empty, queue + 1, SLOTS)
         index, first_i, begin, end, head = _seek(
-            _following(counter, work, SHARED_OUT), counter, cu, documents, tiles, work, SHARE, PARTS * ROWS, SHARED_OUT
+            next_item(counter, work, SHARED_OUT), counter, cu, documents, tiles, work, SHARE, PARTS * ROWS, SHARED_OUT
         )
         start, queue = _copy_pairs(k, v, start, kv_head, pairs - early, ring, full, empty, queue, SLOTS)
         _copy(v, start, kv_head, ring, full, empty, queue, SLOTS)
@@ -377,7 +249,7 @@ def _fetch(  # type: ignore[no-untyped-def]
         told += 1
     buffer = told % 2
     mbarrier.wait(q_empty.index(buffer), (told // 2 & 1) ^ 1)
-    _note(plan, 4 * buffer + 3, -1)
+    note_plan(plan, 4 * buffer + 3, -1)
     mbarrier.arrive(q_full.index(buffer))
 
 

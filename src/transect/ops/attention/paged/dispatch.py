@@ -45,9 +45,11 @@ class PagedTriton:
     """Run prefill chunks by the kernel of ``paged/prefill_hopper.py``, where it takes the inputs."""
     decode: PagedDecode | None = None
     """Run decode rows by this kernel, where it takes the inputs."""
+    in_spans: bool = False
+    """Sum spans of positions apart, in prefill chunks (by a tiling that does so) and in decode rows. A query's sums are
+    then the same to the bit whatever the batch is, and however its prompt is cut into chunks."""
     spans: decode_spans.SpansTiling | None = None
-    """Sum spans of positions apart, in prefill chunks and in decode rows. A query's sums are then the same to the bit
-    whatever the batch is, and however its prompt is cut into chunks."""
+    """Tiling of decode rows whose spans are summed apart; None for that of ``decode_spans.choose_tiling``."""
 
     def __call__(
         self,
@@ -108,7 +110,7 @@ class PagedTriton:
             paged_prefill.prefill(*some, out, tiling=self.chunks, singles=False, dependent_launch=dependent, **how)
         if self.decode is not None and streams:
             self.decode(*ones, sinks=sinks, out=out, dependent_launch=dependent_launch)
-        elif self.spans is not None:
+        elif self.in_spans:
             mixed = not decode_only
             decode_spans.decode(*ones, out, tiling=self.spans, mixed=mixed, dependent_launch=dependent, **how)
         else:
@@ -134,7 +136,7 @@ def best_on_hopper() -> Callable[..., Any]:
 
 def uniform() -> Callable[..., Any]:
     """Load the kernels whose sums do not depend on the batch."""
-    return available(PagedTriton(SPAN_TILING, spans=decode_spans.TILING))()
+    return available(PagedTriton(SPAN_TILING, in_spans=True))()
 
 
 def _launch(q: Tensor, batch: PagedBatch, config: Mapping[str, Any], **others: Any) -> Tensor:

@@ -26,7 +26,7 @@ from ...lang.gluon_language import (
     mbarrier,
     reinterpreted,
 )
-from ..packed.hopper import ROWS, _following, _note, _reach, _run_of
+from ..packed.hopper_tiles import ROWS, next_item, note_plan, reach, run_of
 
 HALF = 64
 """Columns of a head that one copy brings."""
@@ -47,7 +47,7 @@ def _find(index, starts, lengths, count, tiles, share, QUERIES: gl.constexpr):  
     rest = index % (tiles * share)
     tile = tiles - 1 - rest // share
     head = part * share + rest % share
-    row = _run_of(tile, starts, count, QUERIES)
+    row = run_of(tile, starts, count, QUERIES)
     begin = gl.load(starts + row)
     end = gl.load(starts + row + 1)
     length = gl.load(lengths + row)
@@ -72,7 +72,7 @@ def _seek(  # type: ignore[no-untyped-def]
     while (index < work) & (token >= end):
         token, end, position, length, row, head = _find(index, starts, lengths, count, tiles, share, QUERIES)
         if token >= end:
-            index = _following(counter, work, SHARED_OUT)
+            index = next_item(counter, work, SHARED_OUT)
     return index, token, end, position, length, row, head
 
 
@@ -176,12 +176,12 @@ def _fetch_keys(  # type: ignore[no-untyped-def]
     while index < work:
         buffer = told % 2
         mbarrier.wait(q_empty.index(buffer), (told // 2 & 1) ^ 1)
-        _note(plan, 8 * buffer, token)
-        _note(plan, 8 * buffer + 1, end)
-        _note(plan, 8 * buffer + 2, position)
-        _note(plan, 8 * buffer + 3, length)
-        _note(plan, 8 * buffer + 4, head)
-        _note(plan, 8 * buffer + 5, row)
+        note_plan(plan, 8 * buffer, token)
+        note_plan(plan, 8 * buffer + 1, end)
+        note_plan(plan, 8 * buffer + 2, position)
+        note_plan(plan, 8 * buffer + 3, length)
+        note_plan(plan, 8 * buffer + 4, head)
+        note_plan(plan, 8 * buffer + 5, row)
         if COPIED:
             mbarrier.expect(q_full.index(buffer), _PARTS * q.block_type.nbytes)
             for part in gl.static_range(_PARTS):
@@ -191,7 +191,7 @@ def _fetch_keys(  # type: ignore[no-untyped-def]
                 )  # fmt: skip
         else:
             mbarrier.arrive(q_full.index(buffer))
-        _, _, _, high = _reach(position, 0, length, 0, QUERIES, COLUMNS, True, False)
+        _, _, _, high = reach(position, 0, length, 0, QUERIES, COLUMNS, True, False)
         table = tables + row * table_b
         limit = length
         kv_head = head
@@ -201,7 +201,7 @@ def _fetch_keys(  # type: ignore[no-untyped-def]
         for step in range(high):
             if step == early:
                 index, token, end, position, length, row, head = _seek(
-                    _following(counter, work, SHARED_OUT), counter, starts, lengths, count, tiles, work, share, QUERIES,
+                    next_item(counter, work, SHARED_OUT), counter, starts, lengths, count, tiles, work, share, QUERIES,
                     SHARED_OUT,
                 )  # fmt: skip
             wanted = following
@@ -215,7 +215,7 @@ def _fetch_keys(  # type: ignore[no-untyped-def]
         told += 1
     buffer = told % 2
     mbarrier.wait(q_empty.index(buffer), (told // 2 & 1) ^ 1)
-    _note(plan, 8 * buffer + 4, -1)
+    note_plan(plan, 8 * buffer + 4, -1)
     mbarrier.arrive(q_full.index(buffer))
 
 
@@ -231,7 +231,7 @@ def _fetch_values(  # type: ignore[no-untyped-def]
     _, _, position, length, head, row = _planned(plan, q_full, done, 1)
     while head >= 0:
         mbarrier.arrive(q_empty.index(done % 2))
-        _, _, _, high = _reach(position, 0, length, 0, _PARTS * (_ROWS // GROUP), COLUMNS, True, False)
+        _, _, _, high = reach(position, 0, length, 0, _PARTS * (_ROWS // GROUP), COLUMNS, True, False)
         table = tables + row * table_b
         start = (high - 1) * COLUMNS
         following = _look(table, start, length, blocks, COLUMNS, BLOCK)

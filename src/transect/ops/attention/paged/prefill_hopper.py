@@ -40,18 +40,8 @@ from ...lang.gluon_language import (
 )
 from ...lang.jit import multiprocessors, next_power_of_2
 from ...registry import Kernel
-from ..packed.hopper import (
-    AHEAD,
-    COLUMNS,
-    MAX_REGISTERS,
-    ROWS,
-    _mask,
-    _matrix,
-    _reach,
-    _softmax,
-    _walk,
-    device_refusal,
-)
+from ..packed.hopper import device_refusal
+from ..packed.hopper_tiles import AHEAD, COLUMNS, MAX_REGISTERS, ROWS, mask, matrix, reach, softmax, walk
 from ..packed.tiling import LOG2E
 from .batch import PagedBatch
 from .prefill_copies import _HALF, _PARTS, _ROWS, HALF, PARTS, _fetch_keys, _fetch_values, _planned
@@ -105,7 +95,7 @@ def _attend(  # type: ignore[no-untyped-def]
             tile.store(x)
             fence_async_shared()
             block_barrier()
-        _, _, high_full, high = _reach(position, 0, length, 0, QUERIES, COLUMNS, True, False)
+        _, _, high_full, high = reach(position, 0, length, 0, QUERIES, COLUMNS, True, False)
         i = position + part * MINE + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, S)) // GROUP
         acc = gl.zeros([_ROWS, DP], gl.float32, O)
         m = gl.full([_ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
@@ -113,23 +103,23 @@ def _attend(  # type: ignore[no-untyped-def]
         queue_end = queue + 2 * high
         slot = queue % SLOTS
         mbarrier.wait(full.index(slot), queue // SLOTS & 1)
-        s = warpgroup_mma(tile, _matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(tile, matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, (s,))
         mbarrier.arrive(empty.index(slot))
-        s = _mask(s, i, (high - 1) * COLUMNS, length, 0, True, False)
-        soft, m, l, _ = _softmax(s, m, l, scale2, True)
+        s = mask(s, i, (high - 1) * COLUMNS, length, 0, True, False)
+        soft, m, l, _ = softmax(s, m, l, scale2, True)
         p = gl.convert_layout(soft.to(tile.dtype), P)
         queue += 1
         mbarrier.wait(full.index(queue % SLOTS), queue // SLOTS & 1, pred=queue + 1 < queue_end)
         # A tile may begin anywhere, so the block before the last may need a mask as well.
-        acc, p, m, l, queue = _walk(
+        acc, p, m, l, queue = walk(
             acc, p, m, l, queue, queue_end, 0, high - 1, 0, high_full, tile, ring, full, empty, i, 0, length, 0, scale2,
             SLOTS, True, False, True, S, P,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(done % 2))
         slot = queue % SLOTS
         mbarrier.wait(full.index(slot), queue // SLOTS & 1)
-        acc = warpgroup_mma(p, _matrix(ring.index(slot)), acc, is_async=True)
+        acc = warpgroup_mma(p, matrix(ring.index(slot)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, (acc,))
         mbarrier.arrive(empty.index(slot))
         queue += 1

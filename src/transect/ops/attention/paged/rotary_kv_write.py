@@ -130,8 +130,8 @@ def rule(size: tuple[int, int, int]) -> Config:
     threads.
 
     A thread has 8 neighbours of each half (fewer of small heads) for any number of tokens, so a head's sum of squares
-    adds up in one order, and a token gets the same bits in any batch. Where a cache has 8 bits, ``warps_for`` adds
-    warps for that.
+    adds up in one order. Where a cache has 8 bits, ``warps_for`` adds warps for that. Multiply-adds are written out
+    (``rotary.turned_by``). So a token gets the same bits in any batch.
     """
     if size[0] > 256 and size[1] > 32 and size[2]:
         return {"heads": 8, "warps": max(1, next_power_of_2(size[1]) // 128)}
@@ -364,10 +364,20 @@ def _kernels() -> Sequence[Kernel]:
     cached = {**tile, "HEADS": 16, "SEARCH": 0, "NORM": False}
     in_int8 = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*i8")
     scaled = {**tile, "HEADS": 16, "SEARCH": 0, "NORM": True, "OWN": True}
+    many = {**tile, "HEADS": 8, "SEARCH": 64, "NORM": True}
     small = [
         Kernel("fp8, norms of heads", _kernel, arguments | in_fp8, scaled, ("n_planes", *strides), targets=FP8_TARGETS),
         Kernel("cache in fp8", _kernel, arguments | in_fp8, cached, ("n_planes", *strides), targets=FP8_TARGETS),
         Kernel("cache in int8", _kernel, arguments | in_int8, cached, ("n_planes",)),
+        Kernel(
+            "cache in fp8, many tokens",
+            _kernel,
+            arguments | in_fp8,
+            many,
+            ("n_planes", *strides),
+            warps=2,
+            targets=FP8_TARGETS,
+        ),
     ]
     return small + [
         Kernel(

@@ -1,15 +1,10 @@
 // Y = X W^T + b for up to 256 rows of X on Hopper, X and W in fp8 (e4m3) with a scale for each row of both: launches the
 // kernels of hopper_rows.cuh.
 
-#include "../../few_rows/hopper_rows.cuh"
-
+#define TRANSECT_NUMBERS __nv_fp8_e4m3
 #define TRANSECT_PARTS 4
 
-#define TRANSECT_CUT(SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS)                                            \
-  if (swap == SWAP && gate == GATE && right == NB && groups == WGS && repeats == RM && pair == PAIR && \
-      blocks == BLOCKS)                                                                                \
-    return TRANSECT_HERE(start<__nv_fp8_e4m3, SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>(                  \
-        x, weight, x_scale, scale, bias, out, parts, flags, M, N, K, K, K, ranks, clusters, 1, stages, dependent, stream));
+#include "scaled8_hopper.cuh"
 
 // x [M, K] and weight [N, K] (with ``gate`` [2 N, K]) contiguous, x_scale [M] and scale [N] (with ``gate`` [2 N])
 // float32; K a multiple of 16. The rest is as of transect_small_matmul_hopper.
@@ -17,7 +12,7 @@ extern "C" int transect_scaled8_hopper(const void* x, const void* weight, const 
                                        const void* bias, void* out, void* parts, void* flags, int M, int N, int K,
                                        int swap, int gate, int right, int groups, int repeats, int pair, int blocks,
                                        int ranks, int clusters, int stages, int dependent, void* stream) {
-  if (M < 1 || N < 8 || N % 8 || K < 16 || K % 16 || !x_scale || !scale) return -1;
+  if (!takes_sizes(M, N, K) || !x_scale || !scale) return -1;
   TRANSECT_CUT(1, 0, 32, 1, 1, 1, 2)
   TRANSECT_CUT(1, 0, 64, 1, 1, 1, 2)
   TRANSECT_CUT(1, 0, 96, 1, 1, 1, 2)
