@@ -10,7 +10,6 @@ from transect.engine.build import build_engine
 from transect.engine.config import EngineConfig
 from transect.engine.executors.gpu.setup import check_cache
 from transect.engine.frontends.vllm_arguments import engine_settings
-from transect.hardware.targets import target_named
 from transect.ops.attention.paged import (
     dispatch,
     kv_cache_write,
@@ -147,15 +146,6 @@ def test_a_gpu_refuses_int8_where_scales_would_not_be_aligned():
         check_cache(config, sizes[0])
     check_cache(config, sizes[1])
     check_cache(EngineConfig(model="m", kv_cache_dtype="fp8"), sizes[0])
-
-
-@pytest.mark.parametrize("cache", ["fp8", "int8"])
-def test_a_gpu_in_deterministic_mode_refuses_8_bits(cache):
-    config = EngineConfig(model="m", kv_cache_dtype=cache, deterministic=True)
-    model = ModelConfig("llama", 61, 60, 2, 6, 2, 20, 128, 64)
-    with pytest.raises(ValueError, match=r"other bits in other batches: leave out kv_cache_dtype or deterministic"):
-        check_cache(config, model, target_named("sm_90"))
-    check_cache(config, model)
 
 
 def test_what_is_too_large_becomes_the_largest_number():

@@ -1,5 +1,5 @@
-"""Deterministic mode on a GPU with packed weights: tokens and log-probabilities of a request are the same to the bit
-alone, in a batch, in chunks, after a hit of the prefix cache, with graphs and without."""
+"""Deterministic mode on a GPU with packed weights and caches in 8 bits: tokens and log-probabilities of a request are
+the same to the bit alone, in a batch, in chunks, after a hit of the prefix cache, with graphs and without."""
 
 import random
 
@@ -26,10 +26,14 @@ def answers(llm, together):
     return [(list(output.token_ids), output.logprobs) for output in outputs]
 
 
-@pytest.mark.parametrize("quantization", [None, "int4", "fp8", "int8"])
-def test_answers_do_not_depend_on_the_batch(quantization):
+FORMATS = [(None, "auto"), ("int4", "auto"), ("fp8", "auto"), ("int8", "auto")]
+FORMATS += [(None, "fp8"), ("int4", "int8"), ("fp8", "fp8")]
+
+
+@pytest.mark.parametrize(("quantization", "cache"), FORMATS)
+def test_answers_do_not_depend_on_the_batch(quantization, cache):
     settings = {"load_format": "dummy", "device": "cuda", "deterministic": True, "seed": 0, "max_model_len": 1024}
-    settings |= {"quantization": quantization, "kv_cache_tokens": 16384}
+    settings |= {"quantization": quantization, "kv_cache_dtype": cache, "kv_cache_tokens": 16384}
     llm = LLM("qwen3-0.6b", enable_prefix_caching=False, max_num_seqs=64, **settings)
     alone = answers(llm, together=False)
     assert answers(llm, together=True) == alone, "in one batch"

@@ -184,15 +184,9 @@ def check_cache(config: EngineConfig, model: ModelConfig, target: KernelTarget =
     """Refuse a cache that kernels cannot read.
 
     Raises:
-        ValueError: heads whose size is not a multiple of 4, cached in int8; fp8 on a GPU before Ada; or 8 bits on a
-            GPU with ``deterministic``.
+        ValueError: heads whose size is not a multiple of 4, cached in int8; or fp8 on a GPU before Ada.
     """
     dtype = cache_dtype(config.dtype, config.kv_cache_dtype)
-    if config.deterministic and dtype.itemsize == 1 and target is not PROCESSOR:
-        raise ValueError(
-            "with a KV cache in 8 bits on a GPU, answers have other bits in other batches: leave out kv_cache_dtype or "
-            "deterministic"
-        )
     if dtype == torch.float8_e4m3fn and target.nvidia and not target.fp8_products:
         raise ValueError(f"kernels for {target.name} do not read a KV cache in fp8: take kv_cache_dtype int8")
     reason = cache_refusal(dtype, model.head_dim)
