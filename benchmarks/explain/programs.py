@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import gzip
 import io
 import pickle
@@ -70,6 +71,7 @@ def seconds(work: Callable[[], object], steady: bool = False) -> float:
 
 def judged(each: Any, ceilings: Any, long_s: float, keep: Path | None = None) -> dict[str, Any]:
     """Judge one program: findings, and the gain of its fix; ``keep``: folder for the recording."""
+    gc.collect()  # of the program before: libraries collect, too
     torch.manual_seed(0)
     slow, fast = each.make(False), each.make(True)
     once = min(seconds(slow), seconds(slow))

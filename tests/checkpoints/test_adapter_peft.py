@@ -140,7 +140,7 @@ def test_an_adapter_of_shared_experts_beside_packed_weights(tmp_path) -> None:
     changes = [
         our_logits(source, **how) - our_logits(plain, **how) for how in ({}, {"native": True, "quantization": "int8"})
     ]
-    assert (changes[1] - changes[0]).norm() < 0.1 * changes[0].norm()
+    assert (changes[1] - changes[0]).norm() < 0.5 * changes[0].norm()
     kinds = [
         type(load_model(each, dtype="float32", quantization="int8").stack) is NativeStack for each in (plain, source)
     ]

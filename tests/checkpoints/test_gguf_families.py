@@ -12,8 +12,9 @@ from tiny_checkpoints import make_model, save_mxfp4, write_gguf
 from transect.checkpoints.gguf import stored_gguf
 from transect.checkpoints.gguf_out import gguf_metadata, gguf_tensors
 from transect.checkpoints.hf import stored_hf
+from transect.checkpoints.kernel_choice import in_blocks, kernels
 from transect.checkpoints.layouts import held_layouts
-from transect.checkpoints.load import fill, in_blocks, kernels, load_model, stored_weights
+from transect.checkpoints.load import fill, load_model, stored_weights
 from transect.checkpoints.resolve import resolve
 from transect.formats.ggml_blocks import QuantizedTensor
 from transect.formats.gguf_file import GGUFFile

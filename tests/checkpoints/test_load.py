@@ -10,7 +10,8 @@ from tiny_checkpoints import FAMILIES, make_model, write_gguf
 from transformers.initialization import no_init_weights
 
 from transect.checkpoints.hf import places
-from transect.checkpoints.load import kernels, kv_dtype, load_model, stored_weights
+from transect.checkpoints.kernel_choice import kernels, kv_dtype
+from transect.checkpoints.load import load_model, stored_weights
 from transect.checkpoints.resolve import resolve
 from transect.formats.ggml_blocks import QuantizedTensor
 from transect.models.context import VarlenContext

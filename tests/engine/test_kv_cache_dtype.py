@@ -5,7 +5,7 @@ import torch
 from tiny_llm import save_tiny_llm
 
 from transect import LLM, SamplingParams
-from transect.checkpoints.load import cache_dtype
+from transect.checkpoints.kernel_choice import cache_dtype
 from transect.engine.build import build_engine
 from transect.engine.config import EngineConfig
 from transect.engine.executors.gpu.setup import check_cache

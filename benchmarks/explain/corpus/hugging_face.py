@@ -96,7 +96,7 @@ class Texts(Dataset):
 def trainer_with_a_slow_dataset(fast):
     model, data = llama(), Texts(fast)
     arguments = TrainingArguments(
-        tempfile.mkdtemp(), per_device_train_batch_size=8, num_train_epochs=3, report_to=[], use_cpu=True,
+        tempfile.mkdtemp(), per_device_train_batch_size=8, num_train_epochs=8, report_to=[], use_cpu=True,
         save_strategy="no", disable_tqdm=True, logging_steps=1000,
     )  # fmt: skip
     return lambda: Trainer(model, arguments, train_dataset=data).train()

@@ -1,4 +1,4 @@
-"""Programs that were written last, and first run when what explains them was no longer changed."""
+"""Programs that were written last, and first explained when what explains them was no longer changed."""
 
 import csv
 import tempfile
@@ -173,7 +173,7 @@ def advantages_computed_value_by_value(fast):
 
 @program("launch", "optimizer")
 def averaged_weights_updated_one_by_one_while_training(fast):
-    net = nn.Sequential(*[nn.Linear(24, 24) for _ in range(40)])
+    net = nn.Sequential(*[nn.Linear(24, 24) for _ in range(60)])
     kept, x = [each.detach().clone() for each in net.parameters()], torch.randn(16, 24)
 
     def keep(y):
@@ -182,7 +182,7 @@ def averaged_weights_updated_one_by_one_while_training(fast):
                 torch._foreach_lerp_(kept, list(net.parameters()), 0.01)
                 return
             for mine, each in zip(kept, net.parameters(), strict=True):
-                mine.mul_(0.99).add_(each, alpha=0.01)
+                mine.copy_(0.99 * mine + (1 - 0.99) * each)
 
     return lambda: train(net, [(x,)] * 30, after=keep)
 

@@ -5,7 +5,8 @@ A name to a ``Decoder``:
 * ``resolve.py``: a name to a ``ModelSource``; ``pull.py`` fetches the built-in model, ``package_index.py`` where there
   is no pip; ``own_head.py``: checkpoints that say tied and are not
 * ``load.py``: ``fill``, the one way of stored weights into a model; ``load_model``, ``load_on_device``: a source to a
-  ``Decoder``; ``layouts.py``: how a model's checkpoint packs its matrices
+  ``Decoder``, with ``progress.py`` on a terminal; ``kernel_choice.py``: what computes it; ``layouts.py``: how a model's
+  checkpoint packs its matrices
 
 Formats of files:
 

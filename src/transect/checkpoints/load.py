@@ -10,24 +10,19 @@ they are loaded; and, on a GPU, the fused stack.
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..costs.memory.streaming import StreamPlan
-from ..costs.model import weight_bytes
-from ..costs.storage import Storage
 from ..models.decoder import Decoder
 from ..models.native import (
     keep_packed,
     native_model,
     packed_matrices,
     packed_path,
-    refusal,
     run_natively,
     take_packed,
 )
@@ -37,28 +32,22 @@ from ..models.stored import ALL, Stored, StoredWeights, Values
 from ..models.streaming.stream import offload
 from ..models.weights.kinds import kinds_for, rounded_values
 from ..models.weights.weight import Kinds, Weight, part_of
-from ..ops.cpu import library as cpu_library
 from ..ops.opset import OpSet, resolve_ops
-from ..ops.registry import Unavailable
-from ..spec.model import ModelConfig
-from ..spec.numbers import dense
-from ..spec.numbers.registry import cache_format, cache_formats, listed, rounding
 from .adapter import StoredAdapter, merged_weights, put_beside
 from .adapter_peft import read_adapter
 from .adapter_start import as_plain_lora
 from .dummy import dummy_weights
 from .gguf import stored_gguf
 from .hf import stored_hf
+from .kernel_choice import cache_dtype, in_blocks, kernels, kv_dtype, lacks_layers
 from .layouts import held_layouts
+from .progress import progress
 from .resolve import ModelSource
 
 if TYPE_CHECKING:
     from ..models.fused_stack import Fusions
 
 log = logging.getLogger(__name__)
-
-DTYPES: dict[str, torch.dtype] = {each.name: getattr(torch, each.name) for each in dense.DTYPES}
-DTYPES |= {"float64": torch.float64}
 
 
 def stored_weights(
@@ -235,104 +224,6 @@ def load_model(
     return run_natively(model, library, cache_dtype(dtype, kv_cache_dtype), block_size)
 
 
-def in_blocks(source: ModelSource) -> bool:
-    """Return True if the weights are those of a GGUF file, without an adapter."""
-    return source.kind == "gguf" and source.adapter is None
-
-
-def lacks_layers(config: ModelConfig, block_size: int, quantization: str | None) -> bool:
-    """Return True if the C++ kernels support the products of a model but not its layers."""
-    return quantization is None and refusal(config, block_size) is not None
-
-
-def kv_dtype(dtype: str) -> torch.dtype:
-    """Return the data type of the KV cache for a model of this dtype: bfloat16 for ``auto``, else the same.
-
-    Raises:
-        ValueError: unknown dtype.
-    """
-    if dtype == "auto":
-        return torch.bfloat16
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not known; choose auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
-
-
-def cache_dtype(dtype: str, kv_cache_dtype: str = "auto") -> torch.dtype:
-    """Return the data type of the KV cache by ``EngineConfig``'s names: ``auto`` is ``kv_dtype``."""
-    form = cache_format(kv_cache_dtype)
-    if form is None or form.cache is None:
-        return kv_dtype(dtype)
-    found: torch.dtype = getattr(torch, form.cache.dtype)
-    return found
-
-
-def kernels(
-    config: ModelConfig,
-    *,
-    dtype: str = "auto",
-    device: torch.device | str = "cpu",
-    native: bool | None = None,
-    threads: int | None = None,
-    block_size: int = 16,
-    quantization: str | None = None,
-    kv_cache_dtype: str = "auto",
-    shared: bool = False,
-    blocks: bool = False,
-) -> tuple[cpu_library.Library | None, str]:
-    """Return the C++ kernels if they are to run the model, and a sentence for the start-up line with the choice and the
-    reason.
-
-    Args:
-        shared: it is one rank's part.
-        blocks: its weights are those of a GGUF file: where the kernels do not have its layers, their products stay.
-
-    Raises:
-        ValueError: ``native`` insists on them and they cannot run; unknown dtype.
-    """
-    computed_in = kv_dtype(dtype)
-    library = lacks = None
-    if native is False:
-        reason: str | None = "native=False"
-    elif torch.device(device).type != "cpu":
-        reason = f"the C++ kernels are for the CPU, not {device}"
-    elif dtype not in ("auto", "float32", "bfloat16"):
-        reason = f"the C++ kernels compute in float32 or bfloat16, not {dtype}"
-    elif cache_dtype(dtype, kv_cache_dtype) not in cpu_library.KV_DTYPES:
-        known = listed(name for name, form in cache_formats().items() if form.cache and form.cache.native)
-        reason = f"the C++ kernels have no KV cache in {kv_cache_dtype}, only in {known}"
-    elif cache_format(kv_cache_dtype) is not None and shared:
-        reason = f"the C++ kernels have no KV cache in {kv_cache_dtype} where ranks share a model"
-    elif config.moe is not None and shared:
-        reason = "the C++ kernels do not have experts that ranks share"
-    elif config.moe is not None and config.moe.clamp is not None and not blocks:  # gpt-oss, in MXFP4
-        reason = "the C++ kernels read MXFP4 from GGUF files alone"
-    elif blocks and lacks_layers(config, block_size, quantization):
-        reason, lacks = None, refusal(config, block_size)
-    else:
-        reason = refusal(config, block_size, quantization)
-    if reason is None:
-        try:
-            library = cpu_library.load(threads or torch.get_num_threads(), bfloat16=dtype == "bfloat16")
-        except Unavailable as error:
-            reason = str(error)
-    form = rounding(quantization)
-    bits = None if form is None or form.rounding is None else form.rounding.words
-    if library is not None:
-        kept = "weights as in the file" if bits is None else f"the layers' weights in {bits}"
-        if dtype == "bfloat16":
-            lacking = "inputs in float32: this processor has no AVX512-BF16"
-            kept = f"{kept}, {'inputs of products in bfloat16' if library.bfloat16 else lacking}"
-        if lacks is not None:
-            kept = f"{kept}, layers operator by operator ({lacks})"
-            return library, f"C++ products ({library.isa}, {library.threads} threads), {kept}"
-        return library, f"C++ kernels ({library.isa}, {library.threads} threads), {kept}"
-    if native:
-        raise ValueError(f"native=True, but {reason}; leave native out to run on plain torch")
-    rounded_to = "" if bits is None else f", the layers' weights rounded to {bits}"
-    return None, f"plain torch in {str(computed_in).removeprefix('torch.')}{rounded_to} ({reason})"
-
-
 def _load_torch(
     source: ModelSource,
     dtype: str,
@@ -493,18 +384,3 @@ def _part(name: str, stored: tuple[int, ...], wanted: tuple[int, ...], rank: int
     for dim in cut:
         parts[dim] = part_of(stored[dim], rank, ranks)
     return parts[0], parts[1]
-
-
-@contextmanager
-def progress(source: ModelSource) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar if stderr is a terminal; yield a function to call with each weight's bytes."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("loading"), *Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(source.name, total=weight_bytes(source.config, Storage()))
-        yield lambda count: bar.advance(task, count)

@@ -72,8 +72,8 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
 
     import torch
 
+    from ..checkpoints.kernel_choice import in_blocks, kernels, kv_dtype
     from ..checkpoints.layouts import storage_of
-    from ..checkpoints.load import in_blocks, kernels, kv_dtype
     from ..checkpoints.resolve import resolve
     from ..costs.floors import Rates
     from ..engine.device import device_for

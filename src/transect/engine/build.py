@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checkpoints.adapter import is_beside
+from ..checkpoints.kernel_choice import cache_dtype, in_blocks, kernels, kv_dtype, lacks_layers
 from ..checkpoints.kv_scales import take_scales
 from ..checkpoints.layouts import held_layouts
-from ..checkpoints.load import cache_dtype, in_blocks, kernels, kv_dtype, lacks_layers, load_model
+from ..checkpoints.load import load_model
 from ..checkpoints.resolve import ModelSource, resolve
 from ..costs.memory.streaming import StreamPlan
 from ..costs.model import kv_bytes_per_token, weight_bytes

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from ..checkpoints.eagle import HeadSource, load_head, own_table
-from ..checkpoints.load import kernels, kv_dtype
+from ..checkpoints.kernel_choice import kernels, kv_dtype
 from ..checkpoints.resolve import ModelSource
 from ..models.decoder import Decoder
 from ..models.weights.packed import Packed

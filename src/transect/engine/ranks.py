@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import torch
 
-from ..checkpoints.load import kv_dtype
+from ..checkpoints.kernel_choice import kv_dtype
 from ..checkpoints.resolve import resolve
 from ..ops.lang.jit import has_dependent_launch
 from ..parallel.children import Children

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ..hardware.cache import cache_folder
-from ..ops.cpu.experts import StackExperts
 from ..ops.cpu.library import (
     GROUP_ROWS,
     KV_DTYPES,
@@ -26,6 +25,7 @@ from ..ops.cpu.library import (
     Library,
     PackedWeight,
     StackAdapter,
+    StackExperts,
     StackLayer,
     empty_cache,
 )

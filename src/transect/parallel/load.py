@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from ..checkpoints.load import allocated, fill, kernels, kv_dtype, progress, rounded_layers, stored_weights
+from ..checkpoints.kernel_choice import kernels, kv_dtype
+from ..checkpoints.load import allocated, fill, rounded_layers, stored_weights
+from ..checkpoints.progress import progress
 from ..checkpoints.resolve import ModelSource
 from ..costs.memory.streaming import StreamPlan
 from ..models.decoder import Decoder

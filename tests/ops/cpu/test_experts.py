@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ MIXTURES = {
     ),
     "gpt-oss": MoEConfig(8, 3, 16, clamp=1.5, bias=True, router_bias=True),
 }
-ATTENTION = {
+ATTENTION: dict[str, dict[str, Any]] = {
     "gpt-oss": {"attention_sinks": True, "qk_norm": False, "sliding_window": 9, "full_attention_layers": (1,)},
     "softmax of all, experts without rows": {"qk_norm_whole": True},
 }
@@ -62,7 +63,7 @@ def on(library: Library, plain: Decoder, *, half: bool = False) -> Decoder:
     model.load_state_dict({name: state[name] for name in model.state_dict()})
     for name, weight in model.weights():
         weight.load(values[name], None)  # type: ignore[arg-type]
-    model.embed.load(plain.embed.weight, None)  # type: ignore[operator]
+    model.embed.load(plain.embed.weight, None)  # type: ignore[operator, arg-type]
     return run_natively(model, library, torch.float32)
 
 

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import subprocess
+import sys
 from copy import copy
 from dataclasses import replace
 
@@ -195,6 +197,11 @@ def test_tokenized_by_workers_it_is_the_same_as_in_memory(tiny, tmp_path) -> Non
     assert len(mapped.tokens) == tokens and np.array_equal(mapped.tokens, direct.tokens)
     assert np.array_equal(mapped.ends, direct.ends) and stream_identity(mapped) == stream_identity(direct)
     assert not (tmp_path / "a.tokens" / "parts").exists()
+
+
+def test_processes_that_tokenize_need_no_torch():
+    program = "import sys, transect.train.data.tokenize\nsys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_chats_keep_their_mask_in_a_token_file(tiny, tmp_path) -> None:

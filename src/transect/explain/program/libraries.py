@@ -105,6 +105,7 @@ def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
     samples = material.stacks
     training = training_loops(material)
     loops: dict[tuple[str, int], Finding] = {}
+    reading: set[tuple[str, int]] = set()
     rest: list[Finding] = []
     for each in found:
         chosen = [sample for sample in samples if _belongs(sample, each.kind)] or list(samples)
@@ -115,7 +116,10 @@ def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
         loop = loop_at(line)
         trains = bool(material.facts.get("backward", True))
         inside = bool(loop[0]) and (not trains or (bool(training) and loop not in training))
-        if each.kind not in (LOOPED[:2] if trains else LOOPED) or not inside:
+        if each.kind not in (LOOPED[:2] if trains else LOOPED) or not inside or loop in reading:
+            rest.append(each)
+        elif each.kind == "sync" and loop not in loops:  # its change leaves the loop as it is
+            reading.add(loop)
             rest.append(each)
         elif loop in loops:
             first = loops[loop]

@@ -18,7 +18,6 @@ Read in this order:
 * ``native.cpp``   the C interface
 * ``build.py``     finds a compiler, builds, caches
 * ``library.py``   the same interface as Python functions on tensors
-* ``experts.py``   a layer's experts for ``experts.h``
 * ``ceilings.py``  the rate of multiply-adds that registers allow
 * ``packing.py``   weights into the layout of ``kinds.h``
 * ``adamw.py``     ``adamw.h`` as Python functions

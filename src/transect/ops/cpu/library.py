@@ -17,7 +17,6 @@ from torch import Tensor
 from ...hardware.host_memory import HUGE_PAGE, host_memory
 from ..registry import Unavailable
 from . import build
-from .experts import ExpertsStruct, StackExperts
 
 GROUP_ROWS = 16
 """Output rows that are packed together; a KV block and a head must be a multiple of it."""
@@ -62,6 +61,17 @@ class _StackConfig(Structure):
     )
 
 
+class _Experts(Structure):
+    _fields_ = (
+        *((n, c_int32) for n in ("count", "used", "sigmoid", "renormalize", "groups", "groups_kept")),
+        ("scale", c_float),
+        ("clamp", c_float),
+        ("score_bias", c_void_p),
+        *((n, POINTER(_Packed)) for n in ("router", "gate", "up", "down")),
+        *((n, POINTER(_Packed)) for n in ("shared_router", "shared_gate", "shared_up", "shared_down")),
+    )
+
+
 class _Layer(Structure):
     _fields_ = (
         *((n, c_void_p) for n in ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias")),
@@ -69,7 +79,7 @@ class _Layer(Structure):
         *((n, POINTER(_Packed)) for n in ("q", "k", "v", "o", "gate", "up", "down")),
         ("window", c_int64),
         *((n, c_void_p) for n in ("k_scale", "v_scale")),
-        ("experts", POINTER(ExpertsStruct)),
+        ("experts", POINTER(_Experts)),
         ("sinks", c_void_p),
     )
 
@@ -99,6 +109,35 @@ class PackedWeight:
     def c_struct(self) -> _Packed:
         bias = None if self.bias is None else self.bias.data_ptr()
         return _Packed(int(self.kind), self.n, self.k, self.data.data_ptr(), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class StackExperts:
+    """The experts of one decoder layer; ``spec/moe.py`` says what the numbers mean.
+
+    ``gate``, ``up`` ``[count * width, dim]`` and ``down`` ``[count * dim, width]`` are the matrices of all experts,
+    concatenated along rows; widths and dim are multiples of ``GROUP_ROWS``.
+    """
+
+    count: int
+    used: int
+    sigmoid: bool
+    renormalize: bool
+    groups: int
+    groups_kept: int
+    scale: float
+    clamp: float
+    """Clamp of the activation; 0 for SwiGLU."""
+    score_bias: Tensor | None
+    """float32 ``[count]``, or None."""
+    router: PackedWeight
+    gate: PackedWeight
+    up: PackedWeight
+    down: PackedWeight
+    shared_router: PackedWeight | None = None
+    shared_gate: PackedWeight | None = None
+    shared_up: PackedWeight | None = None
+    shared_down: PackedWeight | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +387,7 @@ class LayerStack:
         self.library = library
         self._layers, self._norms = tuple(layers), (norm, norm_bias)  # keeps the weights alive
         self._structs: list[_Packed] = []
-        self._experts: list[ExpertsStruct] = []
+        self._experts: list[_Experts] = []
         self._dim = config["dim"]
         last = {"norm": _floats(norm), "norm_bias": _floats(norm_bias)}
         c_config = _StackConfig(**config, **last, layers=len(layers), bfloat16=library.bfloat16)
@@ -363,16 +402,15 @@ class LayerStack:
             self._structs.append(weight.c_struct())
             return ctypes.pointer(self._structs[-1])
 
-        def address(weight: PackedWeight | None) -> int | None:
-            return None if weight is None else ctypes.addressof(packed(weight).contents)
-
         norms = ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm")
         scales = ("k_scale", "v_scale", "sinks")
         weights = ("q", "k", "v", "o", "gate", "up", "down")
         fields: dict[str, Any] = {name: _floats(getattr(layer, name)) for name in (*norms, *scales)}
         fields |= {name: packed(getattr(layer, name)) for name in weights}
         if layer.experts is not None:
-            self._experts.append(layer.experts.c_struct(address, _floats))
+            own = {field[0]: getattr(layer.experts, field[0]) for field in _Experts._fields_}
+            own |= {name: packed(value) for name, value in own.items() if isinstance(value, PackedWeight)}
+            self._experts.append(_Experts(**own | {"score_bias": _floats(layer.experts.score_bias)}))
             fields["experts"] = ctypes.pointer(self._experts[-1])
         return _Layer(**fields, window=layer.window)
 

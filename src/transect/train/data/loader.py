@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import numpy as np
 
 from ...text.chat_template import ChatTemplate
 from ...text.tokenizer import Tokenizer
 from ..config import DataConfig
 from .batches import Batch, DocumentPlan, EpochPlan, WindowPlan
-from .documents import Document, Reader
+from .documents import Reader
 from .files import DataFile, find
 from .identity import stream_identity
-from .tokens import SUFFIX, TokenStream, check_ids, join, open_tokens, token_dtype
+from .tokens import SUFFIX, TokenStream, collect, join, open_tokens
 
 log = logging.getLogger(__name__)
 
@@ -81,32 +78,6 @@ def _read(
     for tally in reader.tallies:
         tell(str(tally))
     return stream
-
-
-def collect(documents: Iterable[Document], vocab_size: int, path: Path, *, allow_empty: bool = False) -> TokenStream:
-    """Collect documents in one stream in memory. Raises ValueError if there are none, unless ``allow_empty``."""
-    tokens: list[np.ndarray] = []
-    trained: list[np.ndarray] = []
-    ends: list[int] = []
-    total = 0
-    for ids, said in documents:
-        if not ids:
-            continue
-        check_ids(max(ids), vocab_size, path)
-        tokens.append(np.array(ids, dtype=token_dtype(vocab_size)))
-        if said is not None:
-            trained.append(np.array(said, dtype=bool))
-        total += len(ids)
-        ends.append(total)
-    if not ends:
-        if not allow_empty:
-            raise ValueError(f"{path} holds no text")
-        return TokenStream(np.empty(0, dtype=token_dtype(vocab_size)), np.empty(0, dtype=np.uint64))
-    if trained and len(trained) != len(tokens):
-        raise ValueError(f"{path} mixes chats and text: put them into files of their own")
-    return TokenStream(
-        np.concatenate(tokens), np.array(ends, dtype=np.uint64), np.concatenate(trained) if trained else None
-    )
 
 
 @dataclass(slots=True)

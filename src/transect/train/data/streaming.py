@@ -26,8 +26,8 @@ from .batches import Batch, DocumentPlan, EpochPlan, NothingFits, WindowPlan
 from .chunks import CHUNK_BYTES, Chunk, cut
 from .documents import Document, Reader, turns_key
 from .files import find
-from .loader import Position, collect
-from .tokens import TokenStream
+from .loader import Position
+from .tokens import TokenStream, collect
 
 log = logging.getLogger(__name__)
 SECTIONS = 2**32

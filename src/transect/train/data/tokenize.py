@@ -33,8 +33,7 @@ from .chat import run_template
 from .chunks import CHUNK_BYTES, Chunk, cut
 from .documents import Reader, RowCounts, turns_key
 from .files import find
-from .loader import collect
-from .tokens import SUFFIX, token_dtype, write_meta
+from .tokens import SUFFIX, collect, token_dtype, write_meta
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ A token file is a directory ``NAME.tokens``:
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,3 +158,35 @@ def open_tokens(directory: str | Path, vocab_size: int, tokenizer: str | None = 
         raise ValueError(f"{directory}/ends.bin does not fit tokens.bin: tokenize the data again")
     trained = np.memmap(directory / "trained.bin", dtype=np.bool_, mode="r") if meta.get("chats") else None
     return TokenStream(tokens, ends, trained)
+
+
+def collect(
+    documents: Iterable[tuple[list[int], list[bool] | None]], vocab_size: int, path: Path, *, allow_empty: bool = False
+) -> TokenStream:
+    """Collect documents (``documents.Document``) in one stream in memory.
+
+    Raises:
+        ValueError: there are none, unless ``allow_empty``, or chats and text are mixed.
+    """
+    tokens: list[np.ndarray] = []
+    trained: list[np.ndarray] = []
+    ends: list[int] = []
+    total = 0
+    for ids, said in documents:
+        if not ids:
+            continue
+        check_ids(max(ids), vocab_size, path)
+        tokens.append(np.array(ids, dtype=token_dtype(vocab_size)))
+        if said is not None:
+            trained.append(np.array(said, dtype=bool))
+        total += len(ids)
+        ends.append(total)
+    if not ends:
+        if not allow_empty:
+            raise ValueError(f"{path} holds no text")
+        return TokenStream(np.empty(0, dtype=token_dtype(vocab_size)), np.empty(0, dtype=np.uint64))
+    if trained and len(trained) != len(tokens):
+        raise ValueError(f"{path} mixes chats and text: put them into files of their own")
+    return TokenStream(
+        np.concatenate(tokens), np.array(ends, dtype=np.uint64), np.concatenate(trained) if trained else None
+    )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ....checkpoints.load import cache_dtype, kv_dtype
+from ....checkpoints.kernel_choice import cache_dtype, kv_dtype
 from ....costs.memory.serving import ServingPlan, smallest_layout
 from ....costs.memory.streaming import StreamPlan
 from ....costs.model import kv_bytes_per_token, weight_bytes
