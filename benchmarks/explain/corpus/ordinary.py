@@ -269,7 +269,7 @@ def distances_of_all_pairs_by_broadcasting(fast):
     return work
 
 
-@program("file", "loading", "python", library="transformers")
+@program("building", "file", "loading", "python", library="transformers")
 def model_loaded_for_each_request(fast):
     from transformers import BertModel
 
