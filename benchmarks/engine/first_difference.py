@@ -256,7 +256,7 @@ def products() -> Iterator[tuple[str, list[Any]]]:
 
 
 def one_prompt(tokens: int, rows: int, first: int = 0) -> PagedBatch:
-    """A prompt in row ``first`` of ``rows``, whose blocks are those from 0 on."""
+    """Make a batch of ``rows`` with a prompt in row ``first``, whose blocks are those from 0 on."""
     counts = torch.zeros(rows, dtype=torch.int32)
     counts[first] = tokens
     starts = torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)))
@@ -265,7 +265,7 @@ def one_prompt(tokens: int, rows: int, first: int = 0) -> PagedBatch:
 
 
 def joined(lengths: Sequence[int], rows: int) -> PagedBatch:
-    """All prompts in one batch, each in blocks of its own."""
+    """Make one batch of all prompts, each in blocks of its own."""
     counts = torch.tensor([*lengths, *[0] * (rows - len(lengths))], dtype=torch.int32)
     starts = torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)))
     tables = torch.arange(64 * rows, dtype=torch.int32).view(rows, 64)
