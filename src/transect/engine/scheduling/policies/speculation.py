@@ -68,11 +68,7 @@ LEVELS = 10
 """Ranges of estimated acceptance that are compared with what came."""
 
 RULES = {
-    "speculation": {
-        "by": ("Speculation._best_counts",),
-        "settings": {"speculation": {"method": "ngram"}},
-        "bounds": {"answer": 1.03},
-    },
+    "speculation": {"by": ("Speculation._best_counts",), "settings": {"speculation": {"method": "ngram"}}},
     "acceptance": {"by": ("Acceptance.add", "Acceptance.rate"), "settings": {"speculation": {"method": "suffix"}}},
 }
 
