@@ -44,7 +44,7 @@ ENGINES = {
     "onnxruntime_genai": "ONNX Runtime GenAI",
 }
 SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
-    "transect": ({}, {"kv_cache_dtype": "fp8"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
+    "transect": ({"dtype": "bfloat16"}, {}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}),
     "llamacpp": (
         {"flash_attn_type": 0, "kv_unified": False},
         {"flash_attn_type": 1, "kv_unified": False},
