@@ -41,8 +41,8 @@ browser:
 	  { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
 	  echo "no Chromium here: the tests of the page will be skipped"
 
-# Three processes share the tests: on two cores, one computes while others wait. `make test WORKERS=0` runs all in one.
-WORKERS ?= 3
+# Two processes share the tests. `make test WORKERS=0` runs all in one.
+WORKERS ?= 2
 test: setup-dev
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

@@ -26,7 +26,7 @@ void product(Pool* pool) {
   const auto x = take<float>(size_t(rows) * k);
   std::vector<float> y(size_t(rows) * n);
   const Packed weight{kind, n, k, packed.data(), nullptr};
-  transect_linear(pool, &weight, x.data(), rows, y.data());
+  transect_linear(pool, &weight, x.data(), rows, y.data(), false);
   give(y);
 }
 
@@ -47,9 +47,11 @@ void layer(Pool* pool) {  // dim, heads, kv_heads, head_dim, ffn, kv, new tokens
   auto x = take<float>(size_t(fresh) * dim);
   const size_t cache = size_t(blocks) * kv_heads * head * BLOCK * SIZES[kv];
   auto k = take<uint8_t>(cache), v = take<uint8_t>(cache);
-  const StackConfig config{1, dim, heads, kv_heads, head, ffn, BLOCK, 0, 1, SILU, head / 2, kv, 1e-5f, 1.f / std::sqrt(float(head))};
-  const Layer one{norm.data(), nullptr, between.data(), nullptr, nullptr, nullptr, &weights[0], &weights[1], &weights[2],
-                  &weights[3], &weights[4], &weights[5], &weights[6], 0, nullptr, nullptr};
+  const StackConfig config{.layers = 1, .dim = dim, .heads = heads, .kv_heads = kv_heads, .head_dim = head, .ffn = ffn,
+                           .block_size = BLOCK, .gated = 1, .activation = SILU, .rotary_half = head / 2, .kv = kv,
+                           .norm_eps = 1e-5f, .scale = 1.f / std::sqrt(float(head))};
+  const Layer one{.attention_norm = norm.data(), .mlp_norm = between.data(), .q = &weights[0], .k = &weights[1],
+                  .v = &weights[2], .o = &weights[3], .gate = &weights[4], .up = &weights[5], .down = &weights[6]};
   std::vector<int64_t> positions(fresh);
   for (int i = 0; i < fresh; i++) positions[i] = length - fresh + i;
   std::vector<int32_t> table(blocks + 8), starts{0, fresh}, lengths{length};

@@ -17,6 +17,9 @@ OPS = Path(transect.__file__).parent / "ops"
 WAITS = {"wait_for_previous", "after_previous", "gdc_wait", "_wait_in_one"}
 BATCH = {"tables_ptr", "starts_ptr", "lengths_ptr"}
 READ_EARLY = {
+    # Factors and slots are written between two steps.
+    "adapters/triton.py:expand_rows": {"b_ptr", "scale_ptr", "slots_ptr"},
+    "adapters/triton.py:shrink_rows": {"a_ptr", "scale_ptr", "slots_ptr"},
     "paged/rotary_kv_write.py:_kernel": BATCH | {"cos_ptr", "sin_ptr"},
     "paged/decode.py:_decode": {"tables", "starts", "lengths"},
     "paged/decode_spans.py:_decode": {"starts", "lengths"},
