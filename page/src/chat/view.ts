@@ -73,8 +73,16 @@ export class ChatView extends PageElement {
   }
 
   private async loadConversations(): Promise<void> {
-    this.conversations = await this.store.all()
+    await this.readStore()
     if (this.path) this.show()
+  }
+
+  /** List the kept conversations and those of this window, which may be newer, newest first. */
+  private async readStore(): Promise<void> {
+    const kept = await this.store.all()
+    const here = new Set(this.conversations.map((each) => each.id))
+    const all = [...this.conversations, ...kept.filter((each) => !here.has(each.id))]
+    this.conversations = all.sort((a, b) => b.updated - a.updated)
   }
 
   private show(): void {
@@ -163,7 +171,7 @@ export class ChatView extends PageElement {
     try {
       const found = imported(await file.text(), new Set(this.conversations.map((each) => each.id)))
       for (const each of found) await this.store.put(each)
-      this.conversations = await this.store.all()
+      await this.readStore()
       this.spoken = `${found.length} conversations were imported.`
       this.problem = ''
     } catch (error) {

@@ -263,6 +263,27 @@ def test_a_searchs_tree_grows_beside_its_answer(page, ask, server, monkeypatch):
     page.locator("search-tree .check").wait_for()  # the browser keeps it
 
 
+HELD_STORE = """
+const getAll = IDBObjectStore.prototype.getAll
+IDBObjectStore.prototype.getAll = function (...given) {
+  const real = getAll.apply(this, given), held = {}
+  real.onsuccess = () => { window.release = () => { held.result = real.result; held.onsuccess() } }
+  return held
+}
+"""
+
+
+def test_a_chat_that_began_before_the_kept_ones_are_read_stays_in_the_list(page, ask):
+    page.add_init_script(HELD_STORE)
+    page.reload()
+    ask(page, "Hello")
+    page.wait_for_function("Boolean(window.release)")
+    page.evaluate("window.release()")
+    page.wait_for_timeout(100)
+    assert page.get_by_role("link", name="Hello").count() == 1
+    assert page.get_by_role("button", name="Export").is_enabled()
+
+
 def test_conversations_are_exported_and_imported(page, ask, new_page, server, tmp_path):
     ask(page, "explain recursion")
     with page.expect_download() as download:
