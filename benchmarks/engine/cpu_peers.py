@@ -166,18 +166,23 @@ def table(result: dict[str, Any]) -> str:
             cells = []
             for work, floor in found["floor"].items():
                 rate = each["work"][work]
-                low, middle, high = (f"{rate[key]:.3g}" for key in ("min", "median", "max"))
+                low, middle, high = (_rounded(rate[key]) for key in ("min", "median", "max"))
                 spread = f" ({low} to {high})" if rate["runs"] > 1 else ""
                 cells.append(f"{middle}{spread} | {rate['median'] / floor:.0%}")
             lines.append(f"| {model} | {ENGINES[engine]} | {' | '.join(cells)} |")
     lines += ["", *(f"* {note}" for note in notes), ""] if notes else [""]
     machine = result["environment"]
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    rounds = "one round" if result["rounds"] == 1 else f"medians of {result['rounds']} rounds in turns"
     lines.append(
         f"`{result['command']}` on {result['threads']} cores of an {machine['processor']}, {told}, "
-        f"{record.made_at([machine])}, medians of {result['rounds']} rounds in turns."
+        f"{record.made_at([machine])}, {rounds}."
     )
     return "\n".join(lines) + "\n"
+
+
+def _rounded(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def main() -> None:
