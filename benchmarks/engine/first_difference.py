@@ -141,7 +141,6 @@ def prompts(lengths: Sequence[int]) -> list[list[int]]:
 def engine(weights: str | None, cache: str, way: str) -> None:
     from transect import LLM, SamplingParams  # needs packages that the other parts do not
 
-    setup.check_cache = lambda *_: None  # type: ignore[assignment]
     llm = LLM(
         MODEL, enable_prefix_caching=False, max_num_seqs=64, load_format="dummy", device="cuda", deterministic=True,
         seed=0, max_model_len=1024, quantization=weights, kv_cache_dtype=cache, kv_cache_tokens=16384,

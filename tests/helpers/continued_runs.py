@@ -4,35 +4,14 @@ import random
 
 import msgspec
 import torch
-from runner_fuzz import Arrival, random_arrivals, run_workload
+from runner_fuzz import VOCAB, Arrival, random_arrivals, random_model, run_workload
 
 from transect.engine.executors.runner import Runner
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
-from transect.models.decoder import Decoder
-from transect.ops.opset import resolve_ops
-from transect.spec.hf import from_hf
-
-VOCAB = 61
-CONFIG = from_hf(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-    }
-)
 
 
 def run(config: SchedulerConfig, arrivals: list[Arrival], lag: int) -> dict:
-    ops = resolve_ops("cpu", batch_invariant=True)
-    model = Decoder(CONFIG, dtype=torch.float32, ops=ops).requires_grad_(False)
-    model.init_weights(0.3, torch.Generator().manual_seed(0))
+    model = random_model()
     caches = model.new_kv_cache(config.num_blocks, config.block_size, torch.float32)
     return run_workload(Runner(model, *caches), config, arrivals, lag)[0]
 

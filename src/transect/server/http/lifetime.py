@@ -24,7 +24,7 @@ class Deadline:
 
     Args:
         limit_s: seconds that a request may take; None for no limit.
-        arrival: when it came, in seconds of the event loop's clock; None for now.
+        arrival: time of its arrival, in seconds of the event loop's clock; None if it arrives now.
     """
 
     def __init__(self, limit_s: float | None, arrival: float | None = None) -> None:

@@ -27,7 +27,7 @@ def exp2(x):  # type: ignore[no-untyped-def]
 @gluon_kernel
 def run_of(tile, starts, count, SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
     """Find which of ``count`` runs of tokens a tile belongs to; tiles are numbered as in
-    ``attention_tiles.find_tile``."""
+    ``tiling.find_tile``."""
     low = 0
     high = count
     while high - low > 1:
