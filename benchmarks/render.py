@@ -24,6 +24,7 @@ from benchmarks.checks import ladder_limits, numerics, speed_of_trees, structure
 from benchmarks.compilers import follow
 from benchmarks.compilers import ladder as compilers
 from benchmarks.engine import (
+    adapters,
     batching,
     cpu_bfloat16,
     cpu_peers,
@@ -613,6 +614,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speculation-pair-gpu": once_recorded(
         "h200/speculation_pair.json", "benchmarks/engine/speculation.py pair --draft DIRECTORY", speculation.pair_table
     ),
+    "adapters": lambda: adapters.table(_load("h200/adapters.json"), _load("h200/adapters_all_matrices.json")),
+    "adapters-cpu": lambda: adapters.table(_load("cpu/adapters.json")),
     "eagle": lambda: eagle.eagle_table(_load("cpu/eagle.json")),
     "eagle-gpu": once_recorded(
         "h200/eagle.json", "benchmarks/engine/eagle.py measure --folder DIRECTORY --device cuda", eagle.eagle_table

@@ -111,6 +111,32 @@ def from_disk(llm: LLM, folder: Path) -> float:
     return time.perf_counter() - began
 
 
+def table(*results: dict[str, Any]) -> str:
+    """Format speeds relative to the base: one row for each result, whose contenders are the same."""
+    names = {"unused": "loaded, none used", "mixed": "every other row", "1": "1 adapter"}
+    shown = [each for each in results[0]["contenders"] if each != "base"]
+    heads = [names.get(each, each) for each in shown]
+    lines = [
+        f"| matrices with factors | {' | '.join(heads)} | base, tokens/s | first token after a copy into a slot |",
+        "|---" * (len(shown) + 3) + "|",
+    ]
+    for result in results:
+        speeds = [f"{result['contenders'][each]['over_base']['median']:.3f}" for each in shown]
+        base, later = result["contenders"]["base"]["tokens_per_s"]["median"], result["first_token"]["later_s"]
+        lines.append(
+            f"| {', '.join(result['targets'])} | {' | '.join(speeds)} | {base:,.0f} | {1e3 * later:.1f} ms later |"
+        )
+    for result in results:
+        machine = result["environment"]
+        where = result.get("device", machine["processor"])
+        lines.append(
+            f"\n`{result['command']}`: {result['model']}, {result['rows']} rows, rank {result['rank']}, medians of "
+            f"{result['rounds']} rounds in turns. {where}, "
+            f"{record.made_at([machine])}."
+        )
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
