@@ -23,20 +23,22 @@ from ..lang.jit import INTERPRETED
 if TYPE_CHECKING:
     from .many_rows.tiling import ManyRowsTiling
 
-PARTS, NARROW = 4, 8192
-"""Parts of K of a narrow weight (``parts_of``), and its most outputs."""
+PARTS, LONG_PARTS, LONG, NARROW = 2, 4, 8192, 8192
+"""Parts of K of a narrow weight (``parts_of``), from LONG inputs on LONG_PARTS; and its most outputs."""
 
 
 def parts_of(x: Tensor, outputs: int) -> int:
     """Return the number of parts of K that invariant products of x ``[T, I]`` sum apart and then add in order.
 
     It depends on the weight's shape, the dtype and the GPU, not on the number of rows. On Hopper a narrow weight has
-    four, which as many blocks can share: with one, the blocks for 64 rows would take in X too often.
+    several, which as many blocks can share: with one, the blocks for 64 rows would take in X too often. Tiles of many
+    rows are then smaller, because they hold two sums.
     """
     inputs = x.shape[1]
     if INTERPRETED or x.dtype != torch.bfloat16 or not on_hopper(x.device):
         return 1
-    return PARTS if outputs <= NARROW and inputs % (64 * PARTS) == 0 else 1
+    parts = LONG_PARTS if inputs >= LONG else PARTS
+    return parts if outputs <= NARROW and inputs % (64 * parts) == 0 else 1
 
 
 def on_hopper(device: torch.device) -> bool:

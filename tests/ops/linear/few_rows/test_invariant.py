@@ -16,12 +16,12 @@ SIZES = [(6144, 4096), (4096, 14336), (3584, 18944), (128256, 4096), (1024, 3072
 def test_there_is_a_tiling_for_any_number_of_rows_and_all_keep_the_order(n, k, gated):
     columns = n // 2 if gated else n
     for m in (1, 7, 16, 33, 64, 100, 128, 200, 256):
-        for parts in (1,) if gated else (1, 4):
+        for parts in (1,) if gated else (1, 2, 4):
             found = list(invariant.candidates(m, n, k, parts, gated=gated))
             assert invariant.tiling_of(m, n, k, parts, gated, torch.device("cpu")) in found
             for tiling in found:
                 if isinstance(tiling, CudaTiling):
-                    assert (tiling.warps, tiling.ranks) == (parts, 0) and tiling.refusal(m) is None
+                    assert tiling.ranks == -parts and tiling.refusal(m, gated) is None
                     continue
                 assert tiling.refusal(m, columns, k, kernels=invariant.KERNELS) is None
                 if parts == 1:
@@ -39,7 +39,7 @@ def test_bits_are_the_same_by_every_tiling(n, k):
         torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in ((300, k), (n, k), (n,))
     )
     parts = fixed_order.parts_of(x, n)
-    assert parts == (1 if n > fixed_order.NARROW else fixed_order.PARTS)
+    assert parts == (1 if n > fixed_order.NARROW else 4 if k >= fixed_order.LONG else 2)
     kernels, own = (CudaRows(), HopperRows()), invariant.InvariantRows()
     exact = x.double() @ weight.double().T + bias.double()
     whole, gated = own.linear(x, weight, bias), own.gated(x, weight)
@@ -51,3 +51,6 @@ def test_bits_are_the_same_by_every_tiling(n, k):
         assert torch.equal(fixed_order.gated(x[:m], weight), gated[:m]), m
         for tiling in invariant.candidates(m, n, k, parts):
             assert torch.equal(invariant.run(*kernels, x[:m], weight, bias, tiling, parts), whole[:m]), (m, tiling)
+        for tiling in invariant.candidates(m, n, k, gated=True):
+            y = invariant.run(*kernels, x[:m], weight, None, tiling, 1, gated=True)
+            assert torch.equal(y, gated[:m]), (m, tiling)

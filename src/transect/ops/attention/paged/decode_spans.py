@@ -9,7 +9,8 @@ numbered, one row after the other, and every program finds its own from the leng
 a captured step can be replayed with other lengths. The piece of a row that finishes last adds all. Rows for whose parts
 there is no room are summed by one program each, with the same bits; its sum so far is in memory, not in registers.
 
-Bound by bytes: 4 H d FLOPs for each 2 K d cached elements.
+Bound by bytes: 4 H d FLOPs for each 2 K d cached elements. On Hopper ``paged_spans_hopper.cu`` has the same bits
+faster, of a cache in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ import torch
 from torch import Tensor
 
 from ....hardware.device import target_of
+from ...lang import cuda
 from ...lang.jit import INTERPRETED, TRITON_TARGETS, kernel, multiprocessors, next_power_of_2, tl
 from ...lang.tiles import let_next_begin, wait_for_previous
 from ...registry import Kernel
+from ..packed.tiling import LOG2E
 from .batch import PagedBatch
+from .decode_hopper import BLOCK_SIZE, mixed_refusal
 from .launch import PLAIN, STRIDES, arguments_of, types_of
 from .prefill import SPAN
 from .tile import merged, walk, with_sink
@@ -238,6 +242,69 @@ def decode(
         ROWS=next_power_of_2(rows), AT_ONCE=tiling.at_once, num_warps=tiling.warps,
         num_stages=min(tiling.stages, 2) if d > 128 else tiling.stages, **constants,
     )  # fmt: skip
+
+
+class PagedSpans:
+    """``decode`` by ``paged_spans_hopper.cu``, with the same bits, on one device.
+
+    Raises:
+        Unavailable: not a Hopper GPU, or no nvcc to build the kernels with.
+        RuntimeError: made inside a CUDA graph capture.
+    """
+
+    SIGNATURE = "p" * 10 + "i" * 6 + "liif" + "i" * 5 + "p"
+    """The types of the launcher's arguments, see ``cuda.bind``."""
+    WARPS = 4
+    """Blocks of one warp on a multiprocessor, by their shared memory."""
+    ROOM = 1 << 24
+    """Most numbers of parts of rows. Where there could be more, a warp keeps rows whole."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._launch = cuda.bind_on_hopper("paged_spans_hopper", "transect_paged_spans", self.SIGNATURE, device)
+
+    @staticmethod
+    def mixed_refusal(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, window: int | None = None, **scores: object
+    ) -> str | None:
+        """Return the reason why this kernel does not take these inputs; None if it does. ``scores``: see ``decode``."""
+        if window is not None or k_cache.dtype != torch.bfloat16 or any(each is not None for each in scores.values()):
+            return "it attends to all positions, cached in bfloat16, without sinks, caps and chunks"
+        return mixed_refusal(q, k_cache, v_cache, batch)
+
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None,
+        *, sinks: Tensor | None = None, out: Tensor, dependent_launch: bool = False, beside: bool = False,
+        stages: int | None = None, warps: int | None = None,
+    ) -> None:  # fmt: skip
+        """Compute ``decode``. ``dependent_launch`` and ``beside``: see ``PagedDecode``. ``stages``, ``warps``: buffers
+        of a warp, and warps for each multiprocessor.
+
+        Raises:
+            RuntimeError: the launch failed.
+        """
+        tokens, heads, d = q.shape
+        kv_heads, rows = k_cache.shape[1], batch.num_rows
+        if not rows:
+            return
+        units, items = multiprocessors(q.device), rows * kv_heads
+        spans = items * -(-batch.max_seq_len // SPAN)
+        warps = warps or (self.WARPS if spans > units or d < 128 else 1)
+        stages = stages or (6 if d < 128 else 8 if warps == 1 else 3)
+        whole = spans * heads // kv_heads * d > self.ROOM
+        parts = q.new_empty((0 if whole else spans, heads // kv_heads, d), dtype=torch.float32)
+        parts_ml = q.new_empty((*parts.shape[:2], 2), dtype=torch.float32)
+        tables = batch.block_tables
+        code = self._launch(
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tables.data_ptr(),
+            0 if batch.decodes_only(tokens) else batch.query_starts.data_ptr(), batch.seq_lens.data_ptr(),
+            out.data_ptr(), parts.data_ptr(), parts_ml.data_ptr(), batch.arrivals(items).data_ptr(), rows,
+            tables.shape[1], tables.stride(0), kv_heads, heads // kv_heads, d, q.stride(0), q.stride(1),
+            k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, warps * units, stages,
+            int(whole), 2 if dependent_launch and not batch.fresh else 1, int(beside),
+            torch.cuda.current_stream(q.device).cuda_stream,
+        )  # fmt: skip
+        if code:
+            raise RuntimeError(f"paged_spans_hopper.cu: the launch for {rows} rows returned {code}")
 
 
 def kernels() -> Sequence[Kernel]:
