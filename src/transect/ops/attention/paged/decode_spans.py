@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ....hardware.device import target_of
+from ....hardware.targets import TARGETS
 from ...lang import cuda
 from ...lang.jit import INTERPRETED, TRITON_TARGETS, kernel, multiprocessors, next_power_of_2, tl
 from ...lang.tiles import let_next_begin, wait_for_previous
@@ -190,19 +191,21 @@ class SpansTiling:
 
 TILING = SpansTiling()
 NARROW = replace(TILING, bm=16, warps=1, programs=14, registers=0)
-"""The tiling for rows that keep all multiprocessors busy: programs of one warp, whose products (mma.sync) round, and
-whose threads add, as those of warpgroups do. (Of two warps each has other columns, and adds in another order.)"""
+"""The tiling for rows that keep all multiprocessors busy, and for every GPU without products of warpgroups: programs of
+one warp, whose products (mma.sync) round, and whose threads add, as those of warpgroups do. (Of two or four warps each
+has other columns, and adds in another order.)"""
 BUSY = 2
 """From this number of (row, key head) pairs for each multiprocessor on, ``NARROW`` is taken."""
 
 
-def choose_tiling(rows: int, kv_heads: int, units: int, cache_bytes: int = 2) -> SpansTiling:
-    """Return the tiling of ``rows`` rows of one query on a GPU of ``units`` multiprocessors.
+def choose_tiling(rows: int, kv_heads: int, units: int, cache_bytes: int = 2, warpgroups: bool = True) -> SpansTiling:
+    """Return the tiling of ``rows`` rows of one query on a GPU of ``units`` multiprocessors, with or without products
+    of ``warpgroups``.
 
     On an H200 256 rows of 640 positions take 202 us with ``NARROW`` and 217 without, one row of 1024 17 and 8. One
     warp's registers do not hold a tile in 8 bits and in 16.
     """
-    return NARROW if rows * kv_heads >= BUSY * units and cache_bytes > 1 else TILING
+    return NARROW if not warpgroups or (rows * kv_heads >= BUSY * units and cache_bytes > 1) else TILING
 
 
 def decode(
@@ -220,7 +223,9 @@ def decode(
     group = heads // kv_heads
     if not rows:
         return
-    tiling = tiling or choose_tiling(rows, kv_heads, multiprocessors(q.device), k_cache.element_size())
+    if tiling is None:
+        wide = INTERPRETED or not target_of(q.device).single_warps
+        tiling = choose_tiling(rows, kv_heads, multiprocessors(q.device), k_cache.element_size(), wide)
     if INTERPRETED:
         tiling = replace(tiling, bm=16, bn=16, warps=1, stages=1, at_once=2, span=32)
     spans = rows * -(-batch.max_seq_len // tiling.span)
@@ -309,6 +314,7 @@ class PagedSpans:
 
 def kernels() -> Sequence[Kernel]:
     """Return the kernels to compile ahead of time."""
+    wide = tuple(name for name in TRITON_TARGETS if not TARGETS[name].single_warps)
     own = {"part_o": "*fp32", "part_l": "*fp32", "arrivals": "*i32", "room": "i32"}
     return [
         Kernel(
@@ -326,7 +332,7 @@ def kernels() -> Sequence[Kernel]:
             targets=targets,
         )
         for name, tiling, cache, targets, scores in (
-            ("decode in spans", TILING, "*bf16", TRITON_TARGETS, PLAIN),
+            ("decode in spans", TILING, "*bf16", wide, PLAIN),
             ("decode in spans, many rows", NARROW, "*bf16", TRITON_TARGETS, PLAIN),
             ("decode in spans, cache in int8", TILING, "*i8", ("sm_90",), PLAIN),
             ("decode in spans with sinks, a cap and chunks", TILING, "*bf16", ("sm_90",), dict.fromkeys(PLAIN, True)),
