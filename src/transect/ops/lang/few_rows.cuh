@@ -127,6 +127,14 @@ __device__ __forceinline__ void inverse_rms(float* to, const float* squares, flo
   }
 }
 
+// silu(gate) up, by the instructions of many_rows/triton.py, so that both give the same bits.
+__device__ __forceinline__ float gated(float gate, float up) {
+  float power, root;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(-(1.4426950408889634f * gate)));
+  asm("rsqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(1 + power));
+  return up * gate * (root * root);
+}
+
 // Dependent launch (Hopper): the next kernel on the stream may begin; everything before this one is done and visible.
 __device__ __forceinline__ void let_next_begin() {
 #if __CUDA_ARCH__ >= 900

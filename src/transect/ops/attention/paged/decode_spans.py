@@ -29,11 +29,13 @@ from ...lang.tiles import let_next_begin, wait_for_previous
 from ...registry import Kernel
 from ..packed.tiling import LOG2E
 from .batch import PagedBatch
-from .decode_hopper import BLOCK_SIZE, mixed_refusal
+from .decode_hopper import AT_ONCE, BLOCK_SIZE, mixed_refusal
 from .launch import PLAIN, STRIDES, arguments_of, types_of
 from .prefill import SPAN
 from .tile import merged, walk, with_sink
 
+MOST_WARPS = 4
+"""Most warps of a block of ``paged_spans_hopper.cu``."""
 ROOM = 2048
 """Most parts of rows that a launch keeps for adding."""
 
@@ -249,6 +251,31 @@ def decode(
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class SpansHopperTiling:
+    """Division of a batch into work items of ``paged_spans_hopper.cu``."""
+
+    ranks: int = 0
+    """Blocks of a cluster that share a row and a key head; 0: an even cut, by blocks of one warp."""
+    warps: int = 4
+    """Warps of a block, each of which takes one span; for an even cut, warps for each multiprocessor."""
+    stages: int = 3
+    """Buffers of a warp, of 32 positions each."""
+
+
+def choose(items: int, spans: int, d: int) -> SpansHopperTiling:
+    """Return a tiling for ``items`` rows times key heads of up to ``spans`` spans.
+
+    A cluster takes an item where all clusters run at once, as in ``decode_hopper.choose``. Adding its sums takes less
+    time in shared memory than the sums of an even cut do in memory.
+    """
+    for ranks in (8, 4, 2, 1):
+        warps = -(-spans // ranks)
+        if items <= AT_ONCE[ranks] and ranks < 2 * spans and warps <= MOST_WARPS:
+            return SpansHopperTiling(ranks, warps, 6 if d < 128 else 8 if warps == 1 else 3)
+    return SpansHopperTiling(stages=6 if d < 128 else 3)
+
+
 class PagedSpans:
     """``decode`` by ``paged_spans_hopper.cu``, with the same bits, on one device.
 
@@ -257,10 +284,8 @@ class PagedSpans:
         RuntimeError: made inside a CUDA graph capture.
     """
 
-    SIGNATURE = "p" * 10 + "i" * 6 + "liif" + "i" * 5 + "p"
+    SIGNATURE = "p" * 10 + "i" * 6 + "liif" + "i" * 7 + "p"
     """The types of the launcher's arguments, see ``cuda.bind``."""
-    WARPS = 4
-    """Blocks of one warp on a multiprocessor, by their shared memory."""
     ROOM = 1 << 24
     """Most numbers of parts of rows. Where there could be more, a warp keeps rows whole."""
 
@@ -279,10 +304,9 @@ class PagedSpans:
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None,
         *, sinks: Tensor | None = None, out: Tensor, dependent_launch: bool = False, beside: bool = False,
-        stages: int | None = None, warps: int | None = None,
+        tiling: SpansHopperTiling | None = None,
     ) -> None:  # fmt: skip
-        """Compute ``decode``. ``dependent_launch`` and ``beside``: see ``PagedDecode``. ``stages``, ``warps``: buffers
-        of a warp, and warps for each multiprocessor.
+        """Compute ``decode``. ``dependent_launch`` and ``beside``: see ``PagedDecode``.
 
         Raises:
             RuntimeError: the launch failed.
@@ -291,25 +315,25 @@ class PagedSpans:
         kv_heads, rows = k_cache.shape[1], batch.num_rows
         if not rows:
             return
-        units, items = multiprocessors(q.device), rows * kv_heads
-        spans = items * -(-batch.max_seq_len // SPAN)
-        warps = warps or (self.WARPS if spans > units or d < 128 else 1)
-        stages = stages or (6 if d < 128 else 8 if warps == 1 else 3)
-        whole = spans * heads // kv_heads * d > self.ROOM
-        parts = q.new_empty((0 if whole else spans, heads // kv_heads, d), dtype=torch.float32)
-        parts_ml = q.new_empty((*parts.shape[:2], 2), dtype=torch.float32)
+        group, items, longest = heads // kv_heads, rows * kv_heads, -(-batch.max_seq_len // SPAN)
+        tiling = tiling or choose(items, longest, d)
+        whole = items * longest * group * d > self.ROOM
+        kept = 0 if whole or tiling.ranks else items * longest
+        parts = q.new_empty((kept, group, d), dtype=torch.float32)
+        parts_ml = q.new_empty((kept, group, 2), dtype=torch.float32)
+        blocks, warps = (1, tiling.warps) if tiling.ranks else (tiling.warps * multiprocessors(q.device), 1)
         tables = batch.block_tables
         code = self._launch(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tables.data_ptr(),
             0 if batch.decodes_only(tokens) else batch.query_starts.data_ptr(), batch.seq_lens.data_ptr(),
             out.data_ptr(), parts.data_ptr(), parts_ml.data_ptr(), batch.arrivals(items).data_ptr(), rows,
-            tables.shape[1], tables.stride(0), kv_heads, heads // kv_heads, d, q.stride(0), q.stride(1),
-            k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, warps * units, stages,
+            tables.shape[1], tables.stride(0), kv_heads, group, d, q.stride(0), q.stride(1),
+            k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, blocks, warps, tiling.stages, tiling.ranks,
             int(whole), 2 if dependent_launch and not batch.fresh else 1, int(beside),
             torch.cuda.current_stream(q.device).cuda_stream,
         )  # fmt: skip
         if code:
-            raise RuntimeError(f"paged_spans_hopper.cu: the launch for {rows} rows returned {code}")
+            raise RuntimeError(f"paged_spans_hopper.cu: the launch of {tiling} for {rows} rows returned {code}")
 
 
 def kernels() -> Sequence[Kernel]:

@@ -2,9 +2,11 @@
 // value streamed once, bfloat16 in and out, float32 sums. See paged/decode_spans.py for the order of the sums, and
 // paged/decode_hopper.py for the launcher.
 //
-// * A span is 256 positions of a row for one key head, an item a row with a key head. The spans of all items are numbered,
-//   item after item. A block is one warp, and takes equally many consecutive spans. Each warp sums up the lengths for
-//   itself, while the kernel before this one still runs.
+// * A span is 256 positions of a row for one key head, an item a row with a key head.
+//   Even cut (ranks = 0): the spans of all items are numbered, item after item. A block is one warp, and takes equally
+//   many consecutive spans. Each warp sums up the lengths for itself, while the kernel before this one still runs.
+//   By clusters (ranks > 0): the warps of a cluster's blocks take one span each of an item, and send their sums to the
+//   block that adds those of a head, in its shared memory.
 // * A warp streams its tiles of 32 positions through its own ring of S buffers in shared memory. The maximum changes from
 //   tile to tile, as in the Triton kernels. Products have keys, then the dimensions of a head, on the left: neither this
 //   nor the instruction changes bits. Sums of weights, products, multiply-adds and exponentials are those that Triton's
@@ -67,17 +69,23 @@ struct Place {  // of a span
 };
 
 template <int D, int NT, int S>
-__global__ void __launch_bounds__(32)
+__global__ void __launch_bounds__(128)
     paged_spans(const __nv_bfloat16* q, const unsigned char* keys, const unsigned char* values, Batch batch,
                 __nv_bfloat16* out, float* parts, float* parts_ml, int* arrivals, int K, int G, float scale2,
-                long long q_t, int q_h, int pieces, int whole_items, int ahead, int late) {
+                long long q_t, int q_h, int pieces, int ranks, int whole_items, int ahead, int late) {
 #ifdef TRANSECT_HOPPER
   constexpr int T = D / 16, PIECE = kBlock * D * 2, TILE = 4 * PIECE;
   extern __shared__ __align__(1024) unsigned char memory[];
-  int* prefix = (int*)(memory + S * TILE);  // [rows + 1] spans before a row, and [rows] lengths
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  unsigned char* own_ring = memory + warp * S * TILE;
+  const uint32_t ring = shared_address(own_ring);
+  int* prefix = (int*)(memory + S * TILE);  // [rows + 1] spans before a row, and [rows] lengths; even cut
   int* row_lengths = prefix + batch.rows + 1;
-  const int lane = threadIdx.x;
-  const uint32_t ring = shared_address(memory);
+  // [spans of an item][heads that this block adds][D + 4]: sums, m and l; of clusters
+  constexpr int SENT = D + 4;
+  float* gathered = (float*)(memory + warps * S * TILE);
+  __shared__ __align__(8) uint64_t sent[1];
+  const int rank = ranks ? blockIdx.x % ranks : 0, heads_here = ranks ? (G - rank + ranks - 1) / ranks : 0;
 
   if (!late) let_next_begin();
   bool waited = false;
@@ -85,42 +93,16 @@ __global__ void __launch_bounds__(32)
     wait_for_previous();
     waited = true;
   }
-#pragma unroll 8
-  for (int row = lane; row < batch.rows; row += 32) row_lengths[row] = batch.decodes(row) ? __ldcg(batch.lengths + row) : 0;
-  int total = 0;
-  for (int base = 0; base < batch.rows; base += 32) {
-    const int row = base + lane, mine = row < batch.rows ? (max(row_lengths[row], 0) + kSpan - 1) / kSpan : 0;
-    int upto = mine;
-#pragma unroll
-    for (int far = 1; far < 32; far *= 2) {
-      const int other = __shfl_up_sync(~0u, upto, far);
-      if (lane >= far) upto += other;
-    }
-    if (row < batch.rows) prefix[row] = total + upto - mine;
-    total += __shfl_sync(~0u, upto, 31);
-  }
-  if (lane == 0) prefix[batch.rows] = total;
-  __syncwarp();
-  total *= K;
-  // Up to a 32nd of the warps stay out where every other then has as many spans: cuts of rows of one length mostly fall
-  // between items then.
-  const bool even = lane * 32 <= gridDim.x && total % (gridDim.x - lane) == 0;
-  const int fewer = max(__ffs(__ballot_sync(~0u, even)) - 1, 0);
-  const int takers = min((int)gridDim.x - fewer, total);
+  int total = 0, takers = 0, begin = 0, end = 0;
+  Place at = {0, 0, 0, 0, 0};
   auto cut = [&](int taker) { return (int)((long long)total * taker / takers); };  // the first span of a taker
   auto taker_of = [&](int span) { return (int)(((span + 1) * (long long)takers - 1) / total); };
-  // Rows without a position (what is left over in a graph's buffers) give zeros.
-  for (int row = blockIdx.x; row < batch.rows; row += gridDim.x)
-    if (prefix[row + 1] == prefix[row] && batch.decodes(row)) {
-      if (!waited) wait_for_previous();
-      waited = true;
-      __nv_bfloat16* to = out + (long long)(batch.starts ? __ldcg(batch.starts + row) : row) * K * G * D;
-      for (int e = lane * 8; e < K * G * D; e += 256) *(uint4*)(to + e) = make_uint4(0, 0, 0, 0);
-    }
-  if (blockIdx.x >= takers) {
+  auto zeros = [&](int row, int first, int count) {  // for rows without a position (unused ones of a graph's buffers)
     if (!waited) wait_for_previous();
-    return;
-  }
+    waited = true;
+    __nv_bfloat16* to = out + (long long)(batch.starts ? __ldcg(batch.starts + row) : row) * K * G * D + first;
+    for (int e = lane * 8; e < count; e += 256) *(uint4*)(to + e) = make_uint4(0, 0, 0, 0);
+  };
   auto set_row = [&](Place& p) { p.length = row_lengths[p.row], p.spans = prefix[p.row + 1] - prefix[p.row]; };
   auto advance = [&](Place& p) {
     if (++p.span < p.spans) return;
@@ -145,20 +127,58 @@ __global__ void __launch_bounds__(32)
     p.head = rest / p.spans, p.span = rest % p.spans;
     return p;
   };
-  int begin = cut(blockIdx.x), end = cut(blockIdx.x + 1);
-  Place at = find(begin);
-  if (whole_items) {  // an item is its first span's taker's
-    if (at.span) begin += at.spans - at.span;
-    if (end < total) {
-      const Place next = find(end);
-      if (next.span) end += next.spans - next.span;
+  if (ranks) {
+    const int item = blockIdx.x / ranks;
+    at.row = item / K, at.head = item % K, at.span = begin = rank + ranks * warp;
+    at.length = batch.decodes(at.row) ? __ldcg(batch.lengths + at.row) : 0;
+    at.spans = (max(at.length, 0) + kSpan - 1) / kSpan;
+    end = begin + (begin < at.spans);
+    if (threadIdx.x == 0) expect_sent(shared_address(sent), at.spans * heads_here * (D + 2) * 4);
+    __syncwarp();
+    arrive_in_cluster();
+    if (at.spans == 0 && rank == 0 && warp == 0 && batch.decodes(at.row)) zeros(at.row, at.head * G * D, G * D);
+  } else {
+#pragma unroll 8
+    for (int row = lane; row < batch.rows; row += 32) row_lengths[row] = batch.decodes(row) ? __ldcg(batch.lengths + row) : 0;
+    for (int base = 0; base < batch.rows; base += 32) {
+      const int row = base + lane, mine = row < batch.rows ? (max(row_lengths[row], 0) + kSpan - 1) / kSpan : 0;
+      int upto = mine;
+#pragma unroll
+      for (int far = 1; far < 32; far *= 2) {
+        const int other = __shfl_up_sync(~0u, upto, far);
+        if (lane >= far) upto += other;
+      }
+      if (row < batch.rows) prefix[row] = total + upto - mine;
+      total += __shfl_sync(~0u, upto, 31);
     }
-    if (begin < end) at = find(begin);
+    if (lane == 0) prefix[batch.rows] = total;
+    __syncwarp();
+    total *= K;
+    // Up to a 32nd of the warps stay out where every other then has as many spans: cuts of rows of one length mostly fall
+    // between items then.
+    const bool even = lane * 32 <= gridDim.x && total % (gridDim.x - lane) == 0;
+    const int fewer = max(__ffs(__ballot_sync(~0u, even)) - 1, 0);
+    takers = min((int)gridDim.x - fewer, total);
+    for (int row = blockIdx.x; row < batch.rows; row += gridDim.x)
+      if (prefix[row + 1] == prefix[row] && batch.decodes(row)) zeros(row, 0, K * G * D);
+    if (blockIdx.x < takers) {
+      begin = cut(blockIdx.x), end = cut(blockIdx.x + 1);
+      at = find(begin);
+      if (whole_items) {  // an item is its first span's taker's
+        if (at.span) begin += at.spans - at.span;
+        if (end < total) {
+          const Place next = find(end);
+          if (next.span) end += next.spans - next.span;
+        }
+        if (begin < end) at = find(begin);
+      }
+    }
   }
-  if (begin >= end) {
+  if (begin >= end && !ranks) {
     if (!waited) wait_for_previous();
     return;
   }
+
   auto look_up = [&](const Place& p) {  // the cache blocks of a span, one in each of 16 lanes
     const int column = p.span * (kSpan / kBlock) + lane % 16;
     return p.row < batch.rows && column < batch.columns ? __ldcg(batch.tables + (long long)p.row * batch.table_stride + column)
@@ -171,8 +191,8 @@ __global__ void __launch_bounds__(32)
   const int copy_row = lane / PER_ROW, copy_place = lane % PER_ROW;
   const uint32_t copy_first = copy_place / 8 * 2048 + copy_row * 128 + (((copy_place % 8) ^ copy_row) * 16);
   Place in = at, then = at;
-  advance(then);
-  int blocks = look_up(in), coming = look_up(then), in_tile = 0, in_left = end - begin, in_slot = 0;
+  if (!ranks) advance(then);
+  int blocks = look_up(in), coming = ranks ? 0 : look_up(then), in_tile = 0, in_left = end - begin, in_slot = 0;
   auto fetch = [&] {
     if (in_left > 0) {
       const int rest = in.length - in.span * kSpan - in_tile * kTile;
@@ -309,6 +329,30 @@ __global__ void __launch_bounds__(32)
           for (int n = 0; n < NT; n++) multiply(o[n][t], a, p[n][half][0], p[n][half][1]);
         }
     }
+    if (ranks) {
+      __syncwarp();  // the sums go where the ring was
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int head = n * 8 + 2 * c + h;
+          if (head >= G) continue;
+          float* to = (float*)own_ring + head * SENT;
+          if (g == h) to[D] = m[n][h], to[D + 1] = l[n];
+#pragma unroll
+          for (int t = 0; t < T; t++) to[t * 16 + g] = o[n][t][h], to[t * 16 + g + 8] = o[n][t][2 + h];
+        }
+      __syncwarp();
+      wait_for_cluster();
+      for (int head = 0; head < G; head++) {
+        const float* from = (float*)own_ring + head * SENT;
+        const int heads_there = (G - head % ranks + ranks - 1) / ranks;
+        const uint32_t to = shared_address(gathered + (span * heads_there + head / ranks) * SENT);
+        if (lane * 4 < D) send(to + lane * 16, *(const float4*)(from + lane * 4), shared_address(sent), head % ranks);
+        if (lane < 2) send(to + (D + lane) * 4, from[D + lane], shared_address(sent), head % ranks);
+      }
+      break;
+    }
     const bool begun = at.span <= span - begin, last = at.span == at.spans - 1;  // the item began in this warp
     if (begun) {
 #pragma unroll
@@ -380,11 +424,36 @@ __global__ void __launch_bounds__(32)
         if (__shfl_sync(~0u, arrived, 0) == sharers) {
           if (lane == 0) *counter = 0;
           // From the part of the warp that began the item.
-          (last ? joining : joining_too) = {token * K * G + at.head * G, cut(before + 1) - 1, first + at.spans};
+          (last ? joining : joining_too) = Parts{token * K * G + at.head * G, cut(before + 1) - 1, first + at.spans};
         }
       }
     }
     advance(at);
+  }
+  if (ranks) {
+    if (begin >= end) wait_for_cluster();
+    if (at.spans == 0 || warp >= heads_here) return;
+    wait_for_sent(shared_address(sent));
+    const int token = batch.starts ? __ldcg(batch.starts + at.row) : at.row;
+    for (int here = warp; here < heads_here; here += warps) {
+      const float* from = gathered + here * SENT;
+      float4 sum = *(const float4*)(from + lane * 4 % D);
+      float sum_m = from[D], sum_l = from[D + 1];
+      for (int span = 1; span < at.spans; span++) {
+        from += heads_here * SENT;
+        const float4 own = *(const float4*)(from + lane * 4 % D);
+        float fade, weight;
+        join(sum_m, from[D], fade, weight);
+        sum_l = joined(sum_l, fade, from[D + 1], weight);
+        sum.x = joined(sum.x, fade, own.x, weight), sum.y = joined(sum.y, fade, own.y, weight);
+        sum.z = joined(sum.z, fade, own.z, weight), sum.w = joined(sum.w, fade, own.w, weight);
+      }
+      __nv_bfloat16* to = out + ((long long)token * K * G + at.head * G + rank + here * ranks) * D + lane * 4;
+      if (lane * 4 < D)
+        *(uint2*)to = make_uint2(pack(divided(sum.x, sum_l), divided(sum.y, sum_l)),
+                                 pack(divided(sum.z, sum_l), divided(sum.w, sum_l)));
+    }
+    return;
   }
   // Items whose other parts have arrived before this warp's: one that it ended, and one that another warp ends.
   for (const Parts& item : {joining, joining_too}) {
@@ -439,12 +508,14 @@ __global__ void __launch_bounds__(32)
 
 #define TRANSECT_SPANS(DIM, TILES, STAGES)                                                                          \
   if (d == DIM && (G <= 8) == (TILES == 1) && stages == STAGES) {                                                   \
-    const int shared = STAGES * DIM * kTile * 4 + (2 * rows + 1) * 4;                                               \
+    const int sums = ranks * warps * ((G + ranks - 1) / (ranks ? ranks : 1)) * (DIM + 4);                           \
+    const int shared = warps * STAGES * DIM * kTile * 4 + (ranks ? sums : 2 * rows + 1) * 4;                        \
     if (shared > kMostShared) return -1;                                                                            \
-    return (int)launch(paged_spans<DIM, TILES, STAGES>, blocks, 32, shared, 1, dependent > 0, stream,               \
+    return (int)launch(paged_spans<DIM, TILES, STAGES>, ranks ? rows * K * ranks : blocks, warps * 32, shared,      \
+                       ranks ? ranks : 1, dependent > 0, stream,                                                    \
                        (const __nv_bfloat16*)q, (const unsigned char*)keys, (const unsigned char*)values, batch,    \
                        (__nv_bfloat16*)out, (float*)parts, (float*)parts_ml, (int*)arrivals, K, G, scale2, q_t, q_h, \
-                       pieces, whole_items, (int)(dependent > 1), late);                                            \
+                       pieces, ranks, whole_items, (int)(dependent > 1), late);                                         \
   }
 
 // q [T, K G, d] with strides q_t and q_h, keys and values [blocks, K, 16, d] bfloat16: block b of key head h begins at
@@ -457,9 +528,11 @@ __global__ void __launch_bounds__(32)
 extern "C" int transect_paged_spans(const void* q, const void* keys, const void* values, const void* tables,
                                     const void* starts, const void* lengths, void* out, void* parts, void* parts_ml,
                                     void* arrivals, int rows, int columns, int table_stride, int K, int G, int d,
-                                    long long q_t, int q_h, int pieces, float scale2, int blocks, int stages,
-                                    int whole_items, int dependent, int late, void* stream) {
-  if (rows < 1 || rows > kMostRows || G < 1 || G > 16 || blocks < 1) return -1;
+                                    long long q_t, int q_h, int pieces, float scale2, int blocks, int warps,
+                                    int stages, int ranks, int whole_items, int dependent, int late, void* stream) {
+  if (rows < 1 || rows > kMostRows || G < 1 || G > 16 || blocks < 1 || ranks < 0 || ranks > 8 ||
+      warps < 1 || warps > 4 || (!ranks && warps > 1))
+    return -1;
   const Batch batch = {(const int*)tables, (const int*)starts, (const int*)lengths, rows, columns, table_stride};
   TRANSECT_SPANS(128, 1, 3)
   TRANSECT_SPANS(128, 2, 3)

@@ -237,14 +237,6 @@ struct Out {
   }
 };
 
-// silu(gate) up, by the instructions of many_rows/triton.py, so that both give the same bits.
-__device__ __forceinline__ float gated(float gate, float up) {
-  float power, root;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(-(1.4426950408889634f * gate)));
-  asm("rsqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(1 + power));
-  return up * gate * (root * root);
-}
-
 __device__ __forceinline__ float4 add(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }

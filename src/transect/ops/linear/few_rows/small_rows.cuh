@@ -409,7 +409,7 @@ __global__ void __launch_bounds__(256, 1)
                                [&](int m, int n, float g, float u) {
                                  g = unscaled(g, n), u = unscaled(u, n + N / 2);
                                  if (norm.x_squares) g *= inverse[m - m0], u *= inverse[m - m0];
-                                 out[(size_t)m * (N / 2) + n] = __float2bfloat16(__fdividef(g, 1 + __expf(-g)) * u);
+                                 out[(size_t)m * (N / 2) + n] = __float2bfloat16(gated(g, u));
                                });
     else if (ranks == 1)
       add_warps<ROWS, COLUMNS>(sums, m0, n_first + group * COLUMNS, M, n_end, warps / across, across, finish);
