@@ -98,6 +98,7 @@ inline unsigned __ballot_sync(unsigned mask, bool v) {
   for (int l = 0; l < 32; l++) found |= (mask >> l & 1 && all[l]) ? 1u << l : 0;
   return found;
 }
+inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
 inline int __ffs(unsigned v) { return __builtin_ffs(v); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 

@@ -23,8 +23,10 @@ from ..lang.jit import INTERPRETED
 if TYPE_CHECKING:
     from .many_rows.tiling import ManyRowsTiling
 
-PARTS, LONG_PARTS, LONG, NARROW = 2, 4, 8192, 8192
-"""Parts of K of a narrow weight (``parts_of``), from LONG inputs on LONG_PARTS; and its most outputs."""
+PARTS, NARROW = 4, 8192
+"""Most parts of K of a narrow weight (``parts_of``), and its most outputs."""
+FEWER, SHORT = 4096, 8192
+"""A narrow weight of more outputs than the one and fewer inputs than the other has half as many parts."""
 
 
 def parts_of(x: Tensor, outputs: int) -> int:
@@ -32,12 +34,13 @@ def parts_of(x: Tensor, outputs: int) -> int:
 
     It depends on the weight's shape, the dtype and the GPU, not on the number of rows. On Hopper a narrow weight has
     several, which as many blocks can share: with one, the blocks for 64 rows would take in X too often. Tiles of many
-    rows are then smaller, because they hold two sums.
+    rows are then smaller, because they hold two sums; and two parts are enough to keep all blocks busy if there are
+    more than 64 sixty-fours of outputs.
     """
     inputs = x.shape[1]
     if INTERPRETED or x.dtype != torch.bfloat16 or not on_hopper(x.device):
         return 1
-    parts = LONG_PARTS if inputs >= LONG else PARTS
+    parts = PARTS // 2 if outputs > FEWER and inputs < SHORT else PARTS
     return parts if outputs <= NARROW and inputs % (64 * parts) == 0 else 1
 
 

@@ -1,8 +1,12 @@
 """Products of few rows in one order of sums: which tilings keep it, and on a GPU the same bits by all of them."""
 
+from types import SimpleNamespace
+
+import cuda_host
 import pytest
 import torch
 
+from transect.ops.lang import cuda_build
 from transect.ops.linear import fixed_order
 from transect.ops.linear.few_rows import invariant
 from transect.ops.linear.few_rows.cuda import CudaRows, CudaTiling
@@ -39,7 +43,7 @@ def test_bits_are_the_same_by_every_tiling(n, k):
         torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in ((300, k), (n, k), (n,))
     )
     parts = fixed_order.parts_of(x, n)
-    assert parts == (1 if n > fixed_order.NARROW else 4 if k >= fixed_order.LONG else 2)
+    assert parts == (1 if n > fixed_order.NARROW else 2 if (n, k) == (6144, 4096) else fixed_order.PARTS)
     kernels, own = (CudaRows(), HopperRows()), invariant.InvariantRows()
     exact = x.double() @ weight.double().T + bias.double()
     whole, gated = own.linear(x, weight, bias), own.gated(x, weight)
@@ -54,3 +58,30 @@ def test_bits_are_the_same_by_every_tiling(n, k):
         for tiling in invariant.candidates(m, n, k, gated=True):
             y = invariant.run(*kernels, x[:m], weight, None, tiling, 1, gated=True)
             assert torch.equal(y, gated[:m]), (m, tiling)
+
+
+WAYS = [(4, 4, False), (4, 2, False), (6, 2, False), (3, 1, True), (7, 1, True)]
+
+
+@pytest.mark.parametrize(("warps", "parts", "gated"), WAYS)
+def test_warps_that_take_parts_and_groups(monkeypatch, warps, parts, gated):
+    """``small_matmul.cu`` on this processor (``cuda_host``): groups that are not a multiple of those taken at a time."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    lines = cuda_build.source("small_matmul.cu").read_text().splitlines()
+    rows: CudaRows = object.__new__(CudaRows)
+    rows._dependent = True
+    rows._launch = cuda_host.Launcher(
+        "small_matmul", "transect_small_matmul", "ppppiiill" + "i" * 6 + "pppppf" + "ip", None,
+        "-DTRANSECT_OF=100000", f"-DTRANSECT_PART={lines.index('  TRANSECT_ROWS(1, 4)') + 1}", "-D__CUDA_ARCH__=900",
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    m, n, k = 5, 208, 64 * parts * 3
+    x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((m, k), (n, k)))
+    tiling = CudaTiling(1, 4, 7, warps, -parts)
+    assert tiling.refusal(m, gated) is None
+    y = rows(x, weight, tiling=tiling, gated=gated)
+    exact = x.double() @ weight.double().T
+    if gated:
+        gate, up = exact.chunk(2, 1)
+        exact = torch.nn.functional.silu(gate) * up
+    assert (y.double() - exact).norm() < 0.005 * exact.norm()

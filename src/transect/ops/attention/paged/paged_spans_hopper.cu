@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(128)
   const uint32_t key_at = lane % 16 * 128 + ((lane / 16) ^ (lane % 8)) * 16;
   const uint32_t value_at = 2 * PIECE + (lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16;
   uint32_t query[NT][T][2];
-  float whole[NT][T][4], whole_m[NT][2], whole_l[NT];  // the spans so far, of an item that this warp began
+  float whole[NT][T][4], whole_m[NT][2], whole_l[NT];  // the spans so far of an item that this warp began, or one
   Parts joining = {0, 0, 0}, joining_too = {0, 0, 0};
   int slot = 0;
   for (int span = begin; span < end; span++) {
@@ -354,27 +354,26 @@ __global__ void __launch_bounds__(128)
       break;
     }
     const bool begun = at.span <= span - begin, last = at.span == at.spans - 1;  // the item began in this warp
-    if (begun) {
 #pragma unroll
-      for (int n = 0; n < NT; n++) {
-        if (at.span == 0) {
-          whole_l[n] = l[n];
+    for (int n = 0; n < NT; n++) {
+      if (!begun || at.span == 0) {
+        whole_l[n] = l[n];
 #pragma unroll
-          for (int h = 0; h < 2; h++) whole_m[n][h] = m[n][h];
-#pragma unroll
-          for (int t = 0; t < T; t++)
-#pragma unroll
-            for (int j = 0; j < 4; j++) whole[n][t][j] = o[n][t][j];
-          continue;
-        }
-        float fade[2], weight[2];
-        for (int h = 0; h < 2; h++) join(whole_m[n][h], m[n][h], fade[h], weight[h]);
-        whole_l[n] = joined(whole_l[n], odd ? fade[1] : fade[0], l[n], odd ? weight[1] : weight[0]);
+        for (int h = 0; h < 2; h++) whole_m[n][h] = m[n][h];
 #pragma unroll
         for (int t = 0; t < T; t++)
 #pragma unroll
-          for (int j = 0; j < 4; j++) whole[n][t][j] = joined(whole[n][t][j], fade[j % 2], o[n][t][j], weight[j % 2]);
+          for (int j = 0; j < 4; j++) whole[n][t][j] = o[n][t][j];
+        continue;
       }
+      float fade[2], weight[2];
+#pragma unroll
+      for (int h = 0; h < 2; h++) join(whole_m[n][h], m[n][h], fade[h], weight[h]);
+      whole_l[n] = joined(whole_l[n], odd ? fade[1] : fade[0], l[n], odd ? weight[1] : weight[0]);
+#pragma unroll
+      for (int t = 0; t < T; t++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) whole[n][t][j] = joined(whole[n][t][j], fade[j % 2], o[n][t][j], weight[j % 2]);
     }
     const int token = batch.starts ? __ldcg(batch.starts + at.row) : at.row;
     __nv_bfloat16* to_out = out + ((long long)token * K * G + at.head * G) * D;
@@ -404,13 +403,13 @@ __global__ void __launch_bounds__(128)
           const int head = n * 8 + 2 * c + h;
           if (head >= G) continue;
           if (g == h) {
-            parts_ml[((size_t)span * G + head) * 2] = begun ? whole_m[n][h] : m[n][h];
-            parts_ml[((size_t)span * G + head) * 2 + 1] = begun ? whole_l[n] : l[n];
+            parts_ml[((size_t)span * G + head) * 2] = whole_m[n][h];
+            parts_ml[((size_t)span * G + head) * 2 + 1] = whole_l[n];
           }
 #pragma unroll
           for (int t = 0; t < T; t++) {
-            to[head * D + t * 16 + g] = begun ? whole[n][t][h] : o[n][t][h];
-            to[head * D + t * 16 + g + 8] = begun ? whole[n][t][2 + h] : o[n][t][2 + h];
+            to[head * D + t * 16 + g] = whole[n][t][h];
+            to[head * D + t * 16 + g + 8] = whole[n][t][2 + h];
           }
         }
       if (last || span == end - 1) {  // this warp has left all it has of the item

@@ -197,9 +197,9 @@ __global__ void __launch_bounds__(256, 1)
   const int steps = ((K + CHUNK - 1) / CHUNK + takers - 1) / takers;
   const int total = (groups + across - 1) / across * steps;
   float* sums = (float*)(memory + warps * STAGES * stage_bytes);
-  __shared__ __align__(8) uint64_t sent;
+  __shared__ __align__(8) uint64_t sent[1];
   const int columns = n_end - n_first;
-  const Ranks cluster = {sums + warps * ROWS * kPitch<COLUMNS>, shared_address(&sent), rank, ranks, rows * columns};
+  const Ranks cluster = {sums + warps * ROWS * kPitch<COLUMNS>, shared_address(sent), rank, ranks, rows * columns};
   const uint32_t ring = shared_address(memory) + warp * STAGES * stage_bytes;
 
   let_next_begin();
