@@ -1,20 +1,21 @@
 """The cost of ``--deterministic`` on one Hopper GPU: products, attention and whole layers, and their bits.
 
-    python benchmarks/engine/invariant.py [SECTION ...] [--out FILE] [--replays 6] [--sizes 8B] [--rows 1,16]
+    python benchmarks/engine/invariant.py [SECTION ...] [--out FILE] [--replays 6]
 
 Sections: bits, products, cuts, layers, attention, prefill. ``bits`` counts, for every tiling, the outputs that differ
 from those of ``fixed_order.py`` and the like: all must be 0; ``codes`` and ``spans`` are its parts of packed weights
-and of attention. Products run in chains of launches on weights past the L2 cache, with all tilings of
-``small_matmul.cu``, the best that the rule predicts of ``hopper.py``, and that of the rule; the fastest become choices
-in FILE, which ``layers`` uses after ``products``. ``layers`` also has the time of each operator by itself. ``cuts``
-compares numbers of parts of K. Times are medians in microseconds; variants of a size alternate. A section that fails
-does not stop the others. Triton's kernels of attention are compiled by as many processes as there are variants first.
+and of attention. Products run in chains of launches on weights past the L2 cache, with every tiling and with that of
+the rule; the fastest become choices in FILE, which ``layers`` uses after ``products``. ``layers`` also has the time of
+each operator by itself. ``cuts`` compares numbers of parts of K. Times are medians in microseconds; variants of a size
+alternate. A section that fails does not stop the others. All kernels are compiled first, by as many processes as there
+are sizes and variants.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import subprocess
@@ -40,7 +41,7 @@ from transect.ops.attention.paged import decode_spans, dispatch, prefill
 from transect.ops.attention.paged.batch import PagedBatch
 from transect.ops.lang import cuda_build
 from transect.ops.linear import fixed_order
-from transect.ops.linear.few_rows import choices, invariant, rule
+from transect.ops.linear.few_rows import choices, invariant
 from transect.ops.linear.few_rows.choices import Choice
 from transect.ops.linear.few_rows.cuda import CudaRows, CudaTiling
 from transect.ops.linear.few_rows.hopper import HopperRows
@@ -58,11 +59,7 @@ SIZES = {
 }  # fmt: skip
 """N, K, and if it has a gate."""
 PARTS = (1, 2, 4)
-ONLY: dict[str, Any] = {"sizes": "", "rows": choices.ROWS}
-"""Beginning of the names of sizes, and rows of ``products``."""
 SOURCES = ("small_matmul", "small_matmul_hopper", "paged_decode_hopper", "paged_spans_hopper")
-PREDICTED = 8
-"""Tilings of ``hopper.py`` that are measured."""
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -93,8 +90,6 @@ def bits() -> Iterator[tuple[str, int, int]]:
     for name, (n, k, gated) in SIZES.items():
         if name == "8B head":
             n = 4096 * 4
-        if not name.startswith(ONLY["sizes"]):
-            continue
         weight, bias = torch.randn(n, k, **BF16) / k**0.5, torch.randn(n, **BF16)
         x = torch.randn(1024, k, **BF16)
         for parts in (1,) if gated else PARTS:
@@ -243,13 +238,6 @@ def bits_of_attention() -> Iterator[tuple[str, int, int]]:
 # --------------------------------------------------------------------------------------------------------------- times
 
 
-def predicted(m: int, n: int, k: int, gated: bool, tiling: invariant.Tiling) -> float:
-    """Return the predicted seconds of a tiling of ``hopper.py``; 0 for those of ``small_matmul.cu``."""
-    if isinstance(tiling, CudaTiling):
-        return 0.0
-    return rule.seconds(tiling, max(m, invariant.LEAST_ROWS), n // 2 if gated else n, k)
-
-
 def in_order(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
     return fixed_order.gated(x, weight) if gated else fixed_order.product(x, weight)
 
@@ -258,19 +246,15 @@ def products(replays: int) -> Iterator[dict[str, Any]]:
     """Yield for every size and number of rows: the default, the rule's tiling and the fastest, which is kept."""
     default, kernels = gpu_ops(torch.device("cuda")), (CudaRows(), HopperRows())
     for name, (n, k, gated) in SIZES.items():
-        if not name.startswith(ONLY["sizes"]):
-            continue
         weights, all_rows = weights_of(n, k), torch.randn(choices.MOST_ROWS, k, **BF16)
         whole = in_order(all_rows, weights[0], gated)
-        for m in ONLY["rows"]:
+        for m in choices.ROWS:
             x = all_rows[:m]
             op = default.gate_up if gated else default.linear
             parts = 1 if gated else fixed_order.parts_of(x, n)
             calls = {"default": [partial(op, x, weight) for weight in weights]}
             by_rule = invariant.by_rule(m, n, k, parts, gated)
-            found = sorted(invariant.candidates(m, n, k, parts, gated=gated), key=partial(predicted, m, n, k, gated))
-            few = sum(isinstance(tiling, CudaTiling) for tiling in found)
-            tilings = {str(i): tiling for i, tiling in enumerate(found[: few + PREDICTED])}
+            tilings = {str(i): tiling for i, tiling in enumerate(invariant.candidates(m, n, k, parts, gated=gated))}
             for label, tiling in tilings.items():
                 own = partial(invariant.run, *kernels, x)
                 calls[label] = [partial(own, weight, None, tiling, parts, True, gated) for weight in weights]
@@ -360,9 +344,9 @@ def attention(replays: int, only: str | None = None) -> Iterator[dict[str, Any]]
 
 
 def compile_all(attention: bool) -> None:
-    """Build the kernels in CUDA C++, each in a process of its own, and so the Triton variants of ``attention``."""
+    """Build the kernels in CUDA C++ and in Triton, each in a process of its own; with the variants of ``attention``."""
     command = [sys.executable, __file__, "--compile"]
-    names = ("products", *DECODES, *PROMPTS) if attention else ()
+    names = (*SIZES, *DECODES, *PROMPTS) if attention else tuple(SIZES)
     started = [subprocess.Popen([*command, name]) for name in names]
     with ThreadPoolExecutor() as pool:
         list(pool.map(partial(cuda_build.build, target=target_of().name), SOURCES))
@@ -410,18 +394,16 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", default=["bits", *timed])
     parser.add_argument("--out", type=Path, default=Path("invariant.json"))
     parser.add_argument("--replays", type=int, default=6)
-    parser.add_argument("--sizes", default="", help="beginning of the names of sizes to measure")
-    parser.add_argument("--rows", help="rows of products, separated by commas")
-    parser.add_argument("--compile", help="only compile this variant of attention")
+    parser.add_argument("--compile", help="only compile this variant of attention, or the products of this size")
     options = parser.parse_args()
-    ONLY["sizes"] = options.sizes
-    if options.rows:
-        ONLY["rows"] = tuple(int(rows) for rows in options.rows.split(","))
     if options.compile:
         with torch.inference_mode():
-            if options.compile == "products":
-                for n, k, gated in SIZES.values():
-                    in_order(torch.randn(choices.MOST_ROWS, k, **BF16), torch.randn(n, k, **BF16), gated)
+            if options.compile in SIZES:
+                n, k, gated = SIZES[options.compile]
+                weight = torch.randn(n, k, **BF16)
+                for m, parts in itertools.product((64, 128, 512, 1024), (1,) if gated else PARTS):
+                    x = torch.randn(m, k, **BF16)
+                    fixed_order.gated(x, weight) if gated else fixed_order.product(x, weight, parts=parts)
             else:
                 list(attention(1, options.compile))
         return

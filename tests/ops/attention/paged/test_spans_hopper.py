@@ -1,5 +1,5 @@
-"""``paged_spans_hopper.cu`` on this processor: values, and the same bits however spans are dealt out to warps. (On a GPU
-``test_decode_spans.py`` compares its bits with those of prompts.)"""
+"""``paged_spans_hopper.cu`` on this processor: values, and the same bits however spans are dealt out to warps. On a
+GPU ``test_decode_spans.py`` compares its bits with those of prompts."""
 
 import re
 from types import SimpleNamespace

@@ -65,7 +65,7 @@ WAYS = [(4, 4, False), (4, 2, False), (6, 2, False), (3, 1, True), (7, 1, True)]
 
 @pytest.mark.parametrize(("warps", "parts", "gated"), WAYS)
 def test_warps_that_take_parts_and_groups(monkeypatch, warps, parts, gated):
-    """``small_matmul.cu`` on this processor (``cuda_host``): groups that are not a multiple of those taken at a time."""
+    """``small_matmul.cu`` on this processor (``cuda_host``); groups are not a multiple of those taken at a time."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
     lines = cuda_build.source("small_matmul.cu").read_text().splitlines()
     rows: CudaRows = object.__new__(CudaRows)
