@@ -174,7 +174,7 @@ CHUNKS = ((16, 0, 512), (4, 0, 2048))
 
 
 def decodes(name: str) -> dispatch.PagedTriton:
-    usual = dispatch.uniform_on_hopper()
+    usual: Any = dispatch.uniform_on_hopper()
     return dataclasses.replace(usual, decode=None, **DECODES[name]) if DECODES[name] else usual
 
 
@@ -228,7 +228,7 @@ def bits_of_attention() -> Iterator[tuple[str, int, int]]:
             expected = torch.cat([*[whole[-100:]] * 3, whole[some]])
             yield f"attention, {size}, mixed", len(found), int((found != expected).flatten(1).any(1).sum())
             if isinstance(call.decode, decode_spans.PagedSpans):
-                call.decode.ROOM = 0  # type: ignore[misc]
+                call.decode.ROOM = 0
                 found = call(rows, keys, values, batch, d**-0.5, None)
                 yield f"attention, {size}, whole", len(at), int((found[:-2] != whole[at]).flatten(1).any(1).sum())
     found = prompting("128 rows")(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
