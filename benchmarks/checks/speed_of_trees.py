@@ -83,6 +83,11 @@ for _ in sys.stdin:
 """Warms up, then measures once for each line that it reads; it imports the package of the tree alone."""
 
 
+def importing(tree: Path) -> dict[str, str]:
+    """Return the environment of a process that imports the package of ``tree``."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])}
+
+
 class GpuTree:
     """One tree's engine on the GPU, in a process that measures when it is asked to.
 
@@ -94,7 +99,7 @@ class GpuTree:
         self._process = subprocess.Popen(
             [sys.executable, "-c", GPU_PROGRAM, model, str(share)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])},
+            env=importing(tree),
         )  # fmt: skip
         self._answer("ready")
 
@@ -118,7 +123,7 @@ def rates(tree: Path, threads: int) -> dict[str, float]:
     """Return the median tokens per second of each work on one tree."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(threads)], capture_output=True, text=True, check=True, cwd=tree,
-        env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": str(threads)},
+        env=importing(tree) | {"OMP_NUM_THREADS": str(threads)},
     )  # fmt: skip
     found = json.loads(done.stdout.splitlines()[-1])
     return {work: statistics.median(values) for work, values in found.items()}
