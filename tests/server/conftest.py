@@ -219,6 +219,12 @@ def engine() -> FakeEngine:
     return FakeEngine()
 
 
+@pytest.fixture(scope="module")
+def shared_engine() -> FakeEngine:
+    """One for all tests of a file, which leave it as it is."""
+    return FakeEngine()
+
+
 @pytest.fixture
 def options() -> ServerOptions:
     return ServerOptions(model_names=("fake-model", "alias"), max_body_bytes=20_000)
