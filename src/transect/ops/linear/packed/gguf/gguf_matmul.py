@@ -33,9 +33,10 @@ from .... import shapes
 from ....lang.jit import TRITON_TARGETS, available, kernel, require, rows_of, runs_triton, tl
 from ....numerics import compute_dtype, sample
 from ....registry import Case, Implementation, Kernel, Op, Unavailable, register
+from ... import gate_up
 from .. import block_tiles
-from . import gguf_chain, gguf_rows, gguf_tiles
-from .gguf_layout import COLUMNS, arrange, dense
+from . import gguf_chain, gguf_four, gguf_rows, gguf_tiles
+from .gguf_layout import COLUMNS, ROWS, arrange, dense
 
 log = logging.getLogger(__name__)
 PORTABLE_ROWS = 24
@@ -71,9 +72,10 @@ def _bits(words, j, lane, h, q, s, odd, WIDTH: tl.constexpr):  # type: ignore[no
 def _dequantize(  # type: ignore[no-untyped-def]
     words, bytes_, halves, chosen, out, O, I, across,
     UNIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr,
-    BIAS: tl.constexpr, MINIMUM: tl.constexpr, OFFSET: tl.constexpr, CHOSEN: tl.constexpr,
+    BIAS: tl.constexpr, MINIMUM: tl.constexpr, OFFSET: tl.constexpr, CHOSEN: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize one unit, of the same bytes as words, bytes and halves: 16 rows by 256 columns of ``out [O, I]``."""
+    """Dequantize one unit, of the same bytes as words, bytes and halves: 16 rows by 256 columns of ``out [O, I]``.
+    ``APART``: groups of 16 rows that alternate become its upper and its lower half."""
     unit = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, 16)[:, None]
     k = tl.arange(0, 256)[None, :]
@@ -107,7 +109,8 @@ def _dequantize(  # type: ignore[no-untyped-def]
         value = value * tl.load(halves + unit * (UNIT // 2) + SCALES // 2 + at).to(tl.float32)
         if MINIMUM:
             value += tl.load(halves + unit * (UNIT // 2) + SCALES // 2 + at + 2).to(tl.float32)
-    row = unit // across * 16 + r
+    sixteen = unit // across
+    row = (sixteen // 2 * 16 + sixteen % 2 * (O // 2) if APART else sixteen * 16) + r
     column = unit % across * 256 + k
     tl.store(out + row * I + column, value.to(out.dtype.element_ty), (row < O) & (column < I))
 
@@ -127,8 +130,11 @@ def _constants(kind: BlockUnits) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def dequantize(arranged: Tensor, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    """Return the values ``[O, I]``, by Triton; rounded once."""
+def dequantize(
+    arranged: Tensor, name: str, outputs: int, inputs: int, dtype: torch.dtype, *, apart: bool = False
+) -> Tensor:
+    """Return the values ``[O, I]``, by Triton; rounded once. ``apart``: gate and up, whose groups of 16 rows alternate,
+    become the upper and the lower half."""
     require("gguf_dequantize", torch.empty(0, dtype=dtype, device=arranged.device))
     kind, arranged = UNITS[name], arranged.contiguous()
     out = torch.empty(outputs, inputs, dtype=dtype, device=arranged.device)
@@ -137,7 +143,7 @@ def dequantize(arranged: Tensor, name: str, outputs: int, inputs: int, dtype: to
         flat = arranged.view(-1)
         _dequantize[(down * across,)](
             flat.view(torch.int32), flat, flat.view(getattr(torch, kind.scale_dtype)), table(name, arranged.device),
-            out, outputs, inputs, across, **_constants(kind), num_warps=4,
+            out, outputs, inputs, across, **_constants(kind), APART=apart, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -158,14 +164,17 @@ class Products:
         self.dependent = dependent
         self._rows: gguf_rows.GGUFRows | None = None
         self.chain: gguf_chain.GGUFChain | None = None
+        self.four: gguf_four.GGUFFour | None = None
         self._tiles: gguf_tiles.GGUFTiles | None = None
+        self._dense_gate = cache(gate_up.best_launcher)
         self._triton = runs_triton(torch.empty(0, device=device))
         target = target_of(device)
         if target.capability >= (8, 0):
             try:
                 self._rows = gguf_rows.GGUFRows(device)
                 self._tiles = gguf_tiles.GGUFTiles(device) if target.hopper else None
-                self.chain = gguf_chain.GGUFChain(device) if chained and target.hopper else None
+                if chained and target.hopper:
+                    self.chain, self.four = gguf_chain.GGUFChain(device), gguf_four.GGUFFour(device)
             except Unavailable as reason:
                 log.warning("blocks of GGUF files are rebuilt for each product, which is slower: %s", reason)
 
@@ -209,12 +218,16 @@ class Products:
         return reference(x, arranged, name, outputs, bias)
 
     def gated(self, x: Tensor, arranged: Tensor, name: str, outputs: int) -> Tensor | None:
-        """Compute ``silu(gate) * up [T, O / 2]`` in one kernel, of a weight whose groups of 16 rows are gate and up
-        alternately; None if no kernel does that."""
+        """Compute ``silu(gate) * up [T, O / 2]`` of a weight whose groups of 16 rows are gate and up alternately, the
+        gate beside the product; None if no kernel does that. For many rows on Hopper the matrix is dequantized for the
+        product of ``gate_up.py``."""
         alone = self._alone(x, arranged, name, outputs, gated=True)
         if alone is not None:
             return alone
         kernel = self.kernel(x, arranged, name, outputs)
+        if kernel is None and self._tiles is not None and x.element_size() == 2 and outputs % (2 * ROWS) == 0:
+            rows = dequantize(arranged, name, outputs, x.shape[1], x.dtype, apart=True)
+            return self._dense_gate()(x, rows, dependent_launch=self.dependent)
         if kernel is None or (kernel is self._tiles and block_tiles.refusal(outputs, None, gated=True)):
             return None
         return kernel(x, arranged, name, outputs, gated=True, dependent_launch=self.dependent)
@@ -287,7 +300,7 @@ def _kernels() -> Sequence[Kernel]:
         halves = "*bf16" if kind.exponents else "*fp16"
         types = {"words": "*i32", "bytes_": "*u8", "halves": halves, "chosen": "*fp32", "out": "*bf16"}
         types |= dict.fromkeys(("O", "I", "across"), "i32")
-        return Kernel(name, _dequantize, types, _constants(kind), ("I",), targets=TRITON_TARGETS)
+        return Kernel(name, _dequantize, types, _constants(kind) | {"APART": False}, ("I",), targets=TRITON_TARGETS)
 
     return [of(name) for name in ("Q4_K", "Q6_K", "Q5_1", "MXFP4")]
 
