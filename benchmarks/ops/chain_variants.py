@@ -29,6 +29,7 @@ NO_WAITS = [
 ]
 NO_KEEP = [("const float back = Codes::keep(part, known, v.v, steps, lane);", "const float back = 1;")]
 EIGHT = [("kWarps = 16", "kWarps = 8"), ("kMostSteps = 8, kKept", "kMostSteps = 16, kKept")]
+EARLY = [("if (p == QKV) let_next_begin();", "if (p == ATTENDED) let_next_begin();")]
 TWICE = [("__launch_bounds__(kThreads, 1)", "__launch_bounds__(kThreads, 2)")]
 TWELVE = [("kWarps = 16", "kWarps = 12"), ("kMostSteps = 8, kKept", "kMostSteps = 12, kKept")]
 HINT = [
@@ -55,6 +56,9 @@ VARIANTS: dict[str, tuple[list[tuple[str, str]], int]] = {
     "four_12_warps": (FEW + TWELVE, 12),
     "four_8_warps": (FEW + EIGHT, 8),
     "four_8_warps_twice": (FEW + EIGHT + TWICE, 8),
+    "four_no_keep": (FEW + NO_KEEP, 16),
+    "four_early": (FEW + EARLY, 16),
+    "four_8_warps_twice_early": (FEW + EIGHT + TWICE + EARLY, 8),
 }
 
 
@@ -145,7 +149,7 @@ def main() -> None:
     print(f"floor {floor * 1e6:.1f} us", flush=True)
     before = gguf_chain.GGUFChain(torch.device("cuda"))
     sources = {name: write(name) for name in VARIANTS}  # all before any is built: a library's name tells all headers
-    with ThreadPoolExecutor(10) as pool:
+    with ThreadPoolExecutor(14) as pool:
         list(pool.map(build, [*sources.values(), "gguf_chain"]))
     note("before, 8 stages", before.chain)
     for name, source in sources.items():
