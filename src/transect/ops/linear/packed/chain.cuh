@@ -10,6 +10,8 @@
 //   So no block waits for all others, and nothing waits for memory to be in order: a fence would wait for the weights
 //   that were asked for. Results have two places, one launch's and the next one's, where each sets all bits again for
 //   the other. A block counts launches for itself, in memory.
+// * While blocks wait for the last product's x, memory would be idle: they ask the L2 cache for the first items of the
+//   launch that follows.
 // * All blocks must run at once: there is one on each multiprocessor and no more.
 
 #pragma once
@@ -22,7 +24,7 @@ namespace chain {
 using namespace few_rows;
 using namespace hopper;
 
-constexpr int kWarps = 16, kThreads = 32 * kWarps, kProducts = 4, kMostStages = 12;
+constexpr int kWarps = 16, kThreads = 32 * kWarps, kProducts = 4, kBeyond = 2, kMostStages = 12;
 constexpr int kSums = 2 * kWarps * 32 * 4, kShares = kProducts * 16;  // bytes: sums; a warp's shares
 constexpr int kPolls = 1 << 23;  // some seconds: then a block is missing, and an error is better than to hang
 
@@ -34,11 +36,12 @@ struct Chunks128 {
   static constexpr bool kApart = false;
 };
 
-// ``item``: bytes of one; ``part``: of a warp's part of x, as it is kept.
+// The last ``kBeyond`` matrices are the first of the launch that follows, as large as those of this one, of which a warp
+// asks the L2 cache for ``beyond`` items. ``item``: bytes of one; ``part``: of a warp's part of x, as it is kept.
 template <class Codes>
 struct Weights {
-  typename Codes::Matrix matrix[kProducts];
-  int n[kProducts], k[kProducts], item, part;
+  typename Codes::Matrix matrix[kProducts + kBeyond];
+  int n[kProducts], k[kProducts], beyond, item, part;
 };
 
 // All bfloat16 unless said. ``total`` [D] is the residual stream after the first product, ``norm`` [D] and ``eps`` those
@@ -52,6 +55,19 @@ struct Data {
   float eps[2];
   int apart;
 };
+
+// A bulk copy of what a step reads once, and a request that the L2 cache have it.
+__device__ __forceinline__ void copy_once(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(kReadOnce)
+      : "memory");
+}
+
+__device__ __forceinline__ void prefetch_bulk(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 
 __device__ __forceinline__ float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_of(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
@@ -226,6 +242,29 @@ struct Ahead {
   }
 };
 
+// Ask the L2 cache for this warp's first items of the launch that follows.
+template <class Codes>
+__device__ __forceinline__ void prefetch(const Weights<Codes>& weights, const Share* shares) {
+  int left = weights.beyond;
+  for (int p = 0; p < kBeyond; p++) {
+    const Share share = shares[p];
+    const bool gate = p == GATE_UP;
+    for (int group = 0; group < share.groups && left > 0; group++) {
+      const int unit = share.first + (gate ? group : 2 * group);
+      const bool both = gate || unit + 1 < share.end;
+      typename Codes::Cursor cursor;
+      cursor.begin(weights.matrix[kProducts + p], weights.n[p], unit, gate, both);
+      for (int lower = 0; lower < (Codes::kApart && both ? 2 : 1); lower++) {
+        for (int step = 0; step < share.steps && left > 0; step++, left--) {
+          if (threadIdx.x % 32 == 0) cursor.prefetch();
+          cursor.next();
+        }
+        if constexpr (Codes::kApart) cursor.begin_lower();
+      }
+    }
+  }
+}
+
 template <class Codes>
 int shared_bytes(const Weights<Codes>& weights, int stages) {
   return 1024 + kWarps * (stages * weights.item + weights.part + Codes::kKnown) + kSums +
@@ -264,7 +303,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Share share = shares[p];
     const int K = weights.k[p], steps = share.steps, groups = share.groups, first = share.first, end = share.end;
     const bool gate = p == GATE_UP;
-    if (p == QKV) let_next_begin();
+    if (p == QKV) {
+      let_next_begin();
+      prefetch(weights, shares);
+    }
 
     PartOf<Codes> v;
     const bool normed = p == GATE_UP || p == QKV;

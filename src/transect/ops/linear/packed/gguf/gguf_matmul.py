@@ -5,7 +5,8 @@ r"""Product with a weight in a block type of GGUF files, in the file's own bits.
 ``gguf_layout.py`` says how the bits lie. On Hopper the weight is read in its own bits and decoded in registers: for up
 to ``gguf_rows.MOST_ROWS`` rows of bfloat16 by ``gguf_rows.cu``, for up to ``block_tiles.MOST_ROWS`` by
 ``gguf_tiles.cu``. More rows, and other GPUs, rebuild the matrix in the activations' dtype for the time of the product
-(``dequantize``), and multiply by that. ``gguf_chain.cu`` takes one row, alone or four products in one launch.
+(``dequantize``), and multiply by that. ``gguf_row.cu`` takes one row, ``gguf_chain.cu`` four products
+of one row in one launch.
 
 Shapes: x ``[T, I]``, arranged uint8 (``arranged_shape``), name a key of ``UNITS``, outputs O, bias ``[O]`` or None,
 result ``[T, O]`` in x's dtype. Inference only: no gradient.
@@ -35,7 +36,7 @@ from ....numerics import compute_dtype, sample
 from ....registry import Case, Implementation, Kernel, Op, Unavailable, register
 from ... import gate_up
 from .. import block_tiles
-from . import gguf_chain, gguf_four, gguf_rows, gguf_tiles
+from . import gguf_chain, gguf_row, gguf_rows, gguf_tiles
 from .gguf_layout import COLUMNS, ROWS, arrange, dense
 
 log = logging.getLogger(__name__)
@@ -156,15 +157,16 @@ def rebuilt(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor |
 class Products:
     """``reference`` on a device, whichever way is quicker for the number of rows; resolved once.
 
-    ``dependent``: launches begin while the kernel before still ends. ``chained``: ``gguf_chain.cu`` takes one row.
+    ``dependent``: launches begin while the kernel before still ends. ``chained``: ``gguf_row.cu`` and
+    ``gguf_chain.cu`` take one row.
     """
 
     def __init__(self, device: torch.device | str, *, dependent: bool = False, chained: bool = False) -> None:
         device = torch.device(device)
         self.dependent = dependent
         self._rows: gguf_rows.GGUFRows | None = None
+        self.row: gguf_row.GGUFRow | None = None
         self.chain: gguf_chain.GGUFChain | None = None
-        self.four: gguf_four.GGUFFour | None = None
         self._tiles: gguf_tiles.GGUFTiles | None = None
         self._dense_gate = cache(gate_up.best_launcher)
         self._triton = runs_triton(torch.empty(0, device=device))
@@ -174,7 +176,7 @@ class Products:
                 self._rows = gguf_rows.GGUFRows(device)
                 self._tiles = gguf_tiles.GGUFTiles(device) if target.hopper else None
                 if chained and target.hopper:
-                    self.chain, self.four = gguf_chain.GGUFChain(device), gguf_four.GGUFFour(device)
+                    self.row, self.chain = gguf_row.GGUFRow(device), gguf_chain.GGUFChain(device)
             except Unavailable as reason:
                 log.warning("blocks of GGUF files are rebuilt for each product, which is slower: %s", reason)
 
@@ -197,13 +199,13 @@ class Products:
     def _alone(
         self, x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None, gated: bool = False
     ) -> Tensor | None:
-        """Return the product of one row by the kernel that also does several at once, where it takes it."""
-        if self.chain is None or not gguf_chain.takes(x, ((outputs, x.shape[-1], gated),)):
+        """Return the product of one row by ``gguf_row.cu``, where it takes it."""
+        if self.row is None or not gguf_row.takes(x, ((outputs, x.shape[-1], gated),)):
             return None
-        part = gguf_chain.BlockPart(arranged, name, outputs)
-        if gguf_chain.refusal((part,)) is not None:
+        part = gguf_row.BlockPart(arranged, name, outputs)
+        if gguf_row.refusal((part,)) is not None:
             return None
-        return self.chain(x, (part,), bias, gated=gated, dependent_launch=self.dependent)[0]
+        return self.row(x, (part,), bias, gated=gated, dependent_launch=self.dependent)[0]
 
     def __call__(self, x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None) -> Tensor:
         """Compute ``reference``. Can be captured in a CUDA graph."""
