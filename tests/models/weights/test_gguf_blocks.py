@@ -144,7 +144,7 @@ def test_parts_of_other_kinds_are_no_matrix_for_it():
     stacked = q.stack([v])
     assert isinstance(stacked, BlockStream) and len(stacked._matrix) == 2
     assert q.stack([v, None]) is None and stacked.stack([v, v]) is None
-    assert not stacked.biased and stacked.chain([q]) is None
+    assert not stacked.biased and stacked.chain([q], []) is None
 
 
 def test_experts_of_whole_sixteens_are_decoded_in_the_grouped_product(monkeypatch):

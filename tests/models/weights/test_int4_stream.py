@@ -108,10 +108,10 @@ def test_what_no_chain_takes_has_none(monkeypatch):
     first, second = model.layers[0], model.layers[1]
     parts = (first.attention.o, first.mlp.gate_up, first.mlp.down, second.attention.qkv)
     o, gate_up, down, qkv = (part.stream_product(model.ops.stream_products) for part in parts)
-    assert o.chain((gate_up, down, qkv)) is not None
-    assert o.chain((gate_up, down, object())) is None
-    assert o.chain((gate_up, qkv, down)) is None
-    assert gate_up.chain((gate_up, down, qkv)) is None
+    assert o.chain((gate_up, down, qkv), ()) is not None
+    assert o.chain((gate_up, down, object()), ()) is None
+    assert o.chain((gate_up, qkv, down), ()) is None
+    assert gate_up.chain((gate_up, down, qkv), ()) is None
 
 
 def test_the_chain_is_compiled_where_launches_depend_on_each_other(monkeypatch):
