@@ -84,9 +84,10 @@ class StreamProduct(Protocol):
 
     def gated(self, stream: ResidualStream) -> Gated: ...
 
-    def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
+    def chain(self, after: Sequence[StreamProduct], ahead: Sequence[StreamProduct]) -> Chain | None:
         """Return this product on a stream and the three after it (gate with up, down, q with k and v of the next layer)
-        in one launch for one row; None if there is no such kernel."""
+        in one launch for one row; None if there is no such kernel. ``ahead``: o, and gate with up, of the next layer,
+        whose first weights the launch may bring to the L2 cache."""
         ...
 
 
@@ -400,7 +401,7 @@ class WeightSite:
     dependent: bool = False
     """True if launches begin before the previous kernel ends, if the device supports that."""
     chained: bool = False
-    """``gguf_chain.cu`` takes one row of blocks of GGUF files."""
+    """``gguf_row.cu`` and ``gguf_chain.cu`` take one row of blocks of GGUF files."""
     batch_invariant: bool = False
     """A row's product must not depend on the number of rows, nor on the others."""
 

@@ -1,6 +1,5 @@
 r"""``chain.cuh``: the four products between the attention of a layer and that of the next, for one row, in one launch
-on Hopper. ``scaled8_chain.py`` and ``int4_chain.py`` say how weights are held; the kernel of ``gguf_chain.py`` is its
-own, and computes the same.
+on Hopper. ``scaled8_chain.py``, ``int4_chain.py`` and ``gguf_chain.py`` say how weights are held.
 
     t = a O^T + r                          h = (t s / rms(t)) [G; U]^T
     u = (silu(h_G) h_U) W^T + t            y = (u s' / rms(u)) Q^T + b
@@ -10,9 +9,11 @@ matrices, and Q those of q, k and v of the next layer. The result is y and u.
 
 Each product needs the one before, so four launches leave memory idle while one ends and the next begins: some 4 us of
 the 8 to 30 that the bytes of a product take. Here every block asks for its share of the weights of all four in one go,
-as far as its shared memory goes, and only x waits for the blocks that make it.
+as far as its shared memory goes, and only x waits for the blocks that make it. While the last product waits, the L2
+cache is asked for the first weights of the chain that follows (``ahead``), so memory works during attention too.
 
-Shapes: a ``[1, K]``, r ``[1, D]``, norms ``[D]``, b ``[N]``, all in bfloat16; K up to 16,384. Inference only.
+Shapes: a ``[1, K]``, r ``[1, D]``, norms ``[D]``, b ``[N]``, all in bfloat16; K up to 16,384 (of GGUF
+blocks 32,768). Inference only.
 """
 
 from __future__ import annotations
@@ -46,9 +47,17 @@ class ChainWeights(NamedTuple):
     bias: Tensor | None = None
     """Bias of q, k and v."""
 
+    ahead: Sequence[Any] = ()
+    """O, and gate with up, of the chain that follows, or nothing."""
+
     @property
     def matrices(self) -> tuple[Any, ...]:
         return (self.o, self.gate_up, self.down, self.qkv)
+
+    def matrices_ahead(self, alike: Callable[[Any, Any], bool]) -> tuple[Any, ...]:
+        """Return ``ahead`` if both are ``alike`` those of this chain, else nothing."""
+        whole = len(self.ahead) == 2 and all(map(alike, self.ahead, (self.o, self.gate_up)))
+        return tuple(self.ahead) if whole else ()
 
 
 def in_turns(both: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,6 +185,7 @@ class Chain:
         return out, stream
 
 
-def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
-    """Return an array of where they begin, for a launcher."""
-    return (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
+def addresses(tensors: Sequence[Tensor | None], count: int = 0) -> ctypes.Array[ctypes.c_void_p]:
+    """Return an array of where they begin, for a launcher; with nulls, at least ``count`` addresses."""
+    found = [None if t is None else t.data_ptr() for t in tensors]
+    return (ctypes.c_void_p * max(count, len(tensors)))(*found)

@@ -16,7 +16,7 @@ using namespace chain;
 
 namespace {
 
-constexpr int kBox = 16 * kSpan;
+constexpr int kSpan = Chunks128::kSpan, kBox = 16 * kSpan;
 
 __device__ __forceinline__ void fetch_box(uint32_t to, const CUtensorMap* map, int row, int chunk, uint32_t barrier) {
   asm volatile(
@@ -24,6 +24,11 @@ __device__ __forceinline__ void fetch_box(uint32_t to, const CUtensorMap* map, i
       "[%4], %5;" ::"r"(to),
       "l"(map), "r"(chunk * kSpan), "r"(row), "r"(barrier), "l"(kReadOnce)
       : "memory");
+}
+
+__device__ __forceinline__ void prefetch_box(const CUtensorMap* map, int row, int chunk) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(chunk * kSpan), "r"(row)
+               : "memory");
 }
 
 // Codes 0, 1 and 2, 3 of a word as float16.
@@ -63,7 +68,7 @@ __device__ __forceinline__ uint32_t largest(uint32_t pair) { return max(pair << 
 enum Format { kFp8 = 1, kInt8 = 2, kFp8Blocks = 3 };
 
 template <Format FORMAT>
-struct Codes8 {
+struct Codes8 : Chunks128 {
   static constexpr int kItem = 2 * kBox, kKnown = 0;
   struct Matrix {
     CUtensorMap map;
@@ -86,6 +91,10 @@ struct Codes8 {
       fetch_box(to, map, row, chunk, barrier);
       if (both) fetch_box(to + kBox, map, below, chunk, barrier);
     }
+    __device__ __forceinline__ void prefetch() const {
+      prefetch_box(map, row, chunk);
+      if (both) prefetch_box(map, below, chunk);
+    }
   };
 
   static __device__ __forceinline__ float row_scale(const Matrix& matrix, int row) {
@@ -93,7 +102,8 @@ struct Codes8 {
   }
 
   // A warp's part of x as float16; gives what brings its sums back.
-  static __device__ __forceinline__ float keep(uint32_t part, uint32_t, const Part& v, int steps, int lane) {
+  static __device__ __forceinline__ float keep(uint32_t part, uint32_t, const uint4 (&v)[kMostSteps / 2], int steps,
+                                               int lane) {
     uint32_t most = 0;
 #pragma unroll
     for (int j = 0; j < kMostSteps / 2; j++)
@@ -120,6 +130,7 @@ struct Codes8 {
     float total[2][2] = {}, scale[2];
     const float* from[2];
 
+    __device__ __forceinline__ void end(int) {}
     __device__ __forceinline__ float of(int r, int half) const {
       return FORMAT == kFp8Blocks ? total[r][half] : acc[0][r][half * 2] + acc[1][r][half * 2];
     }
@@ -212,13 +223,15 @@ int describe(CUtensorMap* map, const void* codes, int n, int k) {
 }
 
 template <Format FORMAT>
-int start_of(const void* const* codes, const void* const* scales, const int* sizes, const void* const* tensors,
+int start_of(const void* const* codes, const void* const* scales, int beyond, const int* sizes, const void* const* tensors,
              float eps0, float eps1, int stages, int blocks, int dependent, void* stream) {
   Weights<Codes8<FORMAT>> weights;
-  for (int p = 0; p < kProducts; p++) {
-    if (sizes[2 * p] % 128) return -1;
-    weights.matrix[p].scale = (const float*)scales[p];
-    if (describe(&weights.matrix[p].map, codes[p], sizes[2 * p], sizes[2 * p + 1])) return -2;
+  weights.beyond = codes[kProducts] ? beyond : 0;
+  for (int p = 0; p < kProducts + (weights.beyond ? kBeyond : 0); p++) {
+    const int n = sizes[2 * (p % kProducts)], k = sizes[2 * (p % kProducts) + 1];
+    if (n % 128) return -1;
+    if (p < kProducts) weights.matrix[p].scale = (const float*)scales[p];
+    if (describe(&weights.matrix[p].map, codes[p], n, k)) return -2;
   }
   return start<Codes8<FORMAT>>(weights, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream);
 }
@@ -226,17 +239,18 @@ int start_of(const void* const* codes, const void* const* scales, const int* siz
 }  // namespace
 
 // Codes [n, k] contiguous on 16 bytes and scales float32 of the four products: o, gate over up, down, and q, k, v of the
-// next layer; their sizes n and k must follow each other, multiples of 128 up to 16384 (n of gate over up twice that).
+// next layer, then codes of o and gate over up of the next layer or null; ``beyond``: items of those that a warp asks the
+// L2 cache for. Sizes n and k must follow each other, multiples of 128 up to 16384 (n of gate over up twice that).
 // ``format``: 1 fp8, 2 whole numbers, each with scales [n]; 3 fp8 with scales [n / 128, k / 128]. The rest as of
 // ``chain::start``; ``dependent`` as of transect_small_matmul. Returns -2 where the codes cannot be described to the copy
 // engine.
-extern "C" int transect_scaled8_chain(const void* const* codes, const void* const* scales, int format, const int* sizes,
-                                      const void* const* tensors, float eps0, float eps1, int stages,
-                                      int blocks, int dependent, void* stream) {
+extern "C" int transect_scaled8_chain(const void* const* codes, const void* const* scales, int format, int beyond,
+                                      const int* sizes, const void* const* tensors, float eps0, float eps1,
+                                      int stages, int blocks, int dependent, void* stream) {
 #define TRANSECT_FORMAT(F)                                                                                     \
   if (format == F)                                                                                             \
     return TRANSECT_HERE(                                                                                      \
-        start_of<F>(codes, scales, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream));
+        start_of<F>(codes, scales, beyond, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream));
   TRANSECT_FORMAT(kFp8)
   TRANSECT_FORMAT(kInt8)
   TRANSECT_FORMAT(kFp8Blocks)

@@ -18,16 +18,8 @@ using namespace chain;
 
 namespace {
 
-__device__ __forceinline__ void copy_once(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(kReadOnce)
-      : "memory");
-}
-
 template <int GROUP>
-struct Int4 {
+struct Int4 : Chunks128 {
   static constexpr int kGroups = kChunk / GROUP, kItem = 2 * kTile<GROUP>, kKnown = kMostSteps * kGroups * 8;
   struct Matrix {
     const unsigned char* tiles;
@@ -49,13 +41,14 @@ struct Int4 {
       barrier_expect(barrier, bytes);
       copy_once(to, from, bytes, barrier);
     }
+    __device__ __forceinline__ void prefetch() const { prefetch_bulk(from, bytes); }
   };
 
   static __device__ __forceinline__ float row_scale(const Matrix&, int) { return 1; }
 
   // A warp's part of x as bytes: of each chunk [64 k][high or low][4][2][2 words]. A word of place t holds k 2t, 2t + 8,
   // 2t + 1 and 2t + 9 of 16 k: the order of the weight's bytes. ``known``: of each group the unit, and the sum of x.
-  static __device__ __forceinline__ float keep(uint32_t part, uint32_t known, const Part& v, int steps, int lane) {
+  static __device__ __forceinline__ float keep(uint32_t part, uint32_t known, const uint4 (&v)[kMostSteps / 2], int steps, int lane) {
     const int i = lane % 16, q = i / 2;  // this lane has 8 k of 16 k q
     const bool right = i % 2;            // it stores the low bytes, its neighbour the high ones
 #pragma unroll
@@ -143,24 +136,26 @@ struct Int4 {
 };
 
 template <int GROUP>
-int start_of(const void* const* tiles, const int* sizes, const void* const* tensors, float eps0, float eps1, int stages,
+int start_of(const void* const* tiles, int beyond, const int* sizes, const void* const* tensors, float eps0, float eps1, int stages,
              int blocks, int dependent, void* stream) {
   Weights<Int4<GROUP>> weights;
-  for (int p = 0; p < kProducts; p++) weights.matrix[p].tiles = (const unsigned char*)tiles[p];
+  for (int p = 0; p < kProducts + kBeyond; p++) weights.matrix[p].tiles = (const unsigned char*)tiles[p];
+  weights.beyond = tiles[kProducts] ? beyond : 0;
   return start<Int4<GROUP>>(weights, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream);
 }
 
 }  // namespace
 
-// tiles: what ``arrange`` gives for o, gate and up in turns of 16 rows, down, and q, k, v of the next layer, in groups of
-// ``group`` (32, 64 or 128); their sizes n and k must follow each other, n multiples of 16, k of 128, up to 16384. The
+// tiles: what ``arrange`` gives for o, gate and up in turns of 16 rows, down, and q, k, v of the next layer, then o and
+// gate and up of the next layer or null, in groups of ``group`` (32, 64 or 128); ``beyond``: items of the last two that a
+// warp asks the L2 cache for. Their sizes n and k must follow each other, n multiples of 16, k of 128, up to 16384. The
 // rest as of ``chain::start``; ``dependent`` as of transect_small_matmul.
-extern "C" int transect_int4_chain(const void* const* tiles, int group, const int* sizes, const void* const* tensors,
-                                   float eps0, float eps1, int stages, int blocks, int dependent, void* stream) {
+extern "C" int transect_int4_chain(const void* const* tiles, int group, int beyond, const int* sizes,
+                                   const void* const* tensors, float eps0, float eps1, int stages, int blocks, int dependent, void* stream) {
   const auto start_with = group == 128  ? start_of<128>
                           : group == 64 ? start_of<64>
                           : group == 32 ? start_of<32>
                                         : nullptr;
   if (!start_with) return -1;
-  return start_with(tiles, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream);
+  return start_with(tiles, beyond, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream);
 }

@@ -23,6 +23,8 @@ from .int4_packing import CHUNK, group_of, is_arranged
 
 STAGES = 3
 """Items of two sixteens of rows by 128 k that each of 16 warps has asked for at a time."""
+BEYOND = 4
+"""Items of the chain that follows that each warp asks the L2 cache for."""
 
 
 class Matrix4(NamedTuple):
@@ -68,7 +70,7 @@ class Int4Chain(chain.Chain):
     """``(attended, residual, weights) -> (y, u)`` by ``int4_chain.cu``; arguments and errors of ``chain.Chain``."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        super().__init__("int4_chain", "pi", device)
+        super().__init__("int4_chain", "pii", device)
 
     def __call__(
         self,
@@ -78,6 +80,7 @@ class Int4Chain(chain.Chain):
         *,
         dependent_launch: bool = False,
         stages: int = STAGES,
+        beyond: int = BEYOND,
     ) -> tuple[Tensor, Tensor]:
         """Compute y ``[1, N]`` and u ``[1, D]``.
 
@@ -90,8 +93,9 @@ class Int4Chain(chain.Chain):
         reason = refusal(weights)
         if reason:
             raise ValueError(f"int4_chain.cu: {reason}")
-        tiles, group = chain.addresses([m.arranged for m in weights.matrices]), group_of(weights.o.arranged)
+        ahead = weights.matrices_ahead(lambda one, other: one.arranged.shape == other.arranged.shape)
+        tiles = chain.addresses([m.arranged for m in (*weights.matrices, *ahead)], 6)
         return self.run(
-            [ctypes.addressof(tiles), group], attended, residual, weights, [m.shape for m in weights.matrices],
-            stages, dependent_launch,
+            [ctypes.addressof(tiles), group_of(weights.o.arranged), beyond], attended, residual, weights,
+            [m.shape for m in weights.matrices], stages, dependent_launch,
         )  # fmt: skip
