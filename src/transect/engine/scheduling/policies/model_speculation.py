@@ -70,6 +70,8 @@ class ModelSpeculation(Speculation):
         self._credit = 0.0
         """Seconds that probes may take."""
         self._probes = 0
+        self._expected = self._drafting = 0.0
+        """Expected seconds of the probe in flight, and measured seconds of its drafts."""
         self._considered = 0
         """Drafts that the last choice has considered."""
         self._unlearned = 0
@@ -106,6 +108,7 @@ class ModelSpeculation(Speculation):
             return {}
         self._credit -= probe
         self._probes += probe > 0
+        self._expected = probe
         found = model.draft((sequences[at], count) for at, count in counts.items())
         self.seconds_spent = model.seconds_spent
         return found
@@ -128,6 +131,9 @@ class ModelSpeculation(Speculation):
     def timed(self, load: StepLoad, seconds: float, drafted: bool) -> None:
         """Learn from a decode step, see ``Speculation``; steps without drafts pay for probes, those of a rest too."""
         super().timed(load, seconds, drafted)
+        if drafted and self._expected:
+            self._credit -= max(seconds + self._drafting - self._expected, 0.0)
+            self._expected = 0.0
         if not drafted:
             self._credit += PROBE_SHARE * seconds * (1 + self._unlearned)
             self._unlearned = 0
@@ -138,6 +144,7 @@ class ModelSpeculation(Speculation):
 
     def learn(self, measured: Listed[Timed]) -> None:
         """Learn the times of the small model."""
+        self._drafting = sum(seconds for _, seconds in measured)
         if self.model is not None:
             self.model.learn(measured)
 

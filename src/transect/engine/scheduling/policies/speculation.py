@@ -237,7 +237,7 @@ class Speculation:
             self.wants_times = True
             return False
         self._resting = left - 1, rows
-        self.wants_times = left <= RECENT
+        self.wants_times = left <= RECENT or self._corrections[False].measured(running) < FIRST_STEPS
         self.worthwhile, self.seconds_spent = False, 0.0
         return True
 
