@@ -181,7 +181,8 @@ def measure(options: argparse.Namespace) -> None:
                 for label, settings in (("chosen", {}), ("fixed 3", {"adaptive": False, "num_speculative_tokens": 3})):
                     contenders[label] = Contender(llm, spec | settings)
                     contenders[label].speculation.model = speculation.model
-                cell = race(contenders, prompts, params, options.rounds)
+                # An engine captures graphs of prompts in its second run; off has one for itself.
+                cell = race(contenders, prompts, params, options.rounds, warm=2)
                 fixed = contenders["fixed 3"].speculation
                 cell["accepted"] = [3 * count / max(1, fixed.drafted) for count in fixed.accepted_at[:3]]
                 cell["drafted"] = contenders["chosen"].speculation.drafted
@@ -199,16 +200,18 @@ def eagle_table(result: dict[str, Any]) -> str:
     training = result["training"]
     lines = [
         "| head | sequences | temperature | first draft accepted | first two | all three | chosen over off "
-        "| fixed 3 over off | same tokens |",
-        "|---" * 9 + "|",
+        "| paused over off | fixed 3 over off | same tokens |",
+        "|---" * 10 + "|",
     ]
     for name, cells in result["heads"].items():
         for key, cell in cells.items():
             rows, _, temperature = key.rpartition(" x ")
             shares = " | ".join(f"{share:.0%}" for share in cell["accepted"])
             equal = "yes" if cell["chosen"]["equal"] and cell["fixed 3"]["equal"] else "NO"
-            speeds = [cell[label]["over_off"] for label in ("chosen", "fixed 3")]
-            ratios = " | ".join(f"{each['median']:.2f} ({each['low']:.2f} to {each['high']:.2f})" for each in speeds)
+            speeds = [cell[label]["over_off"] if label in cell else None for label in ("chosen", "paused", "fixed 3")]
+            ratios = " | ".join(
+                f"{each['median']:.2f} ({each['low']:.2f} to {each['high']:.2f})" if each else "" for each in speeds
+            )
             lines.append(f"| {name} | {rows or 4} | {temperature} | {shares} | {ratios} | {equal} |")
     machine = result["environment"]
     trained = f"{training['steps']} steps of {training['tokens_a_step']} tokens, {training['seconds'] / 60:.0f} minutes"

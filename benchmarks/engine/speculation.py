@@ -152,17 +152,17 @@ def interval(ratios: list[float]) -> dict[str, float]:
     return {"median": statistics.median(ratios), "low": mean - half, "high": mean + half}
 
 
-def race(contenders: dict[str, Contender], prompts, params, rounds: int) -> dict[str, Any]:
+def race(contenders: dict[str, Contender], prompts, params, rounds: int, warm: int = 1) -> dict[str, Any]:
     """Measure the seconds of each round, the speed of each relative to ``off`` in its round, and compare the
-    answers."""
+    answers. ``warm``: rounds before those, which warm up and learn step times."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     equal = dict.fromkeys(contenders, True)
-    for turn in range(rounds + 1):
+    for turn in range(warm + rounds):
         answers = {}
         names = list(contenders)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             took, answers[name] = contenders[name].run(prompts, params)
-            if turn:  # the first round warms up and learns step times
+            if turn >= warm:
                 seconds[name].append(took)
         for name in names:
             equal[name] = equal[name] and answers[name] == answers["off"]
