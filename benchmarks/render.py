@@ -605,6 +605,14 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "structured-masks": lambda: structured_masks.table(_load("cpu/structured_masks.json")),
     "speculation-gpu": lambda: speculation.grid_table(_load("h200/speculation_grid.json")),
     "speculation-cpu": lambda: speculation.grid_table(_load("cpu/speculation_grid.json")),
+    "speculation-bars": lambda: speculation.bars_table(
+        {
+            "planted acceptance, 8B shape, GPU": _load("h200/speculation_grid.json")["cells"],
+            "planted acceptance, 135M, CPU": _load("cpu/speculation_grid.json")["cells"],
+            "EAGLE-3 head, 135M, GPU": _load("h200/eagle.json")["heads"]["trained"],
+            "EAGLE-3 head, 135M, CPU": _load("cpu/eagle.json")["heads"]["trained"],
+        }
+    ),
     "speculation-host": lambda: speculation_host.host_table(_load("cpu/speculation_host.json")),
     "speculation-tasks": lambda: speculation.tasks_table(_load("cpu/speculation_tasks.json")),
     "speculation-tasks-gpu": once_recorded(

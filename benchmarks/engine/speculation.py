@@ -303,6 +303,31 @@ def grid_table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n\n" + _made(result)
 
 
+def bars_table(results: dict[str, dict[str, Any]]) -> str:
+    """Format how often the chosen number misses what it should reach, by result with its name.
+
+    Args:
+        results: cells of each; the fixed numbers are their contenders ``fixed ...``.
+    """
+    lines = [
+        "| measured | cells | below 0.98 of off | lowest | below 95% of the best number, 0 included | lowest |",
+        "|---" * 6 + "|",
+    ]
+    for name, cells in results.items():
+        beside_off = {key: cell["chosen"]["over_off"]["median"] for key, cell in cells.items()}
+        best = {
+            key: max([1.0, *(cell[each]["over_off"]["median"] for each in cell if each.startswith("fixed"))])
+            for key, cell in cells.items()
+        }
+        beside_best = {key: ratio / best[key] for key, ratio in beside_off.items()}
+        shown = [len(cells)]
+        for ratios, bar, form in ((beside_off, 0.98, ".2f"), (beside_best, 0.95, ".0%")):
+            low = min(ratios, key=lambda key, ratios=ratios: ratios[key])
+            shown += [sum(round(ratio, 2) < bar for ratio in ratios.values()), f"{ratios[low]:{form}} ({low})"]
+        lines.append(f"| {name} | {' | '.join(map(str, shown))} |")
+    return "\n".join(lines) + "\n"
+
+
 def tasks_table(result: dict[str, Any]) -> str:
     """Format the speed relative to the engine without drafts, by task."""
     columns = ["ngram", "suffix", "suffix, asked before"]
