@@ -36,6 +36,7 @@ from benchmarks.engine import (
     long_prompts,
     serving_steps,
     speculation,
+    speculation_host,
     step_policy,
     structured_cost,
     structured_masks,
@@ -604,21 +605,30 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "structured-masks": lambda: structured_masks.table(_load("cpu/structured_masks.json")),
     "speculation-gpu": lambda: speculation.grid_table(_load("h200/speculation_grid.json")),
     "speculation-cpu": lambda: speculation.grid_table(_load("cpu/speculation_grid.json")),
+    "speculation-bars": lambda: speculation.bars_table(
+        {
+            "planted acceptance, 8B shape, GPU": _load("h200/speculation_grid.json")["cells"],
+            "planted acceptance, 135M, CPU": _load("cpu/speculation_grid.json")["cells"],
+            "EAGLE-3 head, 135M, GPU": _load("h200/eagle.json")["heads"]["trained"],
+            "EAGLE-3 head, 135M, CPU": _load("cpu/eagle.json")["heads"]["trained"],
+        }
+    ),
+    "speculation-host": lambda: speculation_host.host_table(_load("cpu/speculation_host.json")),
     "speculation-tasks": lambda: speculation.tasks_table(_load("cpu/speculation_tasks.json")),
     "speculation-tasks-gpu": once_recorded(
-        "h200/speculation_tasks.json", "benchmarks/engine/speculation.py tasks --deterministic", speculation.tasks_table
+        "h100/speculation_tasks.json", "benchmarks/engine/speculation.py tasks --deterministic", speculation.tasks_table
     ),
     "speculation-pair": once_recorded(
         "cpu/speculation_pair.json", "benchmarks/engine/speculation.py pair --draft DIRECTORY", speculation.pair_table
     ),
     "speculation-pair-gpu": once_recorded(
-        "h200/speculation_pair.json", "benchmarks/engine/speculation.py pair --draft DIRECTORY", speculation.pair_table
+        "h100/speculation_pair.json", "benchmarks/engine/speculation.py pair --draft DIRECTORY", speculation.pair_table
     ),
     "adapters": lambda: adapters.table(_load("h200/adapters.json"), _load("h200/adapters_all_matrices.json")),
     "adapters-cpu": lambda: adapters.table(_load("cpu/adapters.json")),
     "eagle": lambda: eagle.eagle_table(_load("cpu/eagle.json")),
     "eagle-gpu": once_recorded(
-        "h200/eagle.json", "benchmarks/engine/eagle.py measure --folder DIRECTORY --device cuda", eagle.eagle_table
+        "h100/eagle.json", "benchmarks/engine/eagle.py measure --folder DIRECTORY --device cuda", eagle.eagle_table
     ),
     "rollout": lambda: rollout.rollout_table(_load("cpu/rollout.json")),
     "search-stopping": lambda: search_tables.stopping(_load("cpu/search_stopping.json")),
