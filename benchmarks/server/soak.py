@@ -5,7 +5,7 @@ their own: large bodies, crowds that leave at once, requests of many long answer
 refused late, paths that do not exist. The users' times to the first token and between tokens are compared with and
 without attackers. Windows are short and alternate, so other work on the machine affects both alike; the beginning of
 each is left out. The memory of the server's processes in attacked windows at the beginning is compared with that at the
-end.
+end. The file is written after each pair of windows.
 
     python benchmarks/server/soak.py [--minutes 60] [--users 4] [--out benchmarks/results/cpu/soak.json]
 """
@@ -157,8 +157,8 @@ def percentiles(values: list[float]) -> dict[str, float | int]:
     return {"p50": ordered[len(ordered) // 2], "p99": ordered[len(ordered) * 99 // 100], "count": len(ordered)}
 
 
-def soak(minutes: float, users: int, window_s: float, names: list[str]) -> dict[str, Any]:
-    """Run, and sum up."""
+def soak(minutes: float, users: int, window_s: float, names: list[str], keep: Callable[[dict[str, Any]], None]) -> None:
+    """Run, and give ``keep`` the figures so far after each pair of windows."""
     times, over = Times(), threading.Event()
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
@@ -175,12 +175,16 @@ def soak(minutes: float, users: int, window_s: float, names: list[str]) -> dict[
                 thread.daemon = True
                 thread.start()
             began, seconds, samples = time.perf_counter(), 60 * minutes, list[tuple[float, int]]()
+            pairs = 0
             while (passed := time.perf_counter() - began) < seconds:
                 attacked, within = bool(int(passed / window_s) % 2), passed % window_s
                 (active.set if attacked else active.clear)()
                 times.attacked = attacked if within > SETTLE * window_s else None
                 if times.attacked:
                     samples.append((passed, memory(process)))
+                if passed >= (pairs + 1) * 2 * window_s:
+                    pairs += 1
+                    keep(figures(passed, users, window_s, times, samples))
                 time.sleep(min(SAMPLE_S, SETTLE * window_s))
             times.attacked = None
             over.set()
@@ -189,10 +193,17 @@ def soak(minutes: float, users: int, window_s: float, names: list[str]) -> dict[
                 thread.join(PATIENCE_S)
             hostile.kill()
             hostile.join()
+    keep(figures(seconds, users, window_s, times, samples))
+
+
+def figures(
+    seconds: float, users: int, window_s: float, times: Times, samples: list[tuple[float, int]]
+) -> dict[str, Any]:
+    """Sum up the first ``seconds``."""
     late = [nbytes for passed, nbytes in samples if passed >= SETTLED * seconds]
     third = max(1, len(late) // 3)
     return {
-        "minutes": minutes,
+        "minutes": seconds / 60,
         "users": users,
         "window_s": window_s,
         "first_token_s": {name: percentiles(times.first[on]) for name, on in (("quiet", False), ("attacked", True))},
@@ -229,14 +240,16 @@ def main() -> None:
     parser.add_argument("--attacks", nargs="*", default=[], help="these attacks alone: leave, words, many, long, ...")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "soak.json")
     options = parser.parse_args()
-    result = soak(options.minutes, options.users, options.window, options.attacks)
-    result = {
+    head = {
         "command": record.command("benchmarks/server/soak.py"),
         "environment": record.environment(("llguidance",)),
-        **result,
     }
-    record.write(options.out, result)
-    print(json.dumps({name: value for name, value in result.items() if name != "environment"}, indent=2))
+
+    def keep(found: dict[str, Any]) -> None:
+        record.write(options.out, {**head, **found})
+        print(json.dumps(found), flush=True)
+
+    soak(options.minutes, options.users, options.window, options.attacks, keep)
 
 
 if __name__ == "__main__":
