@@ -160,15 +160,27 @@ def percentiles(values: list[float]) -> dict[str, float | int]:
 
 
 def soak(
-    minutes: float, users: int, window_s: float, names: list[str], cores: int, keep: Callable[[dict[str, Any]], None]
+    minutes: float,
+    users: int,
+    window_s: float,
+    names: list[str],
+    cores: int,
+    serve: list[str],
+    keep: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Run, and give ``keep`` the figures so far after each pair of windows. ``cores``: of the server; 0 for all."""
+    """Run, and give ``keep`` the figures so far after each pair of windows.
+
+    Args:
+        names: attacks; all if empty.
+        cores: of the server; 0 for all.
+        serve: further options of the server.
+    """
     times, over, all_cores = Times(), threading.Event(), sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, all_cores[:cores] or all_cores)  # the server inherits them
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.write_text("\n".join(["attacker", *(f"user-{number}" for number in range(users))]) + "\n")
-        with server("--api-key-file", str(keys)) as url:
+        with server("--api-key-file", str(keys), *serve) as url:
             os.sched_setaffinity(0, all_cores[cores:])
             me = psutil.Process()
             process = next(each for each in me.children() if "serve" in each.cmdline())
@@ -247,6 +259,7 @@ def main() -> None:
     parser.add_argument("--window", type=float, default=WINDOW_S, help="seconds with attackers, and as many without")
     parser.add_argument("--attacks", nargs="*", default=[], help="these attacks alone: leave, words, many, long, ...")
     parser.add_argument("--server-cores", type=int, default=0, help="cores of the server alone; 0: all share all")
+    parser.add_argument("--threads", type=int, help="threads of the engine; by default one for each core of the server")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "soak.json")
     options = parser.parse_args()
     if options.server_cores >= len(os.sched_getaffinity(0)):
@@ -261,7 +274,8 @@ def main() -> None:
         record.write(options.out, {**head, **found})
         print(json.dumps(found), flush=True)
 
-    soak(options.minutes, options.users, options.window, options.attacks, options.server_cores, keep)
+    serve = [] if options.threads is None else ["--threads", str(options.threads)]
+    soak(options.minutes, options.users, options.window, options.attacks, options.server_cores, serve, keep)
 
 
 if __name__ == "__main__":
