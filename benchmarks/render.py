@@ -56,7 +56,16 @@ from benchmarks.plan import clocked as plan_clocked
 from benchmarks.plan import fleet as plan_fleet
 from benchmarks.plan import scaling as plan_scaling
 from benchmarks.plan import validation as plan_validation
-from benchmarks.server import clients, fair_sharing, hostile_schemas, http_vs_offline, request_walk, soak, virtual_soak
+from benchmarks.server import (
+    clients,
+    fair_sharing,
+    hostile_schemas,
+    http_vs_offline,
+    request_walk,
+    soak,
+    turns_gpu,
+    virtual_soak,
+)
 from benchmarks.server import load as serve_load
 from benchmarks.server import load_cpu as serve_load_cpu
 from benchmarks.tables import cards as card_tables
@@ -637,6 +646,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "beside-heavy-work": lambda: fair_sharing.beside_table(_load("cpu/fair_sharing.json")),
     "virtual-soak": lambda: virtual_soak.table(_load("cpu/virtual_soak.json")),
     "soak": once_recorded("cpu/soak.json", "benchmarks/server/soak.py --minutes 10 --window 30", soak.table),
+    "beside-heavy-work-gpu": once_recorded("h200/turns.json", "benchmarks/server/turns_gpu.py", turns_gpu.table),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
     "worked-product": lambda: explain_tables.product(_load("h200/explain_matmul.json")),
