@@ -8,14 +8,13 @@ and of attention. Products run in chains of launches on weights past the L2 cach
 the rule; the fastest become choices in FILE, which ``layers`` uses after ``products``. ``layers`` also has the time of
 each operator by itself. ``cuts`` compares numbers of parts of K. Times are medians in microseconds; variants of a size
 alternate. A section that fails does not stop the others. All kernels are compiled first, by as many processes as there
-are sizes and variants.
+are tiles and variants.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import statistics
 import subprocess
@@ -59,6 +58,9 @@ SIZES = {
 }  # fmt: skip
 """N, K, and if it has a gate."""
 PARTS = (1, 2, 4)
+TILES = {f"{name}, {parts}": (name, parts) for name in ("8B qkv", "8B head") for parts in PARTS}
+TILES["8B gate_up, 1"] = ("8B gate_up", 1)
+"""Sizes and parts of K that have all of Triton's tiles."""
 SOURCES = ("small_matmul", "small_matmul_hopper", "paged_decode_hopper", "paged_spans_hopper")
 Calls = dict[str, Callable[[], Any]]
 
@@ -174,7 +176,7 @@ CHUNKS = ((16, 0, 512), (4, 0, 2048))
 
 
 def decodes(name: str) -> dispatch.PagedTriton:
-    usual = dispatch.uniform_on_hopper()
+    usual: Any = dispatch.uniform_on_hopper()
     return dataclasses.replace(usual, decode=None, **DECODES[name]) if DECODES[name] else usual
 
 
@@ -228,7 +230,7 @@ def bits_of_attention() -> Iterator[tuple[str, int, int]]:
             expected = torch.cat([*[whole[-100:]] * 3, whole[some]])
             yield f"attention, {size}, mixed", len(found), int((found != expected).flatten(1).any(1).sum())
             if isinstance(call.decode, decode_spans.PagedSpans):
-                call.decode.ROOM = 0  # type: ignore[misc]
+                call.decode.ROOM = 0
                 found = call(rows, keys, values, batch, d**-0.5, None)
                 yield f"attention, {size}, whole", len(at), int((found[:-2] != whole[at]).flatten(1).any(1).sum())
     found = prompting("128 rows")(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
@@ -346,7 +348,7 @@ def attention(replays: int, only: str | None = None) -> Iterator[dict[str, Any]]
 def compile_all(attention: bool) -> None:
     """Build the kernels in CUDA C++ and in Triton, each in a process of its own; with the variants of ``attention``."""
     command = [sys.executable, __file__, "--compile"]
-    names = (*SIZES, *DECODES, *PROMPTS) if attention else tuple(SIZES)
+    names = (*TILES, *DECODES, *PROMPTS) if attention else tuple(TILES)
     started = [subprocess.Popen([*command, name]) for name in names]
     with ThreadPoolExecutor() as pool:
         list(pool.map(partial(cuda_build.build, target=target_of().name), SOURCES))
@@ -394,14 +396,15 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", default=["bits", *timed])
     parser.add_argument("--out", type=Path, default=Path("invariant.json"))
     parser.add_argument("--replays", type=int, default=6)
-    parser.add_argument("--compile", help="only compile this variant of attention, or the products of this size")
+    parser.add_argument("--compile", help="only compile this variant of attention, or these tiles")
     options = parser.parse_args()
     if options.compile:
         with torch.inference_mode():
-            if options.compile in SIZES:
-                n, k, gated = SIZES[options.compile]
+            if options.compile in TILES:
+                name, parts = TILES[options.compile]
+                n, k, gated = SIZES[name]
                 weight = torch.randn(n, k, **BF16)
-                for m, parts in itertools.product((64, 128, 512, 1024), (1,) if gated else PARTS):
+                for m in (64, 65, 128, 129, 512, 513, 1024):
                     x = torch.randn(m, k, **BF16)
                     fixed_order.gated(x, weight) if gated else fixed_order.product(x, weight, parts=parts)
             else:

@@ -1,6 +1,11 @@
 """Attention in spans of positions: the values, and on a GPU the same bits in a prompt, a chunk of it, and as decode
 rows, of any cache, with and without room for the parts of all rows."""
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -56,6 +61,24 @@ def test_values_in_prompts_chunks_and_decode_rows(name):
     whole = sequence.attend(reference, [(0, 70)])
     for rows in ([(0, 70)], MIXED, SINGLES):
         torch.testing.assert_close(sequence.attend(call, rows), sequence.wanted(whole, rows), rtol=2e-5, atol=2e-6)
+
+
+COMPILE = """
+from transect.ops.attention.paged import decode_spans, prefill
+from transect.ops.tools.compile import compile_kernel
+for kernel in (*decode_spans.kernels(), *prefill.kernels()):
+    if "in spans" in kernel.name and "sm_120" in kernel.targets:
+        print(compile_kernel(kernel, "sm_120", sass=False).stages["ttgir"])
+"""
+
+
+def test_warps_do_not_share_the_columns_of_a_tile_where_products_are_of_single_warps():
+    """Else the warps of a decode row would add weights of positions in another order than those of a prompt."""
+    compiler = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=compiler)
+    assert done.returncode == 0, done.stderr[-3000:]
+    across = re.findall(r"nvidia_mma<.*warpsPerCTA = \[\d+, (\d+)\]", done.stdout)
+    assert len(across) >= 3 and set(across) == {"1"}
 
 
 @pytest.mark.gpu

@@ -94,8 +94,8 @@ class PagedTriton:
         beside = chunks is not singles and singles.num_rows > 0 and tokens <= FEW_TOKENS
         if self.decode is not None and streams and plain and beside:
             self.decode(*ones, out=out, dependent_launch=dependent_launch, beside=True)
-            tiling = replace(BESIDE_TILING, span=self.chunks.span)
-            paged_prefill.prefill(*some, out, tiling=tiling, singles=False, dependent_launch=True, beside=True)
+            small = replace(BESIDE_TILING, span=self.chunks.span)
+            paged_prefill.prefill(*some, out, tiling=small, singles=False, dependent_launch=True, beside=True)
             return out
         bulk = self.bulk and plain and not hopper.refusal(*some)
         if bulk:

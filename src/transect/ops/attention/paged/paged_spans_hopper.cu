@@ -1,18 +1,18 @@
-// Attention of decode rows (one query each) over a paged cache on Hopper, with the bits of decode_spans.py: every key and
-// value streamed once, bfloat16 in and out, float32 sums. See paged/decode_spans.py for the order of the sums, and
-// paged/decode_hopper.py for the launcher.
+// Attention of decode rows (one query each) over a paged cache on Hopper, with the bits of decode_spans.py: every key
+// and value streamed once, bfloat16 in and out, float32 sums. See paged/decode_spans.py for the order of the sums, and
+// for the launcher.
 //
 // * A span is 256 positions of a row for one key head, an item a row with a key head.
 //   Even cut (ranks = 0): the spans of all items are numbered, item after item. A block is one warp, and takes equally
 //   many consecutive spans. Each warp sums up the lengths for itself, while the kernel before this one still runs.
 //   By clusters (ranks > 0): the warps of a cluster's blocks take one span each of an item, and send their sums to the
 //   block that adds those of a head, in its shared memory.
-// * A warp streams its tiles of 32 positions through its own ring of S buffers in shared memory. The maximum changes from
-//   tile to tile, as in the Triton kernels. Products have keys, then the dimensions of a head, on the left: neither this
-//   nor the instruction changes bits. Sums of weights, products, multiply-adds and exponentials are those that Triton's
-//   compiler makes of ``tile.py``, in its order: a quad's thread adds columns 2 c, 2 c + 1, 2 c + 8, ...
-// * Spans of an item that its first warp has are added in registers. It leaves the sum in memory, as the other warps leave
-//   each of their spans. The warp that arrives last adds them in order.
+// * A warp streams its tiles of 32 positions through its own ring of S buffers in shared memory. The maximum changes
+//   from tile to tile, as in the Triton kernels. Products have keys, then the dimensions of a head, on the left: neither
+//   this nor the instruction changes bits. Sums of weights, products, multiply-adds and exponentials are those that
+//   Triton's compiler makes of ``tile.py``, in its order: a quad's thread adds columns 2 c, 2 c + 1, 2 c + 8, ...
+// * Of an even cut, spans of an item that its first warp has are added in registers. It leaves the sum in memory, as the
+//   other warps leave each of their spans. The warp that arrives last adds them in order.
 
 #include "../../lang/few_rows.cuh"
 #include "../../lang/hopper.cuh"
@@ -139,7 +139,8 @@ __global__ void __launch_bounds__(128)
     if (at.spans == 0 && rank == 0 && warp == 0 && batch.decodes(at.row)) zeros(at.row, at.head * G * D, G * D);
   } else {
 #pragma unroll 8
-    for (int row = lane; row < batch.rows; row += 32) row_lengths[row] = batch.decodes(row) ? __ldcg(batch.lengths + row) : 0;
+    for (int row = lane; row < batch.rows; row += 32)
+      row_lengths[row] = batch.decodes(row) ? __ldcg(batch.lengths + row) : 0;
     for (int base = 0; base < batch.rows; base += 32) {
       const int row = base + lane, mine = row < batch.rows ? (max(row_lengths[row], 0) + kSpan - 1) / kSpan : 0;
       int upto = mine;
@@ -154,8 +155,8 @@ __global__ void __launch_bounds__(128)
     if (lane == 0) prefix[batch.rows] = total;
     __syncwarp();
     total *= K;
-    // Up to a 32nd of the warps stay out where every other then has as many spans: cuts of rows of one length mostly fall
-    // between items then.
+    // Up to a 32nd of the warps stay out where every other then has as many spans: cuts of rows of one length then
+    // mostly fall between items.
     const bool even = lane * 32 <= gridDim.x && total % (gridDim.x - lane) == 0;
     const int fewer = max(__ffs(__ballot_sync(~0u, even)) - 1, 0);
     takers = min((int)gridDim.x - fewer, total);
@@ -181,12 +182,12 @@ __global__ void __launch_bounds__(128)
 
   auto look_up = [&](const Place& p) {  // the cache blocks of a span, one in each of 16 lanes
     const int column = p.span * (kSpan / kBlock) + lane % 16;
-    return p.row < batch.rows && column < batch.columns ? __ldcg(batch.tables + (long long)p.row * batch.table_stride + column)
-                                                        : 0;
+    const bool inside = p.row < batch.rows && column < batch.columns;
+    return inside ? __ldcg(batch.tables + (long long)p.row * batch.table_stride + column) : 0;
   };
 
-  // What is asked for next. A piece lies in a buffer as columns of 128 bytes of its 16 rows; the eighths of row r at place
-  // ^ (r % 8): no bank is met twice.
+  // What is asked for next. A piece lies in a buffer as columns of 128 bytes of its 16 rows; the eighths of row r at
+  // place ^ (r % 8): no bank is met twice.
   constexpr int PER_ROW = D * 2 / 16, ROWS = 32 / PER_ROW;  // copies of 16 bytes for a row; rows that 32 lanes copy
   const int copy_row = lane / PER_ROW, copy_place = lane % PER_ROW;
   const uint32_t copy_first = copy_place / 8 * 2048 + copy_row * 128 + (((copy_place % 8) ^ copy_row) * 16);
@@ -230,8 +231,8 @@ __global__ void __launch_bounds__(128)
   waited = true;
   if (late) let_next_begin();
 
-  // Of lane 4 g + c: scores of keys g, g + 8 with query heads 2 c, 2 c + 1; of o dimensions g, g + 8 of every 16, the same
-  // heads; the sum of weights of head 2 c + g % 2.
+  // Of lane 4 g + c: scores of keys g, g + 8 with query heads 2 c, 2 c + 1; of o dimensions g, g + 8 of every 16, the
+  // same heads; the sum of weights of head 2 c + g % 2.
   const int g = lane / 4, c = lane % 4;
   const bool odd = g % 2;
   const uint32_t key_at = lane % 16 * 128 + ((lane / 16) ^ (lane % 8)) * 16;
@@ -519,11 +520,13 @@ __global__ void __launch_bounds__(128)
 
 // q [T, K G, d] with strides q_t and q_h, keys and values [blocks, K, 16, d] bfloat16: block b of key head h begins at
 // piece b ``pieces`` + h of 16 d. tables [rows, columns] int32; starts [rows + 1], or null where token t is row t's: rows
-// of several tokens are left alone; lengths [rows]. out [T, K G, d]. parts: G d numbers for each span, parts_ml 2 G.
-// arrivals: zeros for each row and key head, and again afterwards. scale2: of the scores, times log2(e). blocks: warps,
-// stages (one of those compiled). ``whole_items``: cut between items only; parts are not used. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that reads the batch and
-// old keys and values before the kernel before has ended. ``late``: the next kernel begins when the one before has ended.
-// Returns a cudaError_t, or -1 for what it does not take.
+// of several tokens are left alone; lengths [rows]. out [T, K G, d]. parts, parts_ml: of an even cut G d and 2 G numbers
+// for each span. arrivals: zeros for each row and key head, and again afterwards. scale2: of the scores, times log2(e).
+// blocks: of an even cut. warps of a block: of clusters, whose ranks times warps are as many as the longest row's spans
+// or more. stages: one of those compiled. whole_items: an even cut falls between items only, and parts are not used.
+// ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that reads the batch and old keys and values before the
+// kernel before has ended. ``late``: the next kernel begins when the one before has ended. Returns a cudaError_t, or -1
+// for what it does not take.
 extern "C" int transect_paged_spans(const void* q, const void* keys, const void* values, const void* tables,
                                     const void* starts, const void* lengths, void* out, void* parts, void* parts_ml,
                                     void* arrivals, int rows, int columns, int table_stride, int K, int G, int d,
