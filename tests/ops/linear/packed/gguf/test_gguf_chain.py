@@ -8,6 +8,7 @@ import torch
 from cuda_kernels import chain_source, loaded, miss
 
 from transect.ops.linear.few_rows.cuda import SHARED
+from transect.ops.linear.packed.chain import TOGETHER
 from transect.ops.linear.packed.gguf import gguf_chain
 from transect.ops.linear.packed.gguf.gguf_chain import ChainWeights, GGUFChain, fitting
 from transect.ops.linear.packed.gguf.gguf_matmul import drawn
@@ -57,7 +58,7 @@ def test_stages_fit(name):
     for k in (256, 4096, 14336, 28672):
         part = BlockPart(torch.empty(1, k // 256, unit, device="meta"), name, 16)
         stages, steps = fitting(((part,),) * 4), -(-k // 4096)
-        taken = 1024 + 16 * (stages * unit + steps * SPAN + 12 * 8 + 64) + 4096
+        taken = 1024 + 16 * (stages * unit + steps * SPAN + 12 * 8 + 64) + 4096 * TOGETHER
         assert taken <= SHARED and 2 <= stages <= 5
 
 
@@ -101,7 +102,7 @@ def test_four_products_have_the_values(chain, types, sizes):
 
 
 def on_host(monkeypatch, instead=None, multiprocessors=3):
-    return chain_source(monkeypatch, GGUFChain, "gguf_chain", "ppi", instead, multiprocessors)
+    return chain_source(monkeypatch, GGUFChain, "gguf_chain", "ppii", instead, multiprocessors)
 
 
 def check(found, weights, x, residual):
