@@ -1,6 +1,7 @@
 """Four products of one row with blocks of GGUF files in one launch: what is refused everywhere, the source on a
 processor, results on a GPU."""
 
+import itertools
 import random
 
 import pytest
@@ -154,9 +155,12 @@ def test_the_source_asks_for_the_first_weights_of_the_chain_that_follows(monkeyp
     kernel, x, residual = on_host(monkeypatch), row(512), row(256, seed=2)
     weights = weights_of(256, 512, 768, 320, TYPES)
     then = weights_of(256, 512, 768, 320, ("Q6_K", "Q5_K", "Q4_K", "Q4_K", "Q4_K"))
+    results = [row(256), row(256), row(320)]
+    turns = itertools.cycle(results)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_, **__: next(turns))
     alone = torch.cat(kernel(x, residual, weights), 1)
     own = [part.arranged for matrix in weights.matrices for part in matrix]
-    own += [x, residual, *weights.norms, *kernel._held.values()]
+    own += [x, residual, *weights.norms, *results, *kernel._held.values()]
     following = [then.o[0].arranged, then.gate_up[0].arranged]
     followed = weights._replace(ahead=(then.o, then.gate_up))
     kernel._launch.reads([*own, *following])
