@@ -218,10 +218,22 @@ def measure_chain() -> dict[str, Any]:
         own._replace(ahead=(then.o, then.gate_up))
         for (_, own), (_, then) in zip(layers, [*layers[1:], layers[0]], strict=True)
     ]
-    for stages, beyond in ((2, 0), (3, 0), (2, 2), (2, 4), (3, 4), (2, 6), (2, 8), (2, 12)):
+    cuts = (
+        (2, 0, 1),
+        (2, 0, 4),
+        (2, 0, 8),
+        (3, 0, 4),
+        (2, 2, 4),
+        (2, 4, 4),
+        (3, 4, 4),
+        (2, 6, 4),
+        (2, 8, 4),
+        (2, 12, 4),
+    )
+    for stages, beyond, together in cuts:
         note(
-            f"one launch, {stages} stages, {beyond} units ahead",
-            lambda turn, how={"stages": stages, "beyond": beyond}: kernel(
+            f"one launch, {stages} stages, {beyond} units ahead, {together} groups together",
+            lambda turn, how={"stages": stages, "beyond": beyond, "together": together}: kernel(
                 x, x, follow[turn % 4], dependent_launch=True, **how
             ),
         )

@@ -32,6 +32,8 @@ from ...lang.jit import multiprocessors
 MOST_INPUTS = 16384
 TURNS = 16
 """Rows of gate and up that alternate, in weights stored in this order."""
+TOGETHER = 4
+"""Groups of 32 rows after which the warps of a block meet."""
 
 
 class ChainWeights(NamedTuple):

@@ -223,10 +223,10 @@ int describe(CUtensorMap* map, const void* codes, int n, int k) {
 }
 
 template <Format FORMAT>
-int start_of(const void* const* codes, const void* const* scales, int beyond, const int* sizes, const void* const* tensors,
+int start_of(const void* const* codes, const void* const* scales, int beyond, int together, const int* sizes, const void* const* tensors,
              float eps0, float eps1, int stages, int blocks, int dependent, void* stream) {
   Weights<Codes8<FORMAT>> weights;
-  weights.beyond = codes[kProducts] ? beyond : 0;
+  weights.beyond = codes[kProducts] ? beyond : 0, weights.together = together;
   for (int p = 0; p < kProducts + (weights.beyond ? kBeyond : 0); p++) {
     const int n = sizes[2 * (p % kProducts)], k = sizes[2 * (p % kProducts) + 1];
     if (n % 128) return -1;
@@ -240,17 +240,17 @@ int start_of(const void* const* codes, const void* const* scales, int beyond, co
 
 // Codes [n, k] contiguous on 16 bytes and scales float32 of the four products: o, gate over up, down, and q, k, v of the
 // next layer, then codes of o and gate over up of the next layer or null; ``beyond``: items of those that a warp asks the
-// L2 cache for. Sizes n and k must follow each other, multiples of 128 up to 16384 (n of gate over up twice that).
+// L2 cache for; ``together``: groups after which warps meet. Sizes n and k must follow each other, multiples of 128 up to 16384 (n of gate over up twice that).
 // ``format``: 1 fp8, 2 whole numbers, each with scales [n]; 3 fp8 with scales [n / 128, k / 128]. The rest as of
 // ``chain::start``; ``dependent`` as of transect_small_matmul. Returns -2 where the codes cannot be described to the copy
 // engine.
 extern "C" int transect_scaled8_chain(const void* const* codes, const void* const* scales, int format, int beyond,
-                                      const int* sizes, const void* const* tensors, float eps0, float eps1,
+                                      int together, const int* sizes, const void* const* tensors, float eps0, float eps1,
                                       int stages, int blocks, int dependent, void* stream) {
 #define TRANSECT_FORMAT(F)                                                                                     \
   if (format == F)                                                                                             \
     return TRANSECT_HERE(                                                                                      \
-        start_of<F>(codes, scales, beyond, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream));
+        start_of<F>(codes, scales, beyond, together, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream));
   TRANSECT_FORMAT(kFp8)
   TRANSECT_FORMAT(kInt8)
   TRANSECT_FORMAT(kFp8Blocks)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import chain
-from ..chain import ChainWeights
+from ..chain import TOGETHER, ChainWeights
 from .scaled8_rows import FP8, FP8_BLOCKS, WHOLE
 from .scaled8_tiles import dense, scales_refusal
 
@@ -76,7 +76,7 @@ class CudaChain(chain.Chain):
     """``(attended, residual, weights) -> (y, u)`` by ``scaled8_chain.cu``; arguments and errors of ``chain.Chain``."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        super().__init__("scaled8_chain", "ppii", device)
+        super().__init__("scaled8_chain", "ppiii", device)
 
     def __call__(
         self,
@@ -87,6 +87,7 @@ class CudaChain(chain.Chain):
         dependent_launch: bool = False,
         stages: int = STAGES,
         beyond: int = BEYOND,
+        together: int = TOGETHER,
     ) -> tuple[Tensor, Tensor]:
         """Compute y ``[1, N]`` and u ``[1, D]``.
 
@@ -104,6 +105,6 @@ class CudaChain(chain.Chain):
         scales = chain.addresses([m.scale for m in weights.matrices])
         shapes = [(m.codes.shape[0], m.codes.shape[1]) for m in weights.matrices]
         return self.run(
-            [ctypes.addressof(codes), ctypes.addressof(scales), weights.o.format, beyond], attended, residual,
+            [ctypes.addressof(codes), ctypes.addressof(scales), weights.o.format, beyond, together], attended, residual,
             weights, shapes, stages, dependent_launch,
         )  # fmt: skip

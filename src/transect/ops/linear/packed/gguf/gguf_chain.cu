@@ -147,12 +147,12 @@ struct Blocks {
 
 // units: of each product three parts (null where there are fewer), ``rows``: their types and sixteens of rows in turns,
 // of o, gate and up in turns of 16 rows (one part), down, and q, k, v of the next layer, then o and gate and up of the
-// next layer, or null; ``beyond``: items of the last two that a warp asks the L2 cache for. Their sizes n and k must
-// follow each other, n multiples of 16, k of 256, up to 32768. The rest as of ``chain::start``; ``dependent`` as of
-// transect_small_matmul.
-extern "C" int transect_gguf_chain(const void* const* units, const int* rows, int beyond, const int* sizes,
-                                  const void* const* tensors, float eps0, float eps1, int stages, int blocks,
-                                  int dependent, void* stream) {
+// next layer, or null; ``beyond``: items of the last two that a warp asks the L2 cache for; ``together``: groups after
+// which warps meet. Their sizes n and k must follow each other, n multiples of 16, k of 256, up to 32768. The rest as of
+// ``chain::start``; ``dependent`` as of transect_small_matmul.
+extern "C" int transect_gguf_chain(const void* const* units, const int* rows, int beyond, int together,
+                                   const int* sizes, const void* const* tensors, float eps0, float eps1, int stages,
+                                   int blocks, int dependent, void* stream) {
   Weights<Blocks> weights = {};
   int most_k = 0;
   for (int p = 0; p < kProducts + kBeyond; p++) {
@@ -166,7 +166,7 @@ extern "C" int transect_gguf_chain(const void* const* units, const int* rows, in
     if (k > most_k) most_k = k;
     weights.matrix[p].across = k / kUnitK;
   }
-  weights.beyond = weights.matrix[kProducts].rows[0].units ? beyond : 0;
+  weights.beyond = weights.matrix[kProducts].rows[0].units ? beyond : 0, weights.together = together;
   const int steps = (most_k / kUnitK + kWarps - 1) / kWarps;
   weights.part = steps * Blocks::kKept;
   return start(weights, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream);

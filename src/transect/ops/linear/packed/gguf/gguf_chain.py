@@ -16,7 +16,7 @@ from torch import Tensor
 from .....spec.numbers.gguf import UNITS
 from ...few_rows.cuda import SHARED
 from .. import chain
-from ..chain import ChainWeights
+from ..chain import TOGETHER, ChainWeights
 from .gguf_layout import COLUMNS
 from .gguf_row import MOST_PARTS, SPAN, Matrix, described, refusal, size_of, values
 
@@ -28,11 +28,11 @@ BEYOND = 4
 """Units of the chain that follows that each warp asks the L2 cache for."""
 
 
-def fitting(matrices: tuple[Matrix, ...], wanted: int = STAGES) -> int:
+def fitting(matrices: tuple[Matrix, ...], wanted: int = STAGES, together: int = TOGETHER) -> int:
     """Return the number of stages that fit, ``wanted`` at most."""
     slot = max(UNITS[part.name].unit for matrix in matrices for part in matrix)
     steps = -(-max(size_of(matrix)[1] for matrix in matrices) // (WARPS * COLUMNS))
-    left = SHARED - 1024 - 4096 - WARPS * (steps * SPAN + 12 * 8 + 64)
+    left = SHARED - 1024 - 4096 * together - WARPS * (steps * SPAN + 12 * 8 + 64)
     return min(wanted, left // (WARPS * slot))
 
 
@@ -65,7 +65,7 @@ class GGUFChain(chain.Chain):
     """``(attended, residual, weights) -> (y, u)`` by ``gguf_chain.cu``; arguments and errors of ``chain.Chain``."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        super().__init__("gguf_chain", "ppi", device)
+        super().__init__("gguf_chain", "ppii", device)
 
     def __call__(
         self,
@@ -76,6 +76,7 @@ class GGUFChain(chain.Chain):
         dependent_launch: bool = False,
         stages: int = STAGES,
         beyond: int = BEYOND,
+        together: int = TOGETHER,
     ) -> tuple[Tensor, Tensor]:
         """Compute y ``[1, N]`` and u ``[1, D]``.
 
@@ -93,6 +94,7 @@ class GGUFChain(chain.Chain):
         units = chain.addresses([unit for own, _ in parts for unit in own], 6 * MOST_PARTS)
         numbers = (ctypes.c_int * (12 * MOST_PARTS))(*(number for _, own in parts for number in own))
         return self.run(
-            [ctypes.addressof(units), ctypes.addressof(numbers), beyond], attended, residual, weights,
-            [size_of(matrix) for matrix in weights.matrices], fitting(weights.matrices, stages), dependent_launch,
+            [ctypes.addressof(units), ctypes.addressof(numbers), beyond, together], attended, residual, weights,
+            [size_of(matrix) for matrix in weights.matrices], fitting(weights.matrices, stages, together),
+            dependent_launch,
         )  # fmt: skip

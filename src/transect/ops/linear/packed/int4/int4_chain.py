@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import chain
-from ..chain import TURNS, ChainWeights
+from ..chain import TOGETHER, TURNS, ChainWeights
 from .int4_matmul import dense
 from .int4_packing import CHUNK, group_of, is_arranged
 
@@ -70,7 +70,7 @@ class Int4Chain(chain.Chain):
     """``(attended, residual, weights) -> (y, u)`` by ``int4_chain.cu``; arguments and errors of ``chain.Chain``."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        super().__init__("int4_chain", "pii", device)
+        super().__init__("int4_chain", "piii", device)
 
     def __call__(
         self,
@@ -81,6 +81,7 @@ class Int4Chain(chain.Chain):
         dependent_launch: bool = False,
         stages: int = STAGES,
         beyond: int = BEYOND,
+        together: int = TOGETHER,
     ) -> tuple[Tensor, Tensor]:
         """Compute y ``[1, N]`` and u ``[1, D]``.
 
@@ -96,6 +97,6 @@ class Int4Chain(chain.Chain):
         ahead = weights.matrices_ahead(lambda one, other: one.arranged.shape == other.arranged.shape)
         tiles = chain.addresses([m.arranged for m in (*weights.matrices, *ahead)], 6)
         return self.run(
-            [ctypes.addressof(tiles), group_of(weights.o.arranged), beyond], attended, residual, weights,
+            [ctypes.addressof(tiles), group_of(weights.o.arranged), beyond, together], attended, residual, weights,
             [m.shape for m in weights.matrices], stages, dependent_launch,
         )  # fmt: skip
