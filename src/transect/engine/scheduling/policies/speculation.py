@@ -371,7 +371,7 @@ class Speculation:
         return counts
 
     def _rest(self, sequences: Listed[Sequence], considered: int) -> int:
-        """Return the number of steps without a choice after one of no drafts that has considered so many."""
+        """Return the number of steps without a choice that follow a choice of no drafts among ``considered`` ones."""
         alone = self._seconds_of(sequences)(0)
         return int((CHOICE_SECONDS + EACH_SECONDS * considered) / (CHOICE_SHARE * alone))
 
