@@ -204,7 +204,7 @@ def eagle_table(result: dict[str, Any]) -> str:
         "|---" * 10 + "|",
     ]
     for name, cells in result["heads"].items():
-        for key, cell in cells.items():
+        for key, cell in sorted(cells.items(), key=lambda item: int(item[0].rpartition(" x ")[0] or 4)):
             rows, _, temperature = key.rpartition(" x ")
             shares = " | ".join(f"{share:.0%}" for share in cell["accepted"])
             equal = "yes" if cell["chosen"]["equal"] and cell["fixed 3"]["equal"] else "NO"

@@ -342,7 +342,8 @@ def tasks_table(result: dict[str, Any]) -> str:
 def _made(result: dict[str, Any]) -> str:
     machine = result["environment"]
     where = result.get("device") or f"{machine['cores']} cores of an {machine['processor']}"
-    return f"`{result['command']}` on {where}, torch {machine['packages']['torch']}, {record.made_at([machine])}.\n"
+    made = record.made_at([*result.get("earlier", ()), machine])
+    return f"`{result['command']}` on {where}, torch {machine['packages']['torch']}, {made}.\n"
 
 
 def main() -> None:
@@ -386,6 +387,7 @@ def main() -> None:
     if options.add and out.exists():
         before = json.loads(out.read_text())
         others, found["command"] = before["cells"], f"{before['command']} && {found['command']}"
+        found["earlier"] = [*before.get("earlier", ()), before["environment"]]
 
     def keep(cells: dict[str, Any]) -> None:
         """Write what is measured so far: a run may be cut off."""

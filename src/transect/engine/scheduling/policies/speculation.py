@@ -64,7 +64,7 @@ CHOICE_SHARE = 0.005
 CHOICE_SECONDS, EACH_SECONDS = 1e-4, 2e-6
 """Assumed seconds of a choice, and of each draft that it considers: all ranks must rest for the same steps, so these
 are not measured."""
-MOST_RESTS, REST_ROWS = 8, 16
+MOST_RESTS, REST_ROWS = 16, 16
 """Most steps in a row in which no drafts are considered, and the sequences that add one such step: guesses are then not
 marked either."""
 RECENT = 4
@@ -371,7 +371,7 @@ class Speculation:
         return counts
 
     def _rest(self, sequences: Listed[Sequence], considered: int) -> int:
-        """Return the number of steps without a choice after one of no drafts that has considered so many."""
+        """Return the number of steps without a choice that follow a choice of no drafts among ``considered`` ones."""
         alone = self._seconds_of(sequences)(0)
         return int((CHOICE_SECONDS + EACH_SECONDS * considered) / (CHOICE_SHARE * alone))
 
