@@ -6,8 +6,9 @@ The first rule that applies is used:
   (``step_time``). If many steps have prompts, fewer, if each token then costs much less. The target grows with the
   queue, if prompts would wait for more than ``PATIENCE`` such steps. (Sarathi-Serve, Agrawal et al. 2024, bounds tokens
   instead of time.) Deep in a long prompt each chunk reads much context, however few tokens it has. Where that takes
-  more than half of the room for prompts, chunks have as many tokens as take as long as their context, and steps without
-  prompts lie between them, so that steps take no longer than the target in the mean.
+  most of the room for prompts, chunks have as many tokens as take as long as their context (a third of that beside
+  streams of other clients), and steps without prompts lie between them, so that steps take no longer than the target
+  in the mean.
 * ``fill_tokens``: as many tokens as cost little more than the decodes alone, as long as nothing ends later for that
   (``filling``).
 * ``max_mixed_tokens``: that number.
