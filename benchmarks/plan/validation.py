@@ -2,10 +2,12 @@
 
     python benchmarks/plan/validation.py cpu [--model smollm2-135m] [--requests 40] [--seeds 0,1,2] [--out ...]
     python benchmarks/plan/validation.py gpu [--model llama-3.1-8b] [--requests 200] [--seeds 0] [--out ...]
+    python benchmarks/plan/validation.py again --keep FOLDER [--out ...]
     python benchmarks/plan/validation.py h200 [--hour] [--out ...]
 
 ``cpu`` and ``gpu`` start a server on this machine, fit a profile on one synthetic sweep, and measure and predict other
-loads (``cells.py``).
+loads (``cells.py``). ``again`` needs no GPU: it fits the sweep that ``gpu --keep FOLDER`` left, and predicts the
+measured loads once more.
 
 ``h200`` needs no GPU. It simulates the recorded loads of ``serve_load.json`` from the data sheet of an H200 and the
 coefficients of ``costs/serving.py``, which were fitted on offline steps. The seconds outside of the engine are fitted
@@ -25,7 +27,7 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import record
-from benchmarks.plan.cells import BURSTINESS, CPU, GPU, SHARES, Keep, figures, measure
+from benchmarks.plan.cells import BURSTINESS, CPU, GPU, SHARES, Keep, figures, measure, predict_again
 from benchmarks.server.generators import own_level
 from benchmarks.server.load import model_folder
 from transect.bench.lengths import Lengths
@@ -42,6 +44,7 @@ from transect.spec.shapes import PRESETS
 HOUR = Mix(prompt=Lengths.parse("lognormal:850,0.9,4050"), output=Lengths.parse("lognormal:180,0.6,1000"), burstiness=2)
 HOUR_REQUESTS, HOUR_S = 19366, 3480
 """Requests and seconds of Azure's conversations of 2023; ``HOUR`` has their mean lengths."""
+GPU_SHAPE = "llama-3.1-8b"
 ENGINES = 8
 """Engines of the fleet whose simulation is timed."""
 
@@ -53,7 +56,7 @@ def measured(options: argparse.Namespace, keep: Keep) -> None:
         if options.where == "cpu":
             measure(CPU, options.model or "smollm2-135m", folder, options, keep)
             return
-        shape = options.model or "llama-3.1-8b"
+        shape = options.model or GPU_SHAPE
         model = model_folder(shape, folder / "model")
         tokens = json.loads((model / "config.json").read_text())["vocab_size"]
         place = replace(GPU, highest=tokens - 1)
@@ -175,7 +178,7 @@ def h200_table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("where", choices=("cpu", "gpu", "h200"))
+    parser.add_argument("where", choices=("cpu", "gpu", "again", "h200"))
     parser.add_argument("--model", help="smollm2-135m on a CPU, random weights of llama-3.1-8b on a GPU")
     parser.add_argument("--requests", type=int, default=40, help="of each cell")
     parser.add_argument("--sweep", type=int, default=6, help="requests for each place of a level of the sweep")
@@ -183,11 +186,12 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no further cell begins")
     parser.add_argument("--hour", action="store_true", help="time the simulation of an hour like Azure's as well")
     parser.add_argument("--azure", type=Path, help="AzureLLMInferenceTrace_conv.csv: that hour")
-    parser.add_argument("--keep", type=Path, help="folder for the profile and the decision log")
+    parser.add_argument("--keep", type=Path, help="folder for the decision log and the records of all runs")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     command = f"python benchmarks/plan/validation.py {options.where}"
-    places = {"cpu": "cpu/plan_validation.json", "gpu": "h200/plan_cells.json", "h200": "h200/plan_validation.json"}
+    gpu = "h200/plan_cells.json"
+    places = {"cpu": "cpu/plan_validation.json", "gpu": gpu, "again": gpu, "h200": "h200/plan_validation.json"}
     out = options.out or record.RESULTS / places[options.where]
 
     def keep(found: dict[str, Any]) -> None:
@@ -195,6 +199,9 @@ def main() -> None:
 
     if options.where == "h200":
         keep(h200(options))
+    elif options.where == "again":
+        found = predict_again(GPU, options.keep, options.requests)
+        keep(found | {"model": options.model or GPU_SHAPE, "predicted_on": record.environment()})
     else:
         measured(options, keep)
 
