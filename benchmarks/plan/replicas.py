@@ -78,8 +78,8 @@ class Cores:
         if not self.bound or set(pids) <= set(self._pids):
             return
         self._pids = [each if each in pids else None for each in self._pids]
-        for pid in (each for each in pids if each not in self._pids):
-            place = self._pids.index(None)
+        free = [place for place, each in enumerate(self._pids) if each is None]
+        for place, pid in zip(free, [each for each in pids if each not in self._pids], strict=False):
             self._pids[place] = pid
             for thread in Path(f"/proc/{pid}/task").iterdir():
                 with suppress(ProcessLookupError):
