@@ -645,6 +645,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "plan-cells-h200": lambda: plan_cells.table(_load("h200/plan_cells.json")),
     "plan-clocked": lambda: plan_clocked.table(_load("cpu/plan_clocked.json")),
     "plan-validation-h200": lambda: plan_validation.h200_table(_load("h200/plan_validation.json")),
+    "plan-speed": lambda: plan_validation.speed_table(_load("h200/plan_validation.json")),
     "plan-replicas": lambda: "".join(map(plan_replicas.table, _recorded("cpu/plan_replicas.json"))),
     "plan-fleet": lambda: plan_fleet.table(_load("cpu/plan_fleet.json")),
     "plan-fleet-arithmetic": lambda: plan_fleet.arithmetic(_load("cpu/plan_fleet.json")),

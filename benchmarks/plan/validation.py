@@ -11,7 +11,9 @@ measured loads once more.
 
 ``h200`` needs no GPU. It simulates the recorded loads of ``serve_load.json`` from the data sheet of an H200 and the
 coefficients of ``costs/serving.py``, which were fitted on offline steps. The seconds outside of the engine are fitted
-on the lowest rate; the other rates are held out.
+on the lowest rate; the other rates are held out. The speed of the simulation is measured at the knee of several cards,
+and without any decode: a request with an answer of one token, alone in its engine. ``--hour`` adds an hour of eight
+engines.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ from transect.bench.traces.asked import Asked
 from transect.bench.traces.mix import Mix
 from transect.bench.traces.reading import read_trace
 from transect.costs.presets import preset
-from transect.plan.capacity import summary_of
+from transect.plan.capacity import MixLoad, highest_rate, summary_of
 from transect.plan.choices import CardChoice
-from transect.plan.fleet import Fleet
+from transect.plan.fleet import EngineModel, Fleet
+from transect.plan.target import LatencyTarget
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.shapes import PRESETS
 
@@ -45,6 +48,9 @@ HOUR = Mix(prompt=Lengths.parse("lognormal:850,0.9,4050"), output=Lengths.parse(
 HOUR_REQUESTS, HOUR_S = 19366, 3480
 """Requests and seconds of Azure's conversations of 2023; ``HOUR`` has their mean lengths."""
 GPU_SHAPE = "llama-3.1-8b"
+KNEES = (("l4", "bf16"), ("l4", "fp8"), ("l40s", "bf16"), ("h100-80gb", "bf16"), ("h200", "bf16"))
+"""Cards and formats at whose knee the simulation is timed, with requests like Azure's."""
+KNEE_TARGET, TIMED = "ttft.p99=2s,itl.p99=200ms", 600
 ENGINES = 8
 """Engines of the fleet whose simulation is timed."""
 
@@ -61,6 +67,31 @@ def measured(options: argparse.Namespace, keep: Keep) -> None:
         tokens = json.loads((model / "config.json").read_text())["vocab_size"]
         place = replace(GPU, highest=tokens - 1)
         measure(place, str(model), folder, options, lambda found: keep(found | {"model": shape}))
+
+
+def speeds() -> dict[str, Any]:
+    """Time the simulation of an 8B at the knee of several cards, and of requests that only come and go."""
+    knees: list[dict[str, Any]] = []
+    work = replace(HOUR, burstiness=1.0)
+    for card, weights in KNEES:
+        engine = CardChoice(PRESETS[GPU_SHAPE], preset(card), RankLayout(), weights, "auto", 8192).engine
+        knee, _ = highest_rate(engine, MixLoad(work, TIMED // 2), LatencyTarget.parse(KNEE_TARGET), 2.0)
+        assert knee is not None, f"{card} misses the target at any rate"
+        knees.append({"card": card, "weights": weights, "rate": knee.rate} | _timed(engine, work, knee.rate))
+        print(knees[-1], flush=True)
+    short = replace(work, prompt=Lengths.parse("16"), output=Lengths.parse("1"))
+    return {"target": KNEE_TARGET, "requests": TIMED, "knees": knees, "only_come_and_go": _timed(engine, short, 1.0)}
+
+
+def _timed(engine: EngineModel, work: Mix, rate: float) -> dict[str, float]:
+    """Return the simulated seconds of ``TIMED`` requests, the processor's seconds for that, the best of three, and the
+    number of steps."""
+    asked, taken = work.generate(rate, TIMED), []
+    for _ in range(3):
+        began = time.process_time()
+        run = Fleet(engine).run(asked)
+        taken.append(time.process_time() - began)
+    return {"simulated_s": run.seconds, "processor_s": min(taken), "steps": run.steps}
 
 
 def h200(options: argparse.Namespace) -> dict[str, Any]:
@@ -83,7 +114,7 @@ def h200(options: argparse.Namespace) -> dict[str, Any]:
             off = f"{1e3 * guess:.1f} of {1e3 * value:.1f} ms, {guess / value - 1:+.0%}"
             print(f"{level['rate']} requests/s {name}: {off}")
         print(f"{run.seconds:.1f} s in {taken:.2f} s of a processor", flush=True)
-    found = {"model": recorded["shape"], "recorded": recorded["environment"], "levels": rows}
+    found = {"model": recorded["shape"], "recorded": recorded["environment"], "levels": rows, "speed": speeds()}
     if options.hour:
         asked = (
             HOUR.generate(HOUR_REQUESTS / HOUR_S, HOUR_REQUESTS) if options.azure is None else read_trace(options.azure)
@@ -172,6 +203,24 @@ def h200_table(result: dict[str, Any]) -> str:
     lines.append(
         f"\n{result['model']}, error of predictions, {record.made_at([recorded])}; the simulation by "
         f"`{result['command']}` on {machine['processor']}, {record.made_at([machine])}.{hour}\n"
+    )
+    return "\n".join(lines)
+
+
+def speed_table(result: dict[str, Any]) -> str:
+    """Format the speed of the simulation at the knee of several cards."""
+    if (found := result.get("speed")) is None:
+        return ""
+    lines = ["| card | requests/s at the knee | times real time | us of Python a request |", "|---|---|---|---|"]
+    for row in found["knees"]:
+        each = 1e6 * row["processor_s"] / found["requests"]
+        speed = row["simulated_s"] / row["processor_s"]
+        lines.append(f"| {row['card']}, {row['weights']} | {row['rate']:.1f} | {speed:,.0f} | {each:,.0f} |")
+    short = 1e6 * found["only_come_and_go"]["processor_s"] / found["requests"]
+    lines.append(
+        f"\n{result['model']}, {found['target']}, lengths like those of Azure's conversations. A request of 16 tokens "
+        f"with an answer of one token, alone in its engine, takes {short:,.0f} us. `{result['command']}` on "
+        f"{result['environment']['processor']}, {record.made_at([result['environment']])}.\n"
     )
     return "\n".join(lines)
 
