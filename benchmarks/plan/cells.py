@@ -104,7 +104,7 @@ class Place:
 
 CPU = Place(
     flags=("--device", "cpu", "--max-num-seqs", "16", "--max-model-len", "1024", "--no-prefix-caching"),
-    prompt="uniform:16-96", output="uniform:8-24", knee="ttft.p99=3s,itl.p99=1s", start=2.0, at_once=8, context=512,
+    prompt="uniform:16-96", output="uniform:8-24", knee="ttft.p99=3s,itl.p99=1s", start=2.0, at_once=16, context=512,
     shared=True,
 )  # fmt: skip
 GPU = Place(
