@@ -45,7 +45,7 @@ from transect.explain.engine.log import DecisionRunLog, load
 from transect.explain.engine.rates import rates_for
 from transect.plan.calibrate import profile, sweep
 from transect.plan.capacity import WARM, MixLoad, highest_rate, summary_of
-from transect.plan.fleet import EngineModel, Fleet
+from transect.plan.fleet import EngineModel, Fleet, FleetRun
 from transect.plan.profile import Loads, Profile
 from transect.plan.target import LatencyTarget
 
@@ -163,6 +163,19 @@ def at_speed(engine: EngineModel, made: Profile, log: DecisionRunLog, result: Re
     return AtSpeed(**plain, spans=spans), sum(step.seconds for step in steps) / sum(known)
 
 
+def as_sent(engine: EngineModel, asked: list[Asked], result: Result) -> FleetRun:
+    """Simulate measured requests. They come when the load generator sent them, which is up to 2 ms late; their times
+    count from when they were due, as the measured ones do."""
+    sent = [dataclasses.replace(each, at=known.sent) for each, known in zip(asked, result.records, strict=True)]
+    run = Fleet(engine).run(sorted(sent, key=lambda each: each.at))
+    order = sorted(range(len(sent)), key=lambda place: sent[place].at)
+    records = list(run.records)
+    for place, found in zip(order, run.records, strict=True):
+        records[place] = dataclasses.replace(found, due=asked[place].at)
+    run.records = records
+    return run
+
+
 def figures(summary: dict[str, Any]) -> dict[str, float]:
     """Pick the figures that are compared, in seconds."""
     return {f"{name} {share}": summary[name][share] for name, share in FIGURES if share in summary[name]}
@@ -234,7 +247,7 @@ class Findings:
 
     def cell(self, asked: list[Asked], result: Result, **facts: Any) -> None:
         """Add measured requests, and predict them."""
-        plain = Fleet(self.engine).run(asked)
+        plain = as_sent(self.engine, asked, result)
         found = facts | {
             "measured": figures(result.summary),
             "predicted": figures(summary_of(plain)),
@@ -245,7 +258,7 @@ class Findings:
     def at_speed(self, asked: list[Asked], result: Result, log: DecisionRunLog) -> None:
         """Predict the last cell with the speed of the machine at each moment."""
         slow, slower = at_speed(self.engine, self.made, log, result)
-        scaled = Fleet(slow).run(asked)
+        scaled = as_sent(slow, asked, result)
         self.cells[-1] |= {
             "slower": slower,
             "predicted_at_speed": figures(summary_of(scaled)),
@@ -256,7 +269,7 @@ class Findings:
         """Add a rate around the knee, without its beginning, and predict it. Returns how far the target is missed: the
         largest ratio of a measured figure to its limit."""
         asked = self.stream.at(rate)
-        run = Fleet(self.engine).run(asked)
+        run = as_sent(self.engine, asked, result)
         later = Run(result.records[int(WARM * len(asked)) :], result.summary["seconds"], 0.0)
         self.points.append({
             "rate": rate, "again": again, "measured": _latencies(summarize(later)),

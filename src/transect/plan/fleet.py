@@ -7,6 +7,7 @@ the router chooses. Engines may start, drain and fail while requests come.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -14,6 +15,7 @@ from itertools import repeat
 from ..bench.load import Record
 from ..bench.traces.asked import Asked
 from ..costs.steps import StepLoad
+from ..costs.warmth import Warming
 from ..engine.scheduling.drafters.registry import SpeculativeConfig
 from ..engine.scheduling.leap import DecodeSeconds
 from ..engine.scheduling.policies.routing import TYPICAL_OUTPUT, Router
@@ -40,7 +42,10 @@ class EngineModel:
             steps at a time; None if that is ``seconds``.
         lag: steps that are planned ahead of the tokens.
         host: of the host before each step.
-        intake: from a request's arrival until the engine has it. outlet: from a token until the client has it.
+        intake: from a request's arrival until the engine has it; the next request waits for that. outlet: from a token until the client has it.
+        outlets: the same for steps with different numbers of rows, as (rows, seconds) by rows; if there are any, they
+            replace ``outlet``.
+        warming: effect of a device's work on its steps, if that is known.
         acceptance: chance that a draft is right if those before it are, where the scheduler drafts.
         drafter: seconds of a step of the model that drafts, if one does.
     """
@@ -53,6 +58,8 @@ class EngineModel:
     host: float = 0.0
     intake: float = 0.0
     outlet: float = 0.0
+    outlets: tuple[tuple[float, float], ...] = ()
+    warming: Warming | None = None
     acceptance: float | None = None
     drafter: DecodeSeconds | None = None
 
@@ -82,10 +89,18 @@ class EngineModel:
         limits = self.scheduler if prefixes else replace(self.scheduler, enable_prefix_caching=False)
         engine = SimulatedEngine(
             limits, self.seconds, lag=self.lag, host=self.host, decodes=self.by_load, latency=self.latency, now=now,
-            acceptance=self.acceptance, drafter=self.drafter,
+            acceptance=self.acceptance, drafter=self.drafter, warming=self.warming,
         )  # fmt: skip
         self.teach(engine)
         return engine
+
+    def outlet_of(self, rows: int) -> float:
+        """Return the seconds from a step of so many rows until the clients have its tokens."""
+        place = bisect_left(self.outlets, (rows, 0.0))
+        if not 0 < place < len(self.outlets):
+            return self.outlets[min(place, len(self.outlets) - 1)][1] if self.outlets else self.outlet
+        (low, before), (high, after) = self.outlets[place - 1 : place + 1]
+        return before + (after - before) * (rows - low) / (high - low)
 
     def teach(self, engine: SimulatedEngine) -> None:
         """Let an engine whose steps are sized by time know step times, as one that has served before."""
@@ -208,9 +223,10 @@ class Fleet(Disturbed):
         for _ in range(self._engines):
             self.start(0.0, ready_at=0.0)
         self.plan_events()
-        look, arrived = self.interval, 0
+        look, arrived, free = self.interval, 0, 0.0
         for number, each in enumerate(asked):
-            due = each.at + self.model.intake
+            began = max(each.at, free)  # a server reads and tokenizes one request after the other
+            due, free = began + self.model.intake, began + self.model.intake / max(1, self._alive)
             self.happen(due)
             while self.scaler is not None and look <= due:
                 self._scale(look, (number - arrived) / self.interval)
@@ -237,6 +253,10 @@ class Fleet(Disturbed):
             self._members[place] = member
             self._router.forget(place)
         self._changed(now)
+
+    @property
+    def _alive(self) -> int:
+        return self._sizes[-1][1]
 
     def _changed(self, now: float) -> None:
         self._sizes.append((now, sum(each.alive for each in self._members)))
@@ -331,10 +351,11 @@ class Fleet(Disturbed):
 
     def _result(self, count: int) -> FleetRun:
         records: list[Record | None] = [None] * count
-        outlet, end = self.model.outlet, 0.0
+        end = 0.0
         for sent, line in self._done:
             moments = sent.before + line.moments
-            end = max(end, moments[-1])
+            outlet = self.model.outlet_of(line.rows)
+            end = max(end, moments[-1] + outlet)
             shown = [moment + outlet for moment in moments] if outlet else moments
             at = sent.asked.at
             records[sent.number] = Record(
@@ -345,7 +366,7 @@ class Fleet(Disturbed):
         asked_for = sum(each.prefix_query_tokens for each in stats)
         return FleetRun(
             [each for each in records if each is not None],
-            end + outlet,
+            end,
             sum((member.ended if not member.alive else end) - member.began for member in members),
             sum(member.engine.device.busy for member in members),
             sum(member.engine.device.steps for member in members),
