@@ -20,7 +20,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Mapping
+from copy import deepcopy
 from itertools import accumulate, pairwise
+from typing import Any
 
 from .steps import StepLoad
 
@@ -48,6 +51,7 @@ Part = tuple[int, float]
 """A part of the time, and the amount of it in a step."""
 _BASE, _KEYS, _PAIRS, _SCORED = 0, len(KNOTS), len(KNOTS) + 1, len(KNOTS) + 2
 """Indices of the parts; those of the tokens are between, one for each stretch between two knots."""
+_STATE = ("steps", "error", "measured", "predicted", "_parts", "_unknown", "_first")
 _WHOLE = [(part, 1.0) for part in range(len(KNOTS))]
 """Parts of ``base`` and whole stretches."""
 
@@ -136,6 +140,16 @@ class StepTimes:
                 self._unknown[part] = [known - gain * other for known, other in zip(row, spread, strict=True)]
         for part, _ in parts:
             self._unknown[part][part] += count * (DRIFT * self._first[part]) ** 2
+        self._sum_up()
+
+    def state(self) -> dict[str, Any]:
+        """Return what was learned, as plain values."""
+        return {name: deepcopy(getattr(self, name)) for name in _STATE}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what another instance has learned: its ``state``."""
+        for name in _STATE:
+            setattr(self, name, deepcopy(state[name]))
         self._sum_up()
 
     def most_tokens(self, seconds: float, beside: StepLoad, context: int, limit: int, *, scored: bool = False) -> int:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
+from itertools import accumulate, repeat
+from operator import add
+from random import Random
+from typing import Any
 
 from ..bench.load import Record
 from ..bench.traces.asked import Asked
@@ -42,10 +45,13 @@ class EngineModel:
             steps at a time; None if that is ``seconds``.
         lag: steps that are planned ahead of the tokens.
         host: of the host before each step.
-        intake: from a request's arrival until the engine has it; the next request waits for that. outlet: from a token until the client has it.
+        intake: from a request's arrival until the engine has it; the next request waits for that.
+        outlet: from a token until the client has it.
         outlets: the same for steps with different numbers of rows, as (rows, seconds) by rows; if there are any, they
             replace ``outlet``.
+        jitter: (rows, quantiles) by rows: deviations of a token's ``outlet``, in seconds.
         warming: effect of a device's work on its steps, if that is known.
+        learned: ``StepTimes.state`` of an engine that has served before, if that is known.
         acceptance: chance that a draft is right if those before it are, where the scheduler drafts.
         drafter: seconds of a step of the model that drafts, if one does.
     """
@@ -59,7 +65,9 @@ class EngineModel:
     intake: float = 0.0
     outlet: float = 0.0
     outlets: tuple[tuple[float, float], ...] = ()
+    jitter: tuple[tuple[float, tuple[float, ...]], ...] = ()
     warming: Warming | None = None
+    learned: Mapping[str, Any] | None = None
     acceptance: float | None = None
     drafter: DecodeSeconds | None = None
 
@@ -102,9 +110,22 @@ class EngineModel:
         (low, before), (high, after) = self.outlets[place - 1 : place + 1]
         return before + (after - before) * (rows - low) / (high - low)
 
+    def shown(self, moments: list[float], rows: int, number: int) -> list[float]:
+        """Return the moments at which the client has a request's tokens. ``number``: of the request, a seed."""
+        outlet = self.outlet_of(rows)
+        late = [moment + outlet for moment in moments] if outlet else moments
+        if not self.jitter:
+            return late
+        _, deviations = min(self.jitter, key=lambda each: abs(each[0] - rows))
+        drawn = [0.0, *Random(number).choices(deviations, k=len(late) - 1)]
+        return list(accumulate(map(add, late, drawn), max))
+
     def teach(self, engine: SimulatedEngine) -> None:
         """Let an engine whose steps are sized by time know step times, as one that has served before."""
         if self.scheduler.itl_target is None and self.scheduler.speculation is None:
+            return
+        if self.learned is not None:
+            engine.scheduler.times.restore(self.learned)
             return
         most, rows = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
         for _ in range(LESSONS):
@@ -354,9 +375,8 @@ class Fleet(Disturbed):
         end = 0.0
         for sent, line in self._done:
             moments = sent.before + line.moments
-            outlet = self.model.outlet_of(line.rows)
-            end = max(end, moments[-1] + outlet)
-            shown = [moment + outlet for moment in moments] if outlet else moments
+            shown = self.model.shown(moments, line.rows, sent.number)
+            end = max(end, shown[-1])
             at = sent.asked.at
             records[sent.number] = Record(
                 at, at, shown, shown[-1], sent.asked.prompt_tokens, len(shown), None

@@ -41,7 +41,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         errors: relative errors of step times, of a fit on the first half of the sweep on the second.
         intake: from sending a request until an idle engine has it. outlet: from a token until the client has it.
         measured: numbers of steps and requests, and seconds of the sweep. environment: machine and versions.
-        outlets: see ``EngineModel``. warming: ``Warming`` as plain values, empty if there is none.
+        outlets, jitter: see ``EngineModel``. warming: ``Warming`` as plain values, empty if there is none.
+        learned: see ``EngineModel``; empty if steps are not sized by time.
     """
 
     format: int
@@ -56,7 +57,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     measured: dict[str, float]
     environment: dict[str, Any]
     outlets: list[tuple[float, float]] = []
+    jitter: list[tuple[float, list[float]]] = []
     warming: dict[str, float] = {}
+    learned: dict[str, Any] = {}
 
     @classmethod
     def read(cls, path: Path) -> Profile:
@@ -92,8 +95,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         limits = SchedulerConfig(**header.scheduler | {"max_queue": None, "seed": 0})
         return EngineModel(
             scheduler=limits, seconds=times, by_load=times.seconds, lag=header.lag, host=times.fitted.host,
-            intake=self.intake, outlet=self.outlet, outlets=tuple((rows, seconds) for rows, seconds in self.outlets),
-            warming=Warming(**self.warming) if self.warming else None,
+            intake=self.intake, outlet=self.outlet, outlets=tuple(self.outlets),
+            jitter=tuple((rows, tuple(deviations)) for rows, deviations in self.jitter),
+            warming=Warming(**self.warming) if self.warming else None, learned=self.learned or None,
         )  # fmt: skip
 
 
