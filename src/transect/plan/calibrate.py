@@ -130,7 +130,7 @@ def warmed(
     """Fit step times, and how much longer they take after much work (``costs/warmth.py``); None if that explains
     nothing, or the device is no GPU. The work of all steps tells the warmth before each."""
     host = host_seconds(log)
-    best = FittedSteps.fit(work, seconds, host), None
+    best: tuple[FittedSteps, Warming | None] = FittedSteps.fit(work, seconds, host), None
     if log.header.device.get("kind") != "cuda":
         return best
     done = [step for step in log.steps if step.at is not None and step.seconds > 0]

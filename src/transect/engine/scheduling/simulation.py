@@ -79,7 +79,7 @@ class SimulatedEngine:
     ) -> None:
         self.clock = VirtualClock()
         self.clock.advance(now)
-        self.device = VirtualDevice(self.clock, seconds, host, latency, warming and Warmth(warming))
+        self.device = VirtualDevice(self.clock, seconds, host, latency, None if warming is None else Warmth(warming))
         self.scheduler = Scheduler(config, self.clock)
         self.device.is_void = self.scheduler.jumps.is_void
         speculation = self.scheduler.speculation
