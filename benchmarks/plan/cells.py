@@ -52,9 +52,9 @@ from transect.plan.target import LatencyTarget
 BURSTINESS = (0.25, 1.0, 4.0)
 SHARES = (0.3, 0.6, 0.9)
 """Loads, as shares of the load at the knee."""
-AROUND = (0.93, 1.0, 1.07)
+AROUND = (0.96, 1.04)
 """Rates at which the knee is searched, as shares of the predicted one; beyond them in steps of ``STEP``."""
-STEP, MOST_AROUND = 0.07, 6
+STEP, MOST_AROUND = 0.07, 5
 KNEE_SEED = 0
 Keep = Callable[[dict[str, Any]], None]
 SETTLE_S = 1.5
@@ -109,8 +109,8 @@ CPU = Place(
 )  # fmt: skip
 GPU = Place(
     flags=("--load-format", "dummy", "--no-prefix-caching", "--max-queue", "2048"), prompt="uniform:240-960",
-    output="uniform:60-240", knee="ttft.p99=300ms,itl.p99=100ms", start=30.0, at_once=128, context=2048, seconds=6.0,
-    knee_seconds=10.0,
+    output="uniform:60-240", knee="ttft.p99=300ms,itl.p99=100ms", start=30.0, at_once=128, context=2048, seconds=5.0,
+    knee_seconds=8.0,
 )  # fmt: skip
 """Random weights of the shape of Llama-3.1-8B."""
 
