@@ -268,7 +268,7 @@ class Findings:
     def point(self, rate: float, again: bool, result: Result) -> float:
         """Add a rate around the knee, without its beginning, and predict it. Returns how far the target is missed: the
         largest ratio of a measured figure to its limit."""
-        asked = self.stream.at(rate)
+        asked = self.place.mix(1.0).generate(rate, len(result.records), KNEE_SEED)
         run = as_sent(self.engine, asked, result)
         later = Run(result.records[int(WARM * len(asked)) :], result.summary["seconds"], 0.0)
         self.points.append({
