@@ -54,6 +54,7 @@ from benchmarks.ops import issue_rates, products_by_shape, products_fp8
 from benchmarks.plan import cells as plan_cells
 from benchmarks.plan import clocked as plan_clocked
 from benchmarks.plan import fleet as plan_fleet
+from benchmarks.plan import replicas as plan_replicas
 from benchmarks.plan import scaling as plan_scaling
 from benchmarks.plan import validation as plan_validation
 from benchmarks.server import (
@@ -664,6 +665,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "plan-cells-h200": lambda: plan_cells.table(_load("h200/plan_cells.json")),
     "plan-clocked": lambda: plan_clocked.table(_load("cpu/plan_clocked.json")),
     "plan-validation-h200": lambda: plan_validation.h200_table(_load("h200/plan_validation.json")),
+    "plan-speed": lambda: plan_validation.speed_table(_load("h200/plan_validation.json")),
+    "plan-replicas": lambda: "".join(map(plan_replicas.table, _recorded("cpu/plan_replicas.json"))),
     "plan-fleet": lambda: plan_fleet.table(_load("cpu/plan_fleet.json")),
     "plan-fleet-arithmetic": lambda: plan_fleet.arithmetic(_load("cpu/plan_fleet.json")),
     "plan-fleet-memory": lambda: plan_fleet.memory_table(_load("cpu/plan_fleet.json")),

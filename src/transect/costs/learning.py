@@ -21,7 +21,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Mapping
+from copy import deepcopy
 from itertools import accumulate, pairwise
+from typing import Any
 
 from .steps import StepLoad
 
@@ -49,6 +52,7 @@ Part = tuple[int, float]
 """A part of the time, and the amount of it in a step."""
 _BASE, _KEYS, _PAIRS, _SCORED, _CONTEXT = 0, *range(len(KNOTS), len(KNOTS) + 4)
 """Indices of the parts; those of the tokens are between, one for each stretch between two knots."""
+_STATE = ("steps", "error", "measured", "predicted", "_parts", "_unknown", "_first")
 _WHOLE = [(part, 1.0) for part in range(len(KNOTS))]
 """Parts of ``base`` and whole stretches."""
 
@@ -140,6 +144,16 @@ class StepTimes:
                 self._unknown[part] = [known - gain * other for known, other in zip(row, spread, strict=True)]
         for part, _ in parts:
             self._unknown[part][part] += count * (DRIFT * self._first[part]) ** 2
+        self._sum_up()
+
+    def state(self) -> dict[str, Any]:
+        """Return what was learned, as plain values."""
+        return {name: deepcopy(getattr(self, name)) for name in _STATE}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what another instance has learned: its ``state``."""
+        for name in _STATE:
+            setattr(self, name, deepcopy(state[name]))
         self._sum_up()
 
     def most_tokens(self, seconds: float, beside: StepLoad, context: int, limit: int, *, scored: bool = False) -> int:
