@@ -110,6 +110,7 @@ class Explain:
             "unused": steady.watch.unused,
             "steps": steady.steps.explained if steady.steps is not None else 0,
             "memory": memory_share(trace.on_gpu),
+            "fused": {},
         }
         if self._all_cores and steady.recording.idle_cores is not None:
             facts["idle_cores"] = steady.recording.idle_cores
