@@ -230,6 +230,20 @@ def bits_of_attention() -> Iterator[tuple[str, int, int]]:
             expected = torch.cat([*[whole[-100:]] * 3, whole[some]])
             yield f"attention, {size}, mixed", len(found), int((found != expected).flatten(1).any(1).sum())
             if isinstance(call.decode, decode_spans.PagedSpans):
+                for count, width in (
+                    (1, 64),
+                    (2, 32),
+                    (8, 64),
+                    (16, 64),
+                    (16, 16),
+                    (3, 94),
+                ):
+                    some = [i for i in at if i < 16 * width][-count:]
+                    ends = torch.tensor([i + 1 for i in some], device="cuda", dtype=torch.int32)
+                    few = PagedBatch(tables[:, :width].expand(count, -1).contiguous(), starts[: count + 1], ends, 16)
+                    found = call(q[some], keys, values, few, d**-0.5, None)
+                    differing = int((found != whole[some]).flatten(1).any(1).sum())
+                    yield f"attention, {size}, {count} rows of {16 * width}", count, differing
                 call.decode.ROOM = 0
                 found = call(rows, keys, values, batch, d**-0.5, None)
                 yield f"attention, {size}, whole", len(at), int((found[:-2] != whole[at]).flatten(1).any(1).sum())
@@ -345,10 +359,11 @@ def attention(replays: int, only: str | None = None) -> Iterator[dict[str, Any]]
             (decodes if only in DECODES else prompting)(only)(*inputs)
 
 
-def compile_all(attention: bool) -> None:
-    """Build the kernels in CUDA C++ and in Triton, each in a process of its own; with the variants of ``attention``."""
+def compile_all(sections: Sequence[str]) -> None:
+    """Build the kernels in CUDA C++ and in Triton that these sections need, each in a process of its own."""
     command = [sys.executable, __file__, "--compile"]
-    names = (*TILES, *DECODES, *PROMPTS) if attention else tuple(TILES)
+    names = [*TILES] if {"bits", "products", "prefill"} & set(sections) else []
+    names += [*DECODES, *PROMPTS] if {"bits", "spans", "attention"} & set(sections) else []
     started = [subprocess.Popen([*command, name]) for name in names]
     with ThreadPoolExecutor() as pool:
         list(pool.map(partial(cuda_build.build, target=target_of().name), SOURCES))
@@ -410,7 +425,7 @@ def main() -> None:
             else:
                 list(attention(1, options.compile))
         return
-    compile_all(bool({"spans", "bits", "attention"} & set(options.sections)))
+    compile_all(options.sections)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     environment = record.environment(("torch", "triton"))
     result: dict[str, Any] = {"environment": {**environment, "gpu": torch.cuda.get_device_name()}}

@@ -51,7 +51,7 @@ def test_bits_do_not_depend_on_who_sums_which_spans(monkeypatch, group, d):
     stages = 6 if d == 64 else 3
     ways = [(units, room, Tiling(0, 1, stages)) for units, room in ((1, 0), (5, 0))]
     ways += [(units, 1 << 24, Tiling(0, 1, stages)) for units in (1, 3, 7, 100)]
-    ways += [(1, 1 << 24, Tiling(ranks, 4 // ranks, stages)) for ranks in (1, 2, 4)]
+    ways += [(1, 1 << 24, Tiling(ranks, 4 // ranks, stages)) for ranks in (2, 4)]
     ways += [(1, 1 << 24, Tiling(8, 1, 6 if d == 64 else 8))]
     for units, room, tiling in ways:
         run = kernel(monkeypatch, units)
@@ -78,6 +78,20 @@ def test_rows_of_several_queries_are_left_alone(monkeypatch):
         kernel(monkeypatch, 4)(q, *caches, batch, 0.125, out=out, beside=True, tiling=tiling)
         assert not out[:5].any()
         assert (out[5:].double() - exact[5:]).norm() < 0.01 * exact[5:].norm()
+
+
+def test_few_items_go_to_clusters_of_two_blocks_and_more():
+    sizes = [(8, 4), (16, 4), (24, 4), (64, 4), (128, 4), (136, 4), (128, 8), (8, 1), (8, 16)]
+    found = [decode_spans.choose(*size, 128) for size in sizes]
+    assert [(each.ranks, each.warps) for each in found if each.ranks] == [
+        (4, 1),
+        (4, 1),
+        (4, 1),
+        (2, 2),
+        (2, 2),
+        (8, 2),
+    ]
+    assert [each.ranks for each in found] == [4, 4, 4, 2, 2, 0, 0, 0, 8]
 
 
 def test_the_launcher_is_called_with_what_the_source_says():

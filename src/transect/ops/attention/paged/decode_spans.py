@@ -256,7 +256,7 @@ class SpansHopperTiling:
     """Division of a batch into work items of ``paged_spans_hopper.cu``."""
 
     ranks: int = 0
-    """Blocks of a cluster that share a row and a key head; 0: an even cut, by blocks of one warp."""
+    """Blocks of a cluster, at least 2, that share a row and a key head; 0: an even cut, by blocks of one warp."""
     warps: int = 4
     """Warps of a block, each of which takes one span; for an even cut, warps for each multiprocessor."""
     stages: int = 3
@@ -266,12 +266,13 @@ class SpansHopperTiling:
 def choose(items: int, spans: int, d: int) -> SpansHopperTiling:
     """Return a tiling for ``items`` rows times key heads of up to ``spans`` spans.
 
-    A cluster takes an item where all clusters run at once, as in ``decode_hopper.choose``. Adding its sums takes less
-    time in shared memory than the sums of an even cut do in memory.
+    A cluster takes an item where all clusters run at once, as in ``decode_hopper.choose``; of pairs of blocks with two
+    warps twice as many do. Adding its sums takes less time in shared memory than the sums of an even cut do in memory.
     """
-    for ranks in (8, 4, 2, 1):
+    for ranks in (8, 4, 2):
         warps = -(-spans // ranks)
-        if items <= AT_ONCE[ranks] and ranks < 2 * spans and warps <= MOST_WARPS:
+        at_once = AT_ONCE[ranks] * (2 if ranks == 2 and warps <= 2 else 1)
+        if items <= at_once and ranks < 2 * spans and warps <= MOST_WARPS:
             return SpansHopperTiling(ranks, warps, 6 if d < 128 else 8 if warps == 1 else 3)
     return SpansHopperTiling(stages=6 if d < 128 else 3)
 

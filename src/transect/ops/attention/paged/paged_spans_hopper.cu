@@ -530,8 +530,8 @@ __global__ void __launch_bounds__(128)
 // piece b ``pieces`` + h of 16 d. tables [rows, columns] int32; starts [rows + 1], or null where token t is row t's: rows
 // of several tokens are left alone; lengths [rows]. out [T, K G, d]. parts, parts_ml: of an even cut G d and 2 G numbers
 // for each span. arrivals: zeros for each row and key head, and again afterwards. scale2: of the scores, times log2(e).
-// blocks: of an even cut. warps of a block: of clusters, whose ranks times warps are as many as the longest row's spans
-// or more. stages: one of those compiled. whole_items: an even cut falls between items only, and parts are not used.
+// blocks: of an even cut. ranks: blocks of a cluster, at least 2 (a launch without clusters knows no instructions for
+// them). warps of a block: of clusters, whose ranks times warps are as many as the longest row's spans or more. stages: one of those compiled. whole_items: an even cut falls between items only, and parts are not used.
 // ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that reads the batch and old keys and values before the
 // kernel before has ended. ``late``: the next kernel begins when the one before has ended. Returns a cudaError_t, or -1
 // for what it does not take.
@@ -540,7 +540,7 @@ extern "C" int transect_paged_spans(const void* q, const void* keys, const void*
                                     void* arrivals, int rows, int columns, int table_stride, int K, int G, int d,
                                     long long q_t, int q_h, int pieces, float scale2, int blocks, int warps,
                                     int stages, int ranks, int whole_items, int dependent, int late, void* stream) {
-  if (rows < 1 || rows > kMostRows || G < 1 || G > 16 || blocks < 1 || ranks < 0 || ranks > 8 ||
+  if (rows < 1 || rows > kMostRows || G < 1 || G > 16 || blocks < 1 || ranks < 0 || ranks == 1 || ranks > 8 ||
       warps < 1 || warps > 4 || (!ranks && warps > 1))
     return -1;
   const Batch batch = {(const int*)tables, (const int*)starts, (const int*)lengths, rows, columns, table_stride};

@@ -93,7 +93,7 @@ SHARED = 227 * 1024
 KERNELS = ((3, 4), (3, 3), (2, 6), (2, 4), (3, 2), (2, 2), (2, 3), (1, 8), (1, 4))
 """The compiled pairs (columns, stages), better ones first."""
 MOST_WARPS = 8
-DEEP = ((3, 8), (3, 12), (2, 8), (2, 12), (1, 16))
+DEEP = ((3, 8), (2, 12))
 """Pairs for blocks of few warps."""
 
 
