@@ -214,28 +214,10 @@ def measure_chain() -> dict[str, Any]:
         for matrix, left in zip(own.matrices, (x, x, gated, x), strict=True):
             alone(left, matrix, gated=matrix is own.gate_up, dependent_launch=True)
 
-    follow = [
-        own._replace(ahead=(then.o, then.gate_up))
-        for (_, own), (_, then) in zip(layers, [*layers[1:], layers[0]], strict=True)
-    ]
-    cuts = (
-        (2, 0, 1),
-        (2, 0, 4),
-        (2, 0, 8),
-        (3, 0, 4),
-        (2, 2, 4),
-        (2, 4, 4),
-        (3, 4, 4),
-        (2, 6, 4),
-        (2, 8, 4),
-        (2, 12, 4),
-    )
-    for stages, beyond, together in cuts:
+    for stages in (2, 3):
         note(
-            f"one launch, {stages} stages, {beyond} units ahead, {together} groups together",
-            lambda turn, how={"stages": stages, "beyond": beyond, "together": together}: kernel(
-                x, x, follow[turn % 4], dependent_launch=True, **how
-            ),
+            f"one launch, {stages} stages",
+            lambda turn, stages=stages: kernel(x, x, layers[turn % 4][1], dependent_launch=True, stages=stages),
         )
     note("four launches", apart)
     for place, name in enumerate(("Q4_K", "Q6_K")):

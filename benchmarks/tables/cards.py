@@ -89,9 +89,9 @@ def targets() -> str:
             )
             continue
         wrong = faults(name, rows)
-        notes += [f"* `{name}`: {fault}" for fault in wrong]
+        notes += [f"* `{name}`: {'; '.join(wrong)}"] if wrong else []
         state = "measured" if name in MEASURED else "compiled"
-        state += f", {len(wrong)} exceptions below" if wrong else ""
+        state += f", {len(wrong)} exception{'s' * (len(wrong) > 1)} below" if wrong else ""
         sources = str(len(rows["cuda"])) if rows["cuda"] else "" if target.nvidia else "none"
         lines.append(f"| `{name}` | {target.cards} | {room} | {len(rows['triton'])} | {sources} | {state} |")
     found = result["targets"].values()

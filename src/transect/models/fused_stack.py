@@ -370,8 +370,7 @@ def _chain(layer: _FusedLayer, after: _FusedLayer) -> Chain | None:
     own = layer.on_stream
     if own is None or after.on_stream is None:
         return None
-    then = after.on_stream
-    return own.o.chain((own.gate_up, own.down, then.qkv), (then.o, then.gate_up))
+    return own.o.chain((own.gate_up, own.down, after.on_stream.qkv))
 
 
 def _layers(model: Decoder) -> list[Layer]:

@@ -185,7 +185,6 @@ struct TensorMap {
 
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 inline void prefetch_tensormap(const void*) {}
-inline void cp_async_bulk_prefetch_tensor_2d_L2_global(const void*, int, int) {}
 
 // To the same place in those blocks of the cluster whose bits ``blocks`` has.
 inline void cp_async_bulk_tensor_2d_shared__cluster_global_mbarrier__complete_tx__bytes_multicast__cluster_L2__cache_hint(

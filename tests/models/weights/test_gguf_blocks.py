@@ -109,7 +109,7 @@ def test_one_row_goes_through_chains(bias):
 def test_chains_by_the_source_itself(monkeypatch):
     """``gguf_row.cu`` and ``gguf_chain.cu`` on this processor, in a model of bfloat16: what GPUs run with
     ``chained_blocks``."""
-    chain = chain_source(monkeypatch, gguf_chain.GGUFChain, "gguf_chain", "ppii", multiprocessors=5)
+    chain = chain_source(monkeypatch, gguf_chain.GGUFChain, "gguf_chain", "pp", multiprocessors=5)
     kernels = row_on_host(monkeypatch, multiprocessors=5), chain
     model, _ = block_model(bias=True, kernels=kernels, dtype=torch.bfloat16)
     model.join()
@@ -144,7 +144,7 @@ def test_parts_of_other_kinds_are_no_matrix_for_it():
     stacked = q.stack([v])
     assert isinstance(stacked, BlockStream) and len(stacked._matrix) == 2
     assert q.stack([v, None]) is None and stacked.stack([v, v]) is None
-    assert not stacked.biased and stacked.chain([q], []) is None
+    assert not stacked.biased and stacked.chain([q]) is None
 
 
 def test_experts_of_whole_sixteens_are_decoded_in_the_grouped_product(monkeypatch):

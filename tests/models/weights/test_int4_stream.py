@@ -71,7 +71,7 @@ def states(model, stack, rows):
 
 @pytest.mark.parametrize("chained", [True, False])
 def test_one_row_goes_through_chains_where_there_is_the_kernel(monkeypatch, chained):
-    kernel = chain_source(monkeypatch, int4_chain.Int4Chain, "int4_chain", "piii")
+    kernel = chain_source(monkeypatch, int4_chain.Int4Chain, "int4_chain", "pi")
     calls = []
 
     def counted(*given, **named):
@@ -103,15 +103,15 @@ def test_a_gpu_runs_one_row_in_chains(monkeypatch):
 
 
 def test_what_no_chain_takes_has_none(monkeypatch):
-    kernel = chain_source(monkeypatch, int4_chain.Int4Chain, "int4_chain", "piii")
+    kernel = chain_source(monkeypatch, int4_chain.Int4Chain, "int4_chain", "pi")
     model = model_with(kernel)
     first, second = model.layers[0], model.layers[1]
     parts = (first.attention.o, first.mlp.gate_up, first.mlp.down, second.attention.qkv)
     o, gate_up, down, qkv = (part.stream_product(model.ops.stream_products) for part in parts)
-    assert o.chain((gate_up, down, qkv), ()) is not None
-    assert o.chain((gate_up, down, object()), ()) is None
-    assert o.chain((gate_up, qkv, down), ()) is None
-    assert gate_up.chain((gate_up, down, qkv), ()) is None
+    assert o.chain((gate_up, down, qkv)) is not None
+    assert o.chain((gate_up, down, object())) is None
+    assert o.chain((gate_up, qkv, down)) is None
+    assert gate_up.chain((gate_up, down, qkv)) is None
 
 
 def test_the_chain_is_compiled_where_launches_depend_on_each_other(monkeypatch):

@@ -152,7 +152,7 @@ class DenseStream:
     def linear(self, stream: ResidualStream) -> Tensor:
         return self._products.linear(stream, self._weight, self._bias)
 
-    def chain(self, after: Sequence[StreamProduct], ahead: Sequence[StreamProduct]) -> None:
+    def chain(self, after: Sequence[StreamProduct]) -> None:
         """Return None, because there is no such kernel."""
 
     def plain(self, x: Tensor) -> Tensor:

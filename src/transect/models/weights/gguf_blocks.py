@@ -253,9 +253,8 @@ class BlockStream:
         bias = torch.cat([each.detach() for each in biases]) if biases else None
         return BlockStream(self._kernel, self._chain, matrix, bias)
 
-    def chain(self, after: Sequence[StreamProduct], ahead: Sequence[StreamProduct]) -> Chain | None:
+    def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
         parts = [self, *(each for each in after if isinstance(each, BlockStream))]
-        then = [each._matrix for each in ahead if isinstance(each, BlockStream)]
         if len(parts) < 4:
             return None
         o, gate_up, down, qkv = parts
@@ -264,6 +263,6 @@ class BlockStream:
             return None
 
         def run(x: Tensor, residual: Tensor, norms: tuple[Tensor, Tensor], eps: tuple[float, float]) -> Any:
-            return kernel(x, residual, ChainWeights(*matrices, norms, eps, bias, then), dependent_launch=True)
+            return kernel(x, residual, ChainWeights(*matrices, norms, eps, bias), dependent_launch=True)
 
         return run

@@ -144,17 +144,15 @@ class Int4Stream:
     def linear(self, stream: ResidualStream) -> Tensor:
         return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), self._weight.bias)[0]
 
-    def chain(self, after: Sequence[StreamProduct], ahead: Sequence[StreamProduct]) -> Chain | None:
+    def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
         call, parts = self._weight.chained, [self, *(each for each in after if isinstance(each, Int4Stream))]
         if call is None or len(parts) < 4 or [part._weight.in_turns for part in parts] != [False, True, False, False]:
             return None
-        following = [each for each in ahead if isinstance(each, Int4Stream)]
 
         def weights(norms: tuple[Tensor, Tensor], eps: tuple[float, float]) -> ChainWeights:
-            o, gate_up, down, qkv, *then = (
-                Matrix4(part._weight.arranged, part._weight.out_features) for part in (*parts, *following)
-            )
-            return ChainWeights(o, gate_up, down, qkv, norms, eps, parts[-1]._weight.bias, then)
+            o, gate_up, down, qkv = (Matrix4(part._weight.arranged, part._weight.out_features) for part in parts)
+            bias = parts[-1]._weight.bias
+            return ChainWeights(o, gate_up, down, qkv, norms, eps, bias)
 
         if int4_chain.refusal(weights((), ())):  # type: ignore[arg-type]
             return None

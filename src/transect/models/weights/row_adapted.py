@@ -231,11 +231,8 @@ class _WithoutAdapters:
     def gated(self, stream: ResidualStream) -> Gated:
         return self.base.gated(stream)
 
-    def chain(self, after: Sequence[StreamProduct], ahead: Sequence[StreamProduct]) -> Chain | None:
-        def bases(products: Sequence[StreamProduct]) -> list[StreamProduct]:
-            return [each.base if isinstance(each, _WithoutAdapters) else each for each in products]
-
-        return self.base.chain(bases(after), bases(ahead))
+    def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
+        return self.base.chain([each.base if isinstance(each, _WithoutAdapters) else each for each in after])
 
     def stack(self, below: Sequence[StreamProduct | None]) -> StreamProduct | None:
         """Combine this matrix and others below it into one product; None if there is no such kernel."""

@@ -371,16 +371,16 @@ class Stream8:
             return scaled8_rounding.gate_rounded(both, *self._rounding, dependent_launch=self._dependent)
         return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), gated=True)[0]
 
-    def chain(self, after: Sequence[StreamProduct], ahead: Sequence[StreamProduct]) -> Chain | None:
+    def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
         call, parts = self._weight.chained, [self, *(each for each in after if isinstance(each, Stream8))]
         if call is None or len(parts) < 4:
             return None
-        following = [each for each in ahead if isinstance(each, Stream8)]
 
         def weights(norms: tuple[Tensor, Tensor], eps: tuple[float, float]) -> ChainWeights:
-            held = [part._weight for part in (*parts, *following)]
-            o, gate_up, down, qkv, *then = (Matrix8(each.codes, each.scale, each.fp8) for each in held)
-            return ChainWeights(o, gate_up, down, qkv, norms, eps, held[3].bias, then)
+            held = [part._weight for part in parts]
+            o, gate_up, down, qkv = (Matrix8(each.codes, each.scale, each.fp8) for each in held)
+            bias = held[-1].bias
+            return ChainWeights(o, gate_up, down, qkv, norms, eps, bias)
 
         if scaled8_chain.refusal(weights((), ())):  # type: ignore[arg-type]
             return None

@@ -84,10 +84,9 @@ class StreamProduct(Protocol):
 
     def gated(self, stream: ResidualStream) -> Gated: ...
 
-    def chain(self, after: Sequence[StreamProduct], ahead: Sequence[StreamProduct]) -> Chain | None:
+    def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
         """Return this product on a stream and the three after it (gate with up, down, q with k and v of the next layer)
-        in one launch for one row; None if there is no such kernel. ``ahead``: o, and gate with up, of the next layer,
-        whose first weights the launch may bring to the L2 cache."""
+        in one launch for one row; None if there is no such kernel."""
         ...
 
 

@@ -10,8 +10,6 @@
 //   So no block waits for all others, and nothing waits for memory to be in order: a fence would wait for the weights
 //   that were asked for. Results have two places, one launch's and the next one's, where each sets all bits again for
 //   the other. A block counts launches for itself, in memory.
-// * While blocks wait for the last product's x, memory would be idle: they ask the L2 cache for the first items of the
-//   launch that follows.
 // * All blocks must run at once: there is one on each multiprocessor and no more.
 
 #pragma once
@@ -24,8 +22,8 @@ namespace chain {
 using namespace few_rows;
 using namespace hopper;
 
-constexpr int kWarps = 16, kThreads = 32 * kWarps, kProducts = 4, kBeyond = 2, kMostStages = 12;
-constexpr int kSums = 2 * kWarps * 32 * 4, kShares = kProducts * 16;  // bytes: sums of two groups; a warp's shares
+constexpr int kWarps = 16, kThreads = 32 * kWarps, kProducts = 4, kMostStages = 12;
+constexpr int kSums = 2 * kWarps * 32 * 4, kShares = kProducts * 16;  // bytes: sums; a warp's shares
 constexpr int kPolls = 1 << 23;  // some seconds: then a block is missing, and an error is better than to hang
 
 enum Step { ATTENDED = 0, GATE_UP = 1, DOWN = 2, QKV = 3 };
@@ -36,13 +34,11 @@ struct Chunks128 {
   static constexpr bool kApart = false;
 };
 
-// The last ``kBeyond`` matrices are the first of the launch that follows, as large as those of this one, of which a warp
-// asks the L2 cache for ``beyond`` items. The warps of a block meet after ``together`` groups, at most kWarps. ``item``:
-// bytes of one; ``part``: of a warp's part of x, as it is kept.
+// ``item``: bytes of one; ``part``: of a warp's part of x, as it is kept.
 template <class Codes>
 struct Weights {
-  typename Codes::Matrix matrix[kProducts + kBeyond];
-  int n[kProducts], k[kProducts], beyond, together, item, part;
+  typename Codes::Matrix matrix[kProducts];
+  int n[kProducts], k[kProducts], item, part;
 };
 
 // All bfloat16 unless said. ``total`` [D] is the residual stream after the first product, ``norm`` [D] and ``eps`` those
@@ -57,17 +53,13 @@ struct Data {
   int apart;
 };
 
-// A bulk copy of what a step reads once, and a request that the L2 cache have it.
+// A bulk copy of what a step reads once: the L2 cache drops it before all else.
 __device__ __forceinline__ void copy_once(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1], %2, [%3], %4;" ::"r"(to),
       "l"(from), "r"(bytes), "r"(barrier), "l"(kReadOnce)
       : "memory");
-}
-
-__device__ __forceinline__ void prefetch_bulk(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
@@ -243,32 +235,9 @@ struct Ahead {
   }
 };
 
-// Ask the L2 cache for this warp's first items of the launch that follows.
-template <class Codes>
-__device__ __forceinline__ void prefetch(const Weights<Codes>& weights, const Share* shares) {
-  int left = weights.beyond;
-  for (int p = 0; p < kBeyond; p++) {
-    const Share share = shares[p];
-    const bool gate = p == GATE_UP;
-    for (int group = 0; group < share.groups && left > 0; group++) {
-      const int unit = share.first + (gate ? group : 2 * group);
-      const bool both = gate || unit + 1 < share.end;
-      typename Codes::Cursor cursor;
-      cursor.begin(weights.matrix[kProducts + p], weights.n[p], unit, gate, both);
-      for (int lower = 0; lower < (Codes::kApart && both ? 2 : 1); lower++) {
-        for (int step = 0; step < share.steps && left > 0; step++, left--) {
-          if (threadIdx.x % 32 == 0) cursor.prefetch();
-          cursor.next();
-        }
-        if constexpr (Codes::kApart) cursor.begin_lower();
-      }
-    }
-  }
-}
-
 template <class Codes>
 int shared_bytes(const Weights<Codes>& weights, int stages) {
-  return 1024 + kWarps * (stages * weights.item + weights.part + Codes::kKnown) + weights.together * kSums +
+  return 1024 + kWarps * (stages * weights.item + weights.part + Codes::kKnown) + kSums +
          kWarps * (kMostStages * 8 + kShares);
 }
 
@@ -285,9 +254,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t part = shared_address(memory) + kWarps * stages * item_bytes + warp * part_bytes;
   const uint32_t known = shared_address(memory) + kWarps * (stages * item_bytes + part_bytes) + warp * Codes::kKnown;
   float* sums = (float*)(memory + kWarps * (stages * item_bytes + part_bytes + Codes::kKnown));
-  const uint32_t full = shared_address(sums) + weights.together * kSums + warp * kMostStages * 8;
+  const uint32_t full = shared_address(sums) + kSums + warp * kMostStages * 8;
 
-  Share* shares = (Share*)((unsigned char*)sums + weights.together * kSums + kWarps * kMostStages * 8) + warp * kProducts;
+  Share* shares = (Share*)((unsigned char*)sums + kSums + kWarps * kMostStages * 8) + warp * kProducts;
 
   Ahead<Codes> ahead = {weights, shares, ring, full, stages, item_bytes};
   if (lane < kProducts) shares[lane] = share_of(weights, lane, warp);
@@ -304,10 +273,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Share share = shares[p];
     const int K = weights.k[p], steps = share.steps, groups = share.groups, first = share.first, end = share.end;
     const bool gate = p == GATE_UP;
-    if (p == QKV) {
-      let_next_begin();
-      prefetch(weights, shares);
-    }
+    if (p == QKV) let_next_begin();
 
     PartOf<Codes> v;
     const bool normed = p == GATE_UP || p == QKV;
@@ -324,55 +290,51 @@ __global__ void __launch_bounds__(kThreads, 1)
     const float back = Codes::keep(part, known, v.v, steps, lane);
     __syncwarp();
 
-    for (int from = 0; from < groups; from += weights.together) {
-      // A warp ends one of the groups until the warps meet, lane l row l of its 32. What it needs comes meanwhile.
-      const int here = min(weights.together, groups - from), ending = (warp - from) & (kWarps - 1);
-      const bool ends = ending < here;
-      const int unit = first + (gate ? from + ending : 2 * (from + ending) + lane / 16);
+    for (int group = 0; group < groups; group++) {
+      // One warp ends a group, lane l row l of its 32. What it needs for that comes meanwhile.
+      const bool ends = group % kWarps == warp;
+      const int unit = first + (gate ? group : 2 * group + lane / 16);
       const int n = gate ? unit * 16 + lane / 16 * 8 + lane % 8 : unit * 16 + lane % 16;
       const bool mine = ends && unit < end;
       float row_scale = 0, before = 0, norm_scale = 0;
       if (mine) {
         row_scale = Codes::row_scale(weights.matrix[p], gate && lane % 16 >= 8 ? weights.n[p] / 2 + n : n);
         if (p == ATTENDED || p == DOWN) {
-          const __nv_bfloat16* stream = p == DOWN ? data.total : data.residual;
-          before = __bfloat162float(__ushort_as_bfloat16(__ldcg((const unsigned short*)stream + n)));
+          const __nv_bfloat16* from = p == DOWN ? data.total : data.residual;
+          before = __bfloat162float(__ushort_as_bfloat16(__ldcg((const unsigned short*)from + n)));
           norm_scale = __bfloat162float(data.norm[p == DOWN][n]);
         } else if (p == QKV && data.bias) before = __bfloat162float(data.bias[n]);
       }
       Squares squares = {results.of(data.squares[p == QKV]), lane * 4, normed ? K / 16 : 0, 0};
       uint4 asked[Squares::kAtOnce];
       if (ends && normed) squares.ask(asked);
-      float* const parts = sums + turn * weights.together * kWarps * 32;
-      for (int group = from; group < from + here; group++) {
-        typename Codes::Sums acc;
-        acc.begin(weights.matrix[p], weights.n[p], K, first + (gate ? group : 2 * group), gate, warp);
-        const int sixteens = Codes::kApart && (gate || first + 2 * group + 1 < end) ? 2 : 1;
-        for (int sixteen = 0; sixteen < sixteens; sixteen++) {
-          for (int step = 0; step < steps; step++) {
-            barrier_wait(full + slot * 8, parity);
-            acc.add(ring + slot * item_bytes, part + step * Codes::kKept, known, step, lane);
-            __syncwarp();  // all lanes have read the slot
-            ahead.ask_next();
-            if (++slot == stages) slot = 0, parity ^= 1;
-          }
-          acc.end(sixteen);
+      typename Codes::Sums acc;
+      acc.begin(weights.matrix[p], weights.n[p], K, first + (gate ? group : 2 * group), gate, warp);
+      const int sixteens = Codes::kApart && (gate || first + 2 * group + 1 < end) ? 2 : 1;
+      for (int sixteen = 0; sixteen < sixteens; sixteen++) {
+        for (int step = 0; step < steps; step++) {
+          barrier_wait(full + slot * 8, parity);
+          acc.add(ring + slot * item_bytes, part + step * Codes::kKept, known, step, lane);
+          __syncwarp();  // all lanes have read the slot
+          ahead.ask_next();
+          if (++slot == stages) slot = 0, parity ^= 1;
         }
-        // Rows of an item's sixteens; of gate and up, eights of both in turn.
-        float* own = parts + ((group - from) * kWarps + warp) * 32;
-        if (lane % 4 == 0)  // four lanes have the same sums: a product has eight columns, and x is one row
-#pragma unroll
-          for (int r = 0; r < 2; r++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-              own[(gate ? half * 16 + r * 8 : r * 16 + half * 8) + lane / 4] = acc.of(r, half) * back;
+        acc.end(sixteen);
       }
+      // Rows of an item's sixteens; of gate and up, eights of both in turn.
+      float* own = sums + turn * kWarps * 32;
+      if (lane % 4 == 0)  // four lanes have the same sums: a product has eight columns, and x is one row
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+          for (int half = 0; half < 2; half++)
+            own[warp * 32 + (gate ? half * 16 + r * 8 : r * 16 + half * 8) + lane / 4] = acc.of(r, half) * back;
       turn ^= 1;
       __syncthreads();
       if (ends) {
         float sum = 0;
 #pragma unroll
-        for (int w = 0; w < kWarps; w++) sum += parts[(ending * kWarps + w) * 32 + lane];
+        for (int w = 0; w < kWarps; w++) sum += own[w * 32 + lane];
         sum *= normed ? row_scale * squares.inverse(asked, K, data.eps[p == QKV]) : row_scale;
         if (gate) {
           const float up = __shfl_down_sync(0xFFFFFFFFu, sum, 8);
@@ -406,7 +368,6 @@ template <class Codes>
 int start(Weights<Codes>& weights, const int* sizes, const void* const* tensors, float eps0, float eps1, int stages,
           int blocks, int dependent, void* stream) {
   if (stages < 2 || stages > kMostStages || blocks < 1) return -1;
-  if (weights.together < 1 || weights.together > kWarps) return -1;
   for (int p = 0; p < kProducts; p++) {
     const int n = weights.n[p] = sizes[2 * p], k = weights.k[p] = sizes[2 * p + 1];
     if (n < 16 || n % (p == GATE_UP ? 32 : 16) || k < Codes::kSpan || k % Codes::kSpan || k > Codes::kMostSteps * kWarps * Codes::kSpan)

@@ -9,8 +9,7 @@ matrices, and Q those of q, k and v of the next layer. The result is y and u.
 
 Each product needs the one before, so four launches leave memory idle while one ends and the next begins: some 4 us of
 the 8 to 30 that the bytes of a product take. Here every block asks for its share of the weights of all four in one go,
-as far as its shared memory goes, and only x waits for the blocks that make it. While the last product waits, the L2
-cache is asked for the first weights of the chain that follows (``ahead``), so memory works during attention too.
+as far as its shared memory goes, and only x waits for the blocks that make it.
 
 Shapes: a ``[1, K]``, r ``[1, D]``, norms ``[D]``, b ``[N]``, all in bfloat16; K up to 16,384 (of GGUF
 blocks 32,768). Inference only.
@@ -32,8 +31,6 @@ from ...lang.jit import multiprocessors
 MOST_INPUTS = 16384
 TURNS = 16
 """Rows of gate and up that alternate, in weights stored in this order."""
-TOGETHER = 4
-"""Groups of 32 rows after which the warps of a block meet."""
 
 
 class ChainWeights(NamedTuple):
@@ -49,17 +46,9 @@ class ChainWeights(NamedTuple):
     bias: Tensor | None = None
     """Bias of q, k and v."""
 
-    ahead: Sequence[Any] = ()
-    """O, and gate with up, of the chain that follows, or nothing."""
-
     @property
     def matrices(self) -> tuple[Any, ...]:
         return (self.o, self.gate_up, self.down, self.qkv)
-
-    def matrices_ahead(self, alike: Callable[[Any, Any], bool]) -> tuple[Any, ...]:
-        """Return ``ahead`` if both are ``alike`` those of this chain, else nothing."""
-        whole = len(self.ahead) == 2 and all(map(alike, self.ahead, (self.o, self.gate_up)))
-        return tuple(self.ahead) if whole else ()
 
 
 def in_turns(both: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,7 +176,6 @@ class Chain:
         return out, stream
 
 
-def addresses(tensors: Sequence[Tensor | None], count: int = 0) -> ctypes.Array[ctypes.c_void_p]:
-    """Return an array of where they begin, for a launcher; with nulls, at least ``count`` addresses."""
-    found = [None if t is None else t.data_ptr() for t in tensors]
-    return (ctypes.c_void_p * max(count, len(tensors)))(*found)
+def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    """Return an array of where they begin, for a launcher."""
+    return (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))

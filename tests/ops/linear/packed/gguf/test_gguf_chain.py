@@ -1,7 +1,6 @@
 """Four products of one row with blocks of GGUF files in one launch: what is refused everywhere, the source on a
 processor, results on a GPU."""
 
-import itertools
 import random
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from cuda_kernels import chain_source, loaded, miss
 
 from transect.ops.linear.few_rows.cuda import SHARED
-from transect.ops.linear.packed.chain import TOGETHER
 from transect.ops.linear.packed.gguf import gguf_chain
 from transect.ops.linear.packed.gguf.gguf_chain import ChainWeights, GGUFChain, fitting
 from transect.ops.linear.packed.gguf.gguf_matmul import drawn
@@ -59,7 +57,7 @@ def test_stages_fit(name):
     for k in (256, 4096, 14336, 28672):
         part = BlockPart(torch.empty(1, k // 256, unit, device="meta"), name, 16)
         stages, steps = fitting(((part,),) * 4), -(-k // 4096)
-        taken = 1024 + 16 * (stages * unit + steps * SPAN + 12 * 8 + 64) + 4096 * TOGETHER
+        taken = 1024 + 16 * (stages * unit + steps * SPAN + 12 * 8 + 64) + 4096
         assert taken <= SHARED and 2 <= stages <= 5
 
 
@@ -103,7 +101,7 @@ def test_four_products_have_the_values(chain, types, sizes):
 
 
 def on_host(monkeypatch, instead=None, multiprocessors=3):
-    return chain_source(monkeypatch, GGUFChain, "gguf_chain", "ppii", instead, multiprocessors)
+    return chain_source(monkeypatch, GGUFChain, "gguf_chain", "pp", instead, multiprocessors)
 
 
 def check(found, weights, x, residual):
@@ -149,25 +147,3 @@ def test_the_other_lanes_must_have_left_their_numbers(monkeypatch):
         for seed in range(4):
             kernel._launch.draw(seed)
             check(kernel(x, residual, weights), weights, x, residual)
-
-
-def test_the_source_asks_for_the_first_weights_of_the_chain_that_follows(monkeypatch):
-    kernel, x, residual = on_host(monkeypatch), row(512), row(256, seed=2)
-    weights = weights_of(256, 512, 768, 320, TYPES)
-    then = weights_of(256, 512, 768, 320, ("Q6_K", "Q5_K", "Q4_K", "Q4_K", "Q4_K"))
-    results = [row(256), row(256), row(320)]
-    turns = itertools.cycle(results)
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_, **__: next(turns))
-    alone = torch.cat(kernel(x, residual, weights), 1)
-    own = [part.arranged for matrix in weights.matrices for part in matrix]
-    own += [x, residual, *weights.norms, *results, *kernel._held.values()]
-    following = [then.o[0].arranged, then.gate_up[0].arranged]
-    followed = weights._replace(ahead=(then.o, then.gate_up))
-    kernel._launch.reads([*own, *following])
-    for beyond in (1, 3, 100):
-        assert torch.equal(torch.cat(kernel(x, residual, followed, beyond=beyond), 1), alone)
-    assert torch.equal(torch.cat(kernel(x, residual, weights._replace(ahead=(then.gate_up,) * 2)), 1), alone)
-    kernel._launch.reads([*own, following[0]])
-    with pytest.raises(AssertionError, match="outside of all tensors"):
-        kernel(x, residual, followed, beyond=100)
-    kernel._launch.reads([])

@@ -26,11 +26,6 @@ __device__ __forceinline__ void fetch_box(uint32_t to, const CUtensorMap* map, i
       : "memory");
 }
 
-__device__ __forceinline__ void prefetch_box(const CUtensorMap* map, int row, int chunk) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(chunk * kSpan), "r"(row)
-               : "memory");
-}
-
 // Codes 0, 1 and 2, 3 of a word as float16.
 __device__ __forceinline__ uint2 halves_of(uint32_t codes) {
   uint2 v;
@@ -90,10 +85,6 @@ struct Codes8 : Chunks128 {
       barrier_expect(barrier, both ? kItem : kBox);
       fetch_box(to, map, row, chunk, barrier);
       if (both) fetch_box(to + kBox, map, below, chunk, barrier);
-    }
-    __device__ __forceinline__ void prefetch() const {
-      prefetch_box(map, row, chunk);
-      if (both) prefetch_box(map, below, chunk);
     }
   };
 
@@ -223,15 +214,13 @@ int describe(CUtensorMap* map, const void* codes, int n, int k) {
 }
 
 template <Format FORMAT>
-int start_of(const void* const* codes, const void* const* scales, int beyond, int together, const int* sizes, const void* const* tensors,
+int start_of(const void* const* codes, const void* const* scales, const int* sizes, const void* const* tensors,
              float eps0, float eps1, int stages, int blocks, int dependent, void* stream) {
   Weights<Codes8<FORMAT>> weights;
-  weights.beyond = codes[kProducts] ? beyond : 0, weights.together = together;
-  for (int p = 0; p < kProducts + (weights.beyond ? kBeyond : 0); p++) {
-    const int n = sizes[2 * (p % kProducts)], k = sizes[2 * (p % kProducts) + 1];
-    if (n % 128) return -1;
-    if (p < kProducts) weights.matrix[p].scale = (const float*)scales[p];
-    if (describe(&weights.matrix[p].map, codes[p], n, k)) return -2;
+  for (int p = 0; p < kProducts; p++) {
+    if (sizes[2 * p] % 128) return -1;
+    weights.matrix[p].scale = (const float*)scales[p];
+    if (describe(&weights.matrix[p].map, codes[p], sizes[2 * p], sizes[2 * p + 1])) return -2;
   }
   return start<Codes8<FORMAT>>(weights, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream);
 }
@@ -239,18 +228,17 @@ int start_of(const void* const* codes, const void* const* scales, int beyond, in
 }  // namespace
 
 // Codes [n, k] contiguous on 16 bytes and scales float32 of the four products: o, gate over up, down, and q, k, v of the
-// next layer, then codes of o and gate over up of the next layer or null; ``beyond``: items of those that a warp asks the
-// L2 cache for; ``together``: groups after which warps meet. Sizes n and k must follow each other, multiples of 128 up to 16384 (n of gate over up twice that).
+// next layer; their sizes n and k must follow each other, multiples of 128 up to 16384 (n of gate over up twice that).
 // ``format``: 1 fp8, 2 whole numbers, each with scales [n]; 3 fp8 with scales [n / 128, k / 128]. The rest as of
 // ``chain::start``; ``dependent`` as of transect_small_matmul. Returns -2 where the codes cannot be described to the copy
 // engine.
-extern "C" int transect_scaled8_chain(const void* const* codes, const void* const* scales, int format, int beyond,
-                                      int together, const int* sizes, const void* const* tensors, float eps0, float eps1,
-                                      int stages, int blocks, int dependent, void* stream) {
+extern "C" int transect_scaled8_chain(const void* const* codes, const void* const* scales, int format, const int* sizes,
+                                      const void* const* tensors, float eps0, float eps1, int stages,
+                                      int blocks, int dependent, void* stream) {
 #define TRANSECT_FORMAT(F)                                                                                     \
   if (format == F)                                                                                             \
     return TRANSECT_HERE(                                                                                      \
-        start_of<F>(codes, scales, beyond, together, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream));
+        start_of<F>(codes, scales, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream));
   TRANSECT_FORMAT(kFp8)
   TRANSECT_FORMAT(kInt8)
   TRANSECT_FORMAT(kFp8Blocks)

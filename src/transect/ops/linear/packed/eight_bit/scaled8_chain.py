@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from .. import chain
-from ..chain import TOGETHER, ChainWeights
+from ..chain import ChainWeights
 from .scaled8_rows import FP8, FP8_BLOCKS, WHOLE
 from .scaled8_tiles import dense, scales_refusal
 
 STAGES = 2
 """Items of 4 KiB that each of 16 warps has asked for at a time; more do not fit."""
-BEYOND = 3
-"""Items of the chain that follows that each warp asks the L2 cache for."""
 
 
 class Matrix8(NamedTuple):
@@ -76,7 +74,7 @@ class CudaChain(chain.Chain):
     """``(attended, residual, weights) -> (y, u)`` by ``scaled8_chain.cu``; arguments and errors of ``chain.Chain``."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        super().__init__("scaled8_chain", "ppiii", device)
+        super().__init__("scaled8_chain", "ppi", device)
 
     def __call__(
         self,
@@ -86,8 +84,6 @@ class CudaChain(chain.Chain):
         *,
         dependent_launch: bool = False,
         stages: int = STAGES,
-        beyond: int = BEYOND,
-        together: int = TOGETHER,
     ) -> tuple[Tensor, Tensor]:
         """Compute y ``[1, N]`` and u ``[1, D]``.
 
@@ -100,11 +96,10 @@ class CudaChain(chain.Chain):
         reason = refusal(weights)
         if reason:
             raise ValueError(f"scaled8_chain.cu: {reason}")
-        ahead = weights.matrices_ahead(lambda one, other: one.codes.shape == other.codes.shape)
-        codes = chain.addresses([m.codes for m in (*weights.matrices, *ahead)], 6)
+        codes = chain.addresses([m.codes for m in weights.matrices])
         scales = chain.addresses([m.scale for m in weights.matrices])
         shapes = [(m.codes.shape[0], m.codes.shape[1]) for m in weights.matrices]
         return self.run(
-            [ctypes.addressof(codes), ctypes.addressof(scales), weights.o.format, beyond, together], attended, residual,
-            weights, shapes, stages, dependent_launch,
+            [ctypes.addressof(codes), ctypes.addressof(scales), weights.o.format], attended, residual, weights,
+            shapes, stages, dependent_launch,
         )  # fmt: skip

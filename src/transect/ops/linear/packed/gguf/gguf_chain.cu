@@ -70,7 +70,6 @@ struct Blocks {
       barrier_expect(barrier, bytes);
       copy_once(to, from, bytes, barrier);
     }
-    __device__ __forceinline__ void prefetch() const { prefetch_bulk(from, bytes); }
   };
 
   static __device__ __forceinline__ float row_scale(const Matrix&, int) { return 1; }
@@ -146,27 +145,24 @@ struct Blocks {
 }  // namespace
 
 // units: of each product three parts (null where there are fewer), ``rows``: their types and sixteens of rows in turns,
-// of o, gate and up in turns of 16 rows (one part), down, and q, k, v of the next layer, then o and gate and up of the
-// next layer, or null; ``beyond``: items of the last two that a warp asks the L2 cache for; ``together``: groups after
-// which warps meet. Their sizes n and k must follow each other, n multiples of 16, k of 256, up to 32768. The rest as of
-// ``chain::start``; ``dependent`` as of transect_small_matmul.
-extern "C" int transect_gguf_chain(const void* const* units, const int* rows, int beyond, int together,
-                                   const int* sizes, const void* const* tensors, float eps0, float eps1, int stages,
-                                   int blocks, int dependent, void* stream) {
+// of o, gate and up in turns of 16 rows (one part), down, and q, k, v of the next layer; their sizes n and k must follow
+// each other, n multiples of 16, k of 256, up to 32768. The rest as of ``chain::start``; ``dependent`` as of
+// transect_small_matmul.
+extern "C" int transect_gguf_chain(const void* const* units, const int* rows, const int* sizes,
+                                   const void* const* tensors, float eps0, float eps1, int stages, int blocks,
+                                   int dependent, void* stream) {
   Weights<Blocks> weights = {};
   int most_k = 0;
-  for (int p = 0; p < kProducts + kBeyond; p++) {
+  for (int p = 0; p < kProducts; p++) {
     for (int i = 0; i < kMostParts; i++, units++, rows += 2) {
       if (rows[0] < 0 || rows[0] > kMXFP4 || rows[1] < 0) return -1;
       const int bytes = unit_bytes((Type)rows[0]);
       weights.matrix[p].rows[i] = {(const unsigned char*)*units, rows[0], rows[1], bytes};
-      if (p < kProducts && rows[1] && bytes > weights.item) weights.item = bytes;
+      if (rows[1] && bytes > weights.item) weights.item = bytes;
     }
-    const int k = sizes[2 * (p % kProducts) + 1];
-    if (k > most_k) most_k = k;
-    weights.matrix[p].across = k / kUnitK;
+    if (sizes[2 * p + 1] > most_k) most_k = sizes[2 * p + 1];
+    weights.matrix[p].across = sizes[2 * p + 1] / kUnitK;
   }
-  weights.beyond = weights.matrix[kProducts].rows[0].units ? beyond : 0, weights.together = together;
   const int steps = (most_k / kUnitK + kWarps - 1) / kWarps;
   weights.part = steps * Blocks::kKept;
   return start(weights, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream);

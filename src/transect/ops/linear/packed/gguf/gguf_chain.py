@@ -16,7 +16,7 @@ from torch import Tensor
 from .....spec.numbers.gguf import UNITS
 from ...few_rows.cuda import SHARED
 from .. import chain
-from ..chain import TOGETHER, ChainWeights
+from ..chain import ChainWeights
 from .gguf_layout import COLUMNS
 from .gguf_row import MOST_PARTS, SPAN, Matrix, described, refusal, size_of, values
 
@@ -24,15 +24,13 @@ WARPS = 16
 MOST_INPUTS = 8 * WARPS * COLUMNS
 STAGES = 5
 """Units that each warp has asked for at a time, at most."""
-BEYOND = 4
-"""Units of the chain that follows that each warp asks the L2 cache for."""
 
 
-def fitting(matrices: tuple[Matrix, ...], wanted: int = STAGES, together: int = TOGETHER) -> int:
+def fitting(matrices: tuple[Matrix, ...], wanted: int = STAGES) -> int:
     """Return the number of stages that fit, ``wanted`` at most."""
     slot = max(UNITS[part.name].unit for matrix in matrices for part in matrix)
     steps = -(-max(size_of(matrix)[1] for matrix in matrices) // (WARPS * COLUMNS))
-    left = SHARED - 1024 - 4096 * together - WARPS * (steps * SPAN + 12 * 8 + 64)
+    left = SHARED - 1024 - 4096 - WARPS * (steps * SPAN + 12 * 8 + 64)
     return min(wanted, left // (WARPS * slot))
 
 
@@ -65,7 +63,7 @@ class GGUFChain(chain.Chain):
     """``(attended, residual, weights) -> (y, u)`` by ``gguf_chain.cu``; arguments and errors of ``chain.Chain``."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        super().__init__("gguf_chain", "ppii", device)
+        super().__init__("gguf_chain", "pp", device)
 
     def __call__(
         self,
@@ -75,8 +73,6 @@ class GGUFChain(chain.Chain):
         *,
         dependent_launch: bool = False,
         stages: int = STAGES,
-        beyond: int = BEYOND,
-        together: int = TOGETHER,
     ) -> tuple[Tensor, Tensor]:
         """Compute y ``[1, N]`` and u ``[1, D]``.
 
@@ -89,12 +85,11 @@ class GGUFChain(chain.Chain):
         reason = chain_refusal(weights)
         if reason:
             raise ValueError(f"gguf_chain.cu: {reason}")
-        ahead = weights.matrices_ahead(lambda one, other: size_of(one) == size_of(other))
-        parts = [described(matrix) for matrix in (*weights.matrices, *ahead)]
-        units = chain.addresses([unit for own, _ in parts for unit in own], 6 * MOST_PARTS)
-        numbers = (ctypes.c_int * (12 * MOST_PARTS))(*(number for _, own in parts for number in own))
+        parts = [described(matrix) for matrix in weights.matrices]
+        units = chain.addresses([unit for own, _ in parts for unit in own])
+        numbers = (ctypes.c_int * (8 * MOST_PARTS))(*(number for _, own in parts for number in own))
         return self.run(
-            [ctypes.addressof(units), ctypes.addressof(numbers), beyond, together], attended, residual, weights,
-            [size_of(matrix) for matrix in weights.matrices], fitting(weights.matrices, stages, together),
+            [ctypes.addressof(units), ctypes.addressof(numbers)], attended, residual, weights,
+            [size_of(matrix) for matrix in weights.matrices], fitting(weights.matrices, stages),
             dependent_launch,
         )  # fmt: skip

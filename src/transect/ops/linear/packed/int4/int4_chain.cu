@@ -41,7 +41,6 @@ struct Int4 : Chunks128 {
       barrier_expect(barrier, bytes);
       copy_once(to, from, bytes, barrier);
     }
-    __device__ __forceinline__ void prefetch() const { prefetch_bulk(from, bytes); }
   };
 
   static __device__ __forceinline__ float row_scale(const Matrix&, int) { return 1; }
@@ -136,27 +135,24 @@ struct Int4 : Chunks128 {
 };
 
 template <int GROUP>
-int start_of(const void* const* tiles, int beyond, int together, const int* sizes, const void* const* tensors, float eps0, float eps1, int stages,
+int start_of(const void* const* tiles, const int* sizes, const void* const* tensors, float eps0, float eps1, int stages,
              int blocks, int dependent, void* stream) {
   Weights<Int4<GROUP>> weights;
-  for (int p = 0; p < kProducts + kBeyond; p++) weights.matrix[p].tiles = (const unsigned char*)tiles[p];
-  weights.beyond = tiles[kProducts] ? beyond : 0, weights.together = together;
+  for (int p = 0; p < kProducts; p++) weights.matrix[p].tiles = (const unsigned char*)tiles[p];
   return start<Int4<GROUP>>(weights, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream);
 }
 
 }  // namespace
 
-// tiles: what ``arrange`` gives for o, gate and up in turns of 16 rows, down, and q, k, v of the next layer, then o and
-// gate and up of the next layer or null, in groups of ``group`` (32, 64 or 128); ``beyond``: items of the last two that a
-// warp asks the L2 cache for; ``together``: groups after which warps meet. Their sizes n and k must follow each other, n multiples of 16, k of 128, up to 16384. The
+// tiles: what ``arrange`` gives for o, gate and up in turns of 16 rows, down, and q, k, v of the next layer, in groups of
+// ``group`` (32, 64 or 128); their sizes n and k must follow each other, n multiples of 16, k of 128, up to 16384. The
 // rest as of ``chain::start``; ``dependent`` as of transect_small_matmul.
-extern "C" int transect_int4_chain(const void* const* tiles, int group, int beyond, int together,
-                                   const int* sizes, const void* const* tensors, float eps0, float eps1, int stages,
-                                   int blocks, int dependent, void* stream) {
+extern "C" int transect_int4_chain(const void* const* tiles, int group, const int* sizes, const void* const* tensors,
+                                   float eps0, float eps1, int stages, int blocks, int dependent, void* stream) {
   const auto start_with = group == 128  ? start_of<128>
                           : group == 64 ? start_of<64>
                           : group == 32 ? start_of<32>
                                         : nullptr;
   if (!start_with) return -1;
-  return start_with(tiles, beyond, together, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream);
+  return start_with(tiles, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream);
 }

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from .. import chain
-from ..chain import TOGETHER, TURNS, ChainWeights
+from ..chain import TURNS, ChainWeights
 from .int4_matmul import dense
 from .int4_packing import CHUNK, group_of, is_arranged
 
 STAGES = 3
 """Items of two sixteens of rows by 128 k that each of 16 warps has asked for at a time."""
-BEYOND = 4
-"""Items of the chain that follows that each warp asks the L2 cache for."""
 
 
 class Matrix4(NamedTuple):
@@ -70,7 +68,7 @@ class Int4Chain(chain.Chain):
     """``(attended, residual, weights) -> (y, u)`` by ``int4_chain.cu``; arguments and errors of ``chain.Chain``."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        super().__init__("int4_chain", "piii", device)
+        super().__init__("int4_chain", "pi", device)
 
     def __call__(
         self,
@@ -80,8 +78,6 @@ class Int4Chain(chain.Chain):
         *,
         dependent_launch: bool = False,
         stages: int = STAGES,
-        beyond: int = BEYOND,
-        together: int = TOGETHER,
     ) -> tuple[Tensor, Tensor]:
         """Compute y ``[1, N]`` and u ``[1, D]``.
 
@@ -94,9 +90,8 @@ class Int4Chain(chain.Chain):
         reason = refusal(weights)
         if reason:
             raise ValueError(f"int4_chain.cu: {reason}")
-        ahead = weights.matrices_ahead(lambda one, other: one.arranged.shape == other.arranged.shape)
-        tiles = chain.addresses([m.arranged for m in (*weights.matrices, *ahead)], 6)
+        tiles, group = chain.addresses([m.arranged for m in weights.matrices]), group_of(weights.o.arranged)
         return self.run(
-            [ctypes.addressof(tiles), group_of(weights.o.arranged), beyond, together], attended, residual, weights,
-            [m.shape for m in weights.matrices], stages, dependent_launch,
+            [ctypes.addressof(tiles), group], attended, residual, weights, [m.shape for m in weights.matrices],
+            stages, dependent_launch,
         )  # fmt: skip
