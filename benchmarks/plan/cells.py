@@ -239,6 +239,8 @@ class Findings:
         print(f"knee {self.knee:.2f} requests/s", flush=True)
         self.cells: list[dict[str, Any]] = []
         self.points: list[dict[str, Any]] = []
+        self._first: dict[tuple[float, float, int], Result] = {}
+        """First result of each load."""
 
     @property
     def stream(self) -> MixLoad:
@@ -253,6 +255,9 @@ class Findings:
             "predicted": figures(summary_of(plain)),
             "ttft_error_each": _each(result, plain),
         }
+        first = self._first.setdefault((facts["share"], facts["burstiness"], facts["seed"]), result)
+        if first is not result:
+            found["ttft_spread_each"] = _each(first, result)
         self.cells.append(found)
 
     def at_speed(self, asked: list[Asked], result: Result, log: DecisionRunLog) -> None:
@@ -405,8 +410,8 @@ def crossing(points: Sequence[tuple[float, dict[str, Any]]], target: LatencyTarg
 
 
 def _each(result: Result, run: Any) -> float:
-    """Compute the mean relative error of the requests' TTFTs."""
-    pairs = [(a, b) for a, b in zip(result.records, run.records, strict=True) if a.error is None]
+    """Compute the mean relative error of the requests' TTFTs in another run."""
+    pairs = [(a, b) for a, b in zip(result.records, run.records, strict=True) if not (a.error or b.error)]
     return statistics.mean(abs(b.ttft - a.ttft) / a.ttft for a, b in pairs)
 
 
@@ -435,7 +440,9 @@ def table(result: dict[str, Any]) -> str:
                 twice = [each["measured"][name] for each in rows if each["seed"] == rows[0]["seed"]]
                 cells.append(f"{off:.1%}" + (f" ({max(twice) / min(twice) - 1:.1%})" if len(twice) > 1 else ""))
             each_ttft = statistics.median(each["ttft_error_each"] for each in rows)
-            lines.append(f"| {share:.0%} | {burst:g} | {' | '.join(cells)} | {each_ttft:.1%} |")
+            twice = [each["ttft_spread_each"] for each in rows if "ttft_spread_each" in each]
+            shown_each = f"{each_ttft:.1%}" + (f" ({statistics.median(twice):.1%})" if twice else "")
+            lines.append(f"| {share:.0%} | {burst:g} | {' | '.join(cells)} | {shown_each} |")
     machine, inside, knee = (
         result["environment"],
         result["within"],

@@ -128,7 +128,7 @@ def warmed(
     log: DecisionRunLog, loads: Loads, work: Sequence[StepLoad], seconds: Sequence[float]
 ) -> tuple[FittedSteps, Warming | None]:
     """Fit step times, and how much longer they take after much work (``costs/warmth.py``); None if that explains
-    nothing, or the device is no GPU. The work of all steps tells the warmth before each."""
+    nothing, or on a processor. The work of all steps tells the warmth before each."""
     host = host_seconds(log)
     best: tuple[FittedSteps, Warming | None] = FittedSteps.fit(work, seconds, host), None
     if log.header.device.get("kind") != "cuda":

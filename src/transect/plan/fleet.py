@@ -103,7 +103,7 @@ class EngineModel:
         return engine
 
     def outlet_of(self, rows: int) -> float:
-        """Return the seconds from a step of so many rows until the clients have its tokens."""
+        """Return the seconds from the end of a step until clients have its tokens. ``rows``: of the step."""
         place = bisect_left(self.outlets, (rows, 0.0))
         if not 0 < place < len(self.outlets):
             return self.outlets[min(place, len(self.outlets) - 1)][1] if self.outlets else self.outlet
