@@ -261,7 +261,8 @@ def again(options: argparse.Namespace) -> None:
     rows, result["programs"] = result["programs"], []
     result["explained"] = record.environment()["commit"]
     for row in rows:
-        if options.names and row["name"] not in options.names:
+        kept = (options.again / f"{row['name']}.pickle.gz").exists()
+        if not kept or (options.names and row["name"] not in options.names):
             continue
         row = explained_again(options.again, row)
         shown(row, options.say)

@@ -28,6 +28,7 @@ from .changes import NotPossible
 from .doing import waits_for_gpu
 from .finding import MANY, Material, weighed
 from .findings import find
+from .findings_host import IDLE
 from .gaps import Named, name_gaps
 from .recording import CHAINED, LAYERS, autograd_seconds, marks, memory_share, profiler_seconds
 from .report import Explanation
@@ -307,7 +308,7 @@ def fit(split: Split, named: list[Named], plain: float) -> list[Named]:
     """Change the parts so that all but "profiler" add up to ``plain``, the seconds of the same work without profiling.
 
     On a host the split has already taken a constant from each operator, and what is left is due to the machine's
-    speed. On a GPU profiling makes some parts longer (``SLOWED``).
+    speed. On a GPU profiling makes some parts longer (``SLOWED``), but no sleep and no wait for another thread.
 
     Returns:
         ``named`` with times that fit.
@@ -316,7 +317,9 @@ def fit(split: Split, named: list[Named], plain: float) -> list[Named]:
     excess = split.own - plain
     split.measured = True
     before = dict(parts)
-    slowed = {part: most * parts[part] for part, most in SLOWED.items() if parts[part] > 0 and split.on_gpu}
+    still = sum(each.seconds for each in named if each.doing.kind in IDLE)
+    own = {part: parts[part] - (still if part == "host" else 0.0) for part in SLOWED}
+    slowed = {part: most * own[part] for part, most in SLOWED.items() if own[part] > 0 and split.on_gpu}
     if excess > 0 or not slowed:
         taken = max(0.0, min(1.0, excess / (sum(slowed.values()) or 1.0)))
         for part, seconds in slowed.items():
