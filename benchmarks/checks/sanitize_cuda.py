@@ -41,7 +41,7 @@ from transect.ops.lang import cuda_build
 from transect.ops.linear.few_rows import cuda as small_matmul_cuda
 from transect.ops.linear.few_rows import hopper as small_matmul_hopper
 from transect.ops.linear.packed.eight_bit import scaled8_chain, scaled8_tiles
-from transect.ops.linear.packed.gguf import gguf_chain
+from transect.ops.linear.packed.gguf import gguf_chain, gguf_row
 from transect.ops.linear.packed.gguf.gguf_matmul import drawn
 from transect.ops.linear.packed.int4 import int4_chain, int4_hopper, int4_rows
 from transect.ops.linear.packed.int4.int4_packing import arrange, arrange_codes, pack
@@ -225,13 +225,13 @@ def chains() -> None:
             taken += 1
         for names in (("Q4_K", "Q4_K", "Q6_K", "Q4_K"), ("Q8_0", "Q5_K", "Q4_0", "Q3_K")):
             out, gates, back, heads = (
-                (gguf_chain.BlockPart(drawn(name, *shape, "cuda"), name, shape[0]),)
+                (gguf_row.BlockPart(drawn(name, *shape, "cuda"), name, shape[0]),)
                 for name, shape in zip(names, shapes, strict=True)
             )
             stored = gguf_chain.ChainWeights(out, gates, back, heads, norms, eps, added)
-            for stages in (8, 2):
+            for stages in (5, 2):
                 for _ in range(2):
-                    blocks.chain(attended, residual, stored, dependent_launch=True, stages=stages)
+                    blocks(attended, residual, stored, dependent_launch=True, stages=stages)
                 torch.cuda.synchronize()
                 taken += 1
     print(f"chains: {taken} runs", flush=True)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,35 +56,25 @@ def triton_kernels(target: str, part: int, parts: int, only: str = "") -> Iterat
         yield {"op": name, "kernel": kernel.name, **(json.loads(text) if text else {"error": "the compiler aborted"})}
 
 
-def all_triton_kernels(target: str, jobs: int, only: str) -> list[dict[str, Any]]:
-    """Compile all declared kernels in ``jobs`` processes; ``only`` those whose name contains it."""
+def triton_share(target: str, part: int, parts: int, only: str) -> list[dict[str, Any]]:
+    """Compile a share of the declared kernels in a process of their own; ``only`` those whose name contains it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-
-    def share(part: int) -> list[dict[str, Any]]:
-        command = [sys.executable, __file__, "--targets", target, "--jobs", str(jobs), "--only", only, PART, str(part)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-    with ThreadPoolExecutor(jobs) as pool:
-        return [row for rows in pool.map(share, range(jobs)) for row in rows]
+    command = [sys.executable, __file__, "--targets", target, "--jobs", str(parts), "--only", only, PART, str(part)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def cuda_sources(target: str, jobs: int) -> list[dict[str, Any]]:
-    """Compile every CUDA C++ source."""
-
-    def one(source: Path) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                report = compile_source(source, target, Path(folder) / "out.cubin")
-            except RuntimeError as error:
-                return {"source": source.name, "error": str(error)[-300:]}
-        spilled = [int(found) for found in re.findall(r"(\d+) bytes spill stores", report)]
-        registers = [int(found) for found in re.findall(r"Used (\d+) registers", report)]
-        found = {"source": source.name, "kernels": len(registers), "registers": max(registers, default=0)}
-        return found | {"spilled": max(spilled, default=0)}
-
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(one, sources()))
+def cuda_source(source: Path, target: str) -> dict[str, Any]:
+    """Compile a CUDA C++ source."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            report = compile_source(source, target, Path(folder) / "out.cubin")
+        except RuntimeError as error:
+            return {"source": source.name, "error": str(error)[-300:]}
+    spilled = [int(found) for found in re.findall(r"(\d+) bytes spill stores", report)]
+    registers = [int(found) for found in re.findall(r"Used (\d+) registers", report)]
+    found = {"source": source.name, "kernels": len(registers), "registers": max(registers, default=0)}
+    return found | {"spilled": max(spilled, default=0)}
 
 
 def faults(target: str, result: Mapping[str, Any]) -> list[str]:
@@ -117,23 +107,30 @@ def main() -> None:
         return
     result = json.loads(options.out.read_text()) if options.out.exists() else {"targets": {}}
     result["command"] = "python benchmarks/checks/targets.py"
-    result["environment"] = record.environment(("triton",))
     version = subprocess.run([find_nvcc(), "--version"], capture_output=True, text=True).stdout
-    result["nvcc"] = re.findall(r"release ([\d.]+)", version)[0]
-    for target in options.targets.split(","):
-        before = result["targets"].get(target, {})
-        made = all_triton_kernels(target, options.jobs, options.only)
-        if options.only:
-            kept = [row for row in before.get("triton", []) if options.only not in f"{row['op']}, {row['kernel']}"]
-            made = kept + made
-        rows = {"triton": made, "cuda": before.get("cuda", [])}
-        if TARGETS[target].nvidia and not options.no_cuda:
-            rows["cuda"] = cuda_sources(target, options.jobs)
-        result["targets"][target] = rows
-        record.write(options.out, result)
-        print(f"{target}: {len(rows['triton'])} Triton kernels, {len(rows['cuda'])} CUDA C++ sources", flush=True)
-        for fault in faults(target, rows):
-            print(f"  {fault}", flush=True)
+    made = {"environment": record.environment(("triton",)), "nvcc": re.findall(r"release ([\d.]+)", version)[0]}
+    targets, parts = options.targets.split(","), max(2, options.jobs // 2)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        # Sources first, the longest of which takes as long as many kernels.
+        jobs: dict[str, tuple[list[Future[Any]], list[Future[Any]]]] = {}
+        largest = sorted(sources(), key=lambda source: -source.stat().st_size)
+        for target in targets:
+            there = largest if TARGETS[target].nvidia and not options.no_cuda else []
+            jobs[target] = [pool.submit(cuda_source, source, target) for source in there], []
+        for target, (_, shares) in jobs.items():
+            shares += [pool.submit(triton_share, target, part, parts, options.only) for part in range(parts)]
+        for target, (compiled, shares) in jobs.items():
+            before = result["targets"].get(target, {})
+            kept = before.get("triton", []) if options.only else []
+            kept = [row for row in kept if options.only not in f"{row['op']}, {row['kernel']}"]
+            rows = {**made, "triton": kept + [row for share in shares for row in share.result()]}
+            cuda = [source.result() for source in compiled]
+            rows["cuda"] = sorted(cuda, key=lambda row: row["source"]) if compiled else before.get("cuda", [])
+            result["targets"][target] = rows
+            record.write(options.out, result)
+            print(f"{target}: {len(rows['triton'])} Triton kernels, {len(rows['cuda'])} CUDA C++ sources", flush=True)
+            for fault in faults(target, rows):
+                print(f"  {fault}", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,10 @@ from benchmarks.formats.gpu import SHAPES, product_seconds
 from transect.ops.lang.jit import multiprocessors
 from transect.ops.linear import gate_up
 from transect.ops.linear.packed import block_tiles
-from transect.ops.linear.packed.gguf import gguf_chain, gguf_rows, gguf_tiles
-from transect.ops.linear.packed.gguf.gguf_chain import BlockPart, ChainWeights
+from transect.ops.linear.packed.chain import ChainWeights
+from transect.ops.linear.packed.gguf import gguf_chain, gguf_row, gguf_rows, gguf_tiles
 from transect.ops.linear.packed.gguf.gguf_matmul import dequantize, drawn, rebuilt
+from transect.ops.linear.packed.gguf.gguf_row import BlockPart
 from transect.ops.linear.packed.int4 import int4_hopper, int4_matmul, int4_rows, int4_tiles
 from transect.ops.linear.packed.int4.int4_packing import arrange_codes
 from transect.ops.registry import get
@@ -46,7 +47,7 @@ def ways(name: str, m: int, n: int, k: int, gated: bool, kernels: str) -> Iterat
     units, unit = multiprocessors(device), UNITS[name].unit
     rows = gguf_rows.GGUFRows(device)
     if m == 1 and "chain" in kernels:
-        alone = gguf_chain.GGUFChain(device)
+        alone = gguf_row.GGUFRow(device)
         for ahead in (8, 4, 2):
 
             def one_row(x: torch.Tensor, w: torch.Tensor, stages: int = ahead) -> torch.Tensor:
@@ -191,12 +192,16 @@ def chain_layers() -> list[tuple[str, ChainWeights]]:
 
 def measure_chain() -> dict[str, Any]:
     """Measure the microseconds of a layer, averaged over both kinds, beside the time for its bytes."""
-    kernel, layers = gguf_chain.GGUFChain(torch.device("cuda")), chain_layers()
+    device = torch.device("cuda")
+    kernel, alone, layers = gguf_chain.GGUFChain(device), gguf_row.GGUFRow(device), chain_layers()
     x = torch.randn(1, 4096, device="cuda").bfloat16()
     moved = [sum(part.arranged.nbytes for matrix in own.matrices for part in matrix) for _, own in layers]
     floor = sum(moved) / len(moved) / RATES.bytes_per_second
-    found: dict[str, Any] = {"floor_s": floor, "ways": {}}
-    print(f"chain: floor {floor * 1e6:.1f} us", flush=True)
+    found: dict[str, Any] = {"floor_s": floor, "ways": {}, "misses": []}
+    for _, own in layers[:2]:
+        pairs = zip(kernel(x, x, own), gguf_chain.reference(x.double(), x.double(), own), strict=True)
+        found["misses"].append([float((got.double() - want).norm() / want.norm()) for got, want in pairs])
+    print(f"chain: floor {floor * 1e6:.1f} us, misses {found['misses']}", flush=True)
 
     def note(label: str, way: Callable[[int], Any]) -> None:
         seconds = product_seconds(way)
@@ -207,18 +212,18 @@ def measure_chain() -> dict[str, Any]:
         own = layers[turn % len(layers)][1]
         gated = x.new_ones(1, 14336)
         for matrix, left in zip(own.matrices, (x, x, gated, x), strict=True):
-            kernel(left, matrix, gated=matrix is own.gate_up, dependent_launch=True)
+            alone(left, matrix, gated=matrix is own.gate_up, dependent_launch=True)
 
-    for stages in (8, 5, 3, 2):
+    for stages in (2, 3):
         note(
             f"one launch, {stages} stages",
-            lambda turn, stages=stages: kernel.chain(x, x, layers[turn % 4][1], dependent_launch=True, stages=stages),
+            lambda turn, stages=stages: kernel(x, x, layers[turn % 4][1], dependent_launch=True, stages=stages),
         )
     note("four launches", apart)
     for place, name in enumerate(("Q4_K", "Q6_K")):
         note(
             f"one launch, with {name} alone" if place == 0 else f"one launch, with {name} in down and V",
-            lambda turn, place=place: kernel.chain(x, x, layers[place + turn % 2 * 2][1], dependent_launch=True),
+            lambda turn, place=place: kernel(x, x, layers[place + turn % 2 * 2][1], dependent_launch=True),
         )
     return found
 

@@ -89,15 +89,18 @@ def targets() -> str:
             )
             continue
         wrong = faults(name, rows)
-        notes += [f"* `{name}`: {fault}" for fault in wrong]
+        notes += [f"* `{name}`: {'; '.join(wrong)}"] if wrong else []
         state = "measured" if name in MEASURED else "compiled"
-        state += f", {len(wrong)} exceptions below" if wrong else ""
+        state += f", {len(wrong)} exception{'s' * (len(wrong) > 1)} below" if wrong else ""
         sources = str(len(rows["cuda"])) if rows["cuda"] else "" if target.nvidia else "none"
         lines.append(f"| `{name}` | {target.cards} | {room} | {len(rows['triton'])} | {sources} | {state} |")
-    machine = result["environment"]
-    versions = f"Triton {machine['packages']['triton']}, nvcc {result['nvcc']}"
+    found = result["targets"].values()
+    versions = "; ".join(
+        sorted({f"Triton {rows['environment']['packages']['triton']}, nvcc {rows['nvcc']}" for rows in found})
+    )
+    made = record.made_at([rows["environment"] for rows in found])
     lines += ["", *notes, ""] if notes else [""]
-    return "\n".join([*lines, f"`{result['command']}`, {versions}, {record.made_at([machine])}."]) + "\n"
+    return "\n".join([*lines, f"`{result['command']}`, {versions}, {made}."]) + "\n"
 
 
 BAR = 1.15

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from transect.ops.linear.packed import chain
-from transect.ops.linear.packed.gguf import gguf_chain
+from transect.ops.linear.packed.gguf import gguf_row
 from transect.ops.linear.packed.int4 import int4_matmul
 from transect.ops.linear.packed.int4.int4_packing import arrange_codes
 from transect.ops.registry import Unavailable
@@ -39,15 +39,14 @@ def loaded(make: Callable[[], Kernel], *, hopper: bool = False) -> Kernel:
         pytest.skip(str(error))
 
 
-def chain_on_host(
+def row_on_host(
     monkeypatch: pytest.MonkeyPatch, instead: tuple[str, str] | None = None, multiprocessors: int = 3
-) -> gguf_chain.GGUFChain:
-    """``gguf_chain.cu`` on this processor as if it had so many multiprocessors (``cuda_host``)."""
-    monkeypatch.setattr(gguf_chain, "multiprocessors", lambda device: multiprocessors)
+) -> gguf_row.GGUFRow:
+    """``gguf_row.cu`` on this processor as if it had so many multiprocessors (``cuda_host``)."""
+    monkeypatch.setattr(gguf_row, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    kernel = object.__new__(gguf_chain.GGUFChain)
-    kernel._launch = cuda_host.Launcher("gguf_chain", "transect_gguf_chain", "pppp" + "iiiiiii" + "p", instead)
-    kernel._meetings = torch.zeros(gguf_chain.COUNTERS, dtype=torch.int32)
+    kernel = object.__new__(gguf_row.GGUFRow)
+    kernel._launch = cuda_host.Launcher("gguf_row", "transect_gguf_row", "ppf" + "iiiii" + "p", instead)
     return kernel
 
 

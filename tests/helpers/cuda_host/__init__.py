@@ -1,6 +1,6 @@
 """CUDA C++ sources on a processor: the asm of a source becomes calls, and ``g++`` compiles it beside ``machine.h``.
 
-``library("gguf_chain")`` has the launchers of ``gguf_chain.cu``. They take addresses of tensors on the CPU and run all
+``library("gguf_row")`` has the launchers of ``gguf_row.cu``. They take addresses of tensors on the CPU and run all
 threads of a launch, one at a time, in an order that a seed draws. So index arithmetic, barriers and rings of the source
 that GPUs get are tested where there is none; what orders memory on a GPU, and how quick it is, are not.
 

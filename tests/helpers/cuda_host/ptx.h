@@ -125,6 +125,7 @@ void ld_shared__cluster_v4_f32(T& a, T& b, T& c, T& d, uint32_t at) {
 }
 
 inline void st_async_to_cluster(uint32_t at, const void* from, int bytes, uint32_t counts) {
+  if (machine::launch->cluster == 1) machine::fail("illegal instruction: st.async in a launch without clusters");
   if (at % bytes) machine::fail("a number sent to a place that is no multiple of its size");
   const unsigned char* v = (const unsigned char*)from;
   machine::launch->copies.push_back(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cuda_kernels import chain_on_host
+from cuda_kernels import chain_source, row_on_host
 
 from transect.models.context import PagedContext
 from transect.models.decoder import Decoder
@@ -16,9 +16,9 @@ from transect.models.weights.gguf_blocks import BlockStream, GGUFBlocks
 from transect.models.weights.kinds import kinds_for
 from transect.models.weights.weight import Weight
 from transect.ops.linear.few_rows.cuda import Beside
-from transect.ops.linear.packed.gguf import gguf_chain
-from transect.ops.linear.packed.gguf.gguf_chain import values
+from transect.ops.linear.packed.gguf import gguf_chain, gguf_row
 from transect.ops.linear.packed.gguf.gguf_matmul import Products
+from transect.ops.linear.packed.gguf.gguf_row import values
 from transect.ops.opset import resolve_ops
 from transect.spec.model import ModelConfig
 from transect.spec.numbers.gguf import UNITS
@@ -30,8 +30,8 @@ SMALL = ModelConfig(
 )  # fmt: skip
 
 
-class TorchChain:
-    """What ``GGUFChain`` computes; ``made`` has the sorts of its launches."""
+class TorchProducts:
+    """What ``GGUFRow`` and ``GGUFChain`` compute; ``made`` has the sorts of their launches."""
 
     def __init__(self):
         self.made = []
@@ -43,7 +43,7 @@ class TorchChain:
         if norm.squares is not None:
             y = y * (norm.squares.sum(-1, keepdim=True) / x.shape[1] + norm.eps).rsqrt()
         if gated:
-            return gguf_chain.gate_turns(y), None, None
+            return gguf_row.gate_turns(y), None, None
         if norm.residual is None:
             return (y if bias is None else y + bias), None, None
         y = y + norm.residual
@@ -54,9 +54,10 @@ class TorchChain:
         return gguf_chain.reference(attended, residual, weights)
 
 
-def block_model(v="Q6_K", up="Q4_K", bias=False, chain=None, dtype=torch.float32):
+def block_model(v="Q6_K", up="Q4_K", bias=False, kernels=None, dtype=torch.float32):
     products = Products("cpu", dependent=True)
-    products.chain = chain or TorchChain()
+    stand_in = TorchProducts()
+    products.row, products.chain = kernels or (stand_in, stand_in.chain)
     products._triton = False  # matrices are rebuilt by torch: the interpreter takes seconds
 
     def kinds(name):
@@ -67,7 +68,7 @@ def block_model(v="Q6_K", up="Q4_K", bias=False, chain=None, dtype=torch.float32
     config = dataclasses.replace(SMALL, qkv_bias=bias)
     model = Decoder(config, dtype=dtype, ops=ops, kinds=kinds).requires_grad_(False)
     model.init_weights(0.05, torch.Generator().manual_seed(0))
-    return model, products.chain
+    return model, stand_in
 
 
 def both(model, lengths):
@@ -88,7 +89,7 @@ def both(model, lengths):
 @pytest.fixture(autouse=True)
 def any_dtype(monkeypatch):
     """The kernel takes bfloat16; the stand-in computes in float32, so that results can be compared closely."""
-    monkeypatch.setattr(gguf_chain, "takes", lambda x, sizes: len(x) == 1)
+    monkeypatch.setattr(gguf_row, "takes", lambda x, sizes: len(x) == 1)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -106,14 +107,16 @@ def test_one_row_goes_through_chains(bias):
 
 @pytest.mark.prove
 def test_chains_by_the_source_itself(monkeypatch):
-    """``gguf_chain.cu`` on this processor, in a model of bfloat16: what GPUs run with ``chained_blocks``."""
-    kernel = chain_on_host(monkeypatch, multiprocessors=5)
-    model, _ = block_model(bias=True, chain=kernel, dtype=torch.bfloat16)
+    """``gguf_row.cu`` and ``gguf_chain.cu`` on this processor, in a model of bfloat16: what GPUs run with
+    ``chained_blocks``."""
+    chain = chain_source(monkeypatch, gguf_chain.GGUFChain, "gguf_chain", "pp", multiprocessors=5)
+    kernels = row_on_host(monkeypatch, multiprocessors=5), chain
+    model, _ = block_model(bias=True, kernels=kernels, dtype=torch.bfloat16)
     model.join()
     fused = both(model, (9,))[1]
     for part in model.modules():
         if isinstance(part, GGUFBlocks):
-            part._products.chain = None
+            part._products.row = None
     plain = both(model, (9,))[0]
     for found, wanted in zip(fused, plain, strict=True):
         assert (found.float() - wanted.float()).norm() < 0.01 * wanted.float().norm()

@@ -14,9 +14,10 @@ from ...ops.activation import swiglu
 from ...ops.lang.jit import runs_triton
 from ...ops.linear import gate_up
 from ...ops.linear.few_rows.cuda import Beside
-from ...ops.linear.packed.gguf import gguf_chain, gguf_matmul
-from ...ops.linear.packed.gguf.gguf_chain import BlockPart, ChainWeights, Matrix
+from ...ops.linear.packed.chain import ChainWeights
+from ...ops.linear.packed.gguf import gguf_chain, gguf_matmul, gguf_row
 from ...ops.linear.packed.gguf.gguf_layout import COLUMNS, ROWS, arrange, arranged_shape, dense
+from ...ops.linear.packed.gguf.gguf_row import BlockPart, Matrix
 from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
 from ...ops.moe import grouped_blocks
 from ...ops.opset import OpSet
@@ -132,11 +133,13 @@ class GGUFBlocks(Weight):
         return gated
 
     def stream_product(self, products: StreamProducts) -> BlockStream | None:
-        chain = self._products.chain
-        if chain is None or not self._products.dependent or self.in_features % COLUMNS:
+        row = self._products.row
+        if row is None or not self._products.dependent or self.in_features % COLUMNS:
             return None
         matrix = (BlockPart(self.arranged.contiguous(), self.block_type, self.out_features),)
-        return None if gguf_chain.refusal(matrix) is not None else BlockStream(chain, matrix, self.bias)
+        if gguf_row.refusal(matrix) is not None:
+            return None
+        return BlockStream(row, self._products.chain, matrix, self.bias)
 
     def join_with(self, others: Sequence[Weight], *, gated: bool = False) -> GGUFBlocks | None:
         parts = [self]
@@ -203,8 +206,10 @@ class BlockHolder:
 class BlockStream:
     """The products of a matrix in blocks on the residual stream (``ops/linear/stream_products.py``), of one row."""
 
-    def __init__(self, kernel: gguf_chain.GGUFChain, matrix: Matrix, bias: Tensor | None) -> None:
-        self._kernel, self._matrix, self._bias = kernel, matrix, bias
+    def __init__(
+        self, kernel: gguf_row.GGUFRow, chain: gguf_chain.GGUFChain | None, matrix: Matrix, bias: Tensor | None
+    ) -> None:
+        self._kernel, self._chain, self._matrix, self._bias = kernel, chain, matrix, bias
 
     @property
     def biased(self) -> bool:
@@ -219,7 +224,7 @@ class BlockStream:
     def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
         """Return True if the kernel runs a step on the stream x ``[M, D]`` with products of these sizes, and all tokens
         are wanted."""
-        return wanted is None and gguf_chain.takes(x, sizes)
+        return wanted is None and gguf_row.takes(x, sizes)
 
     def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream:
         beside = Beside(residual=residual, scale=scale)
@@ -243,20 +248,21 @@ class BlockStream:
         parts = [self, *(each for each in below if isinstance(each, BlockStream))]
         biases = [part._bias for part in parts if part._bias is not None]
         matrix = tuple(block for part in parts for block in part._matrix)
-        if len(parts) <= len(below) or len(biases) not in (0, len(parts)) or gguf_chain.refusal(matrix) is not None:
+        if len(parts) <= len(below) or len(biases) not in (0, len(parts)) or gguf_row.refusal(matrix) is not None:
             return None
-        return BlockStream(self._kernel, matrix, torch.cat([bias.detach() for bias in biases]) if biases else None)
+        bias = torch.cat([each.detach() for each in biases]) if biases else None
+        return BlockStream(self._kernel, self._chain, matrix, bias)
 
     def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
         parts = [self, *(each for each in after if isinstance(each, BlockStream))]
         if len(parts) < 4:
             return None
         o, gate_up, down, qkv = parts
-        matrices, bias, kernel = (o._matrix, gate_up._matrix, down._matrix, qkv._matrix), qkv._bias, self._kernel
-        if gguf_chain.sizes_refusal(matrices) is not None:
+        matrices, bias, kernel = (o._matrix, gate_up._matrix, down._matrix, qkv._matrix), qkv._bias, self._chain
+        if kernel is None or gguf_chain.sizes_refusal(matrices) is not None:
             return None
 
         def run(x: Tensor, residual: Tensor, norms: tuple[Tensor, Tensor], eps: tuple[float, float]) -> Any:
-            return kernel.chain(x, residual, ChainWeights(*matrices, norms, eps, bias), dependent_launch=True)
+            return kernel(x, residual, ChainWeights(*matrices, norms, eps, bias), dependent_launch=True)
 
         return run

@@ -400,7 +400,7 @@ class WeightSite:
     dependent: bool = False
     """True if launches begin before the previous kernel ends, if the device supports that."""
     chained: bool = False
-    """``gguf_chain.cu`` takes one row of blocks of GGUF files."""
+    """``gguf_row.cu`` and ``gguf_chain.cu`` take one row of blocks of GGUF files."""
     batch_invariant: bool = False
     """A row's product must not depend on the number of rows, nor on the others."""
 

@@ -86,7 +86,7 @@ def gate_halves(both: Tensor, *, turns: int = 0, dependent_launch: bool = False)
     return out
 
 
-def _triton() -> Callable[..., Tensor]:
+def best_launcher() -> Callable[..., Tensor]:
     """Load the kernels of ``small_matmul.py`` for few rows, and those of ``matmul.py`` for more."""
     from .few_rows import small_matmul
     from .many_rows import matmul
@@ -187,7 +187,7 @@ register(
         implementations={
             "torch": Implementation("torch", lambda: by_linear, ("any",)),
             "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
-            "triton": Implementation("triton", _triton, TRITON_TARGETS),
+            "triton": Implementation("triton", best_launcher, TRITON_TARGETS),
             "triton_fixed_rows": Implementation("triton", _triton_fixed, TRITON_TARGETS, batch_invariant=True),
         },
         examples=_examples,

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...hardware.targets import TARGETS
 from ..lang.cuda_build import compile_source, ptx_of, source
 from ..lang.jit import INTERPRETED, MISSING, triton
 from ..registry import Kernel, Unavailable
@@ -82,7 +83,8 @@ def compile_kernel(kernel: Kernel, target: str, *, sass: bool = True) -> Compile
     source = _source(kernel.function)(
         kernel.function, signature=signature, constexprs=dict(kernel.constants), attrs=attributes
     )
-    options = {"num_warps": kernel.warps, "num_stages": kernel.stages, **kernel.options}
+    most = kernel.stages if TARGETS[target].nvidia else 2  # as launches there have
+    options = {"num_warps": kernel.warps, "num_stages": min(kernel.stages, most), **kernel.options}
     made = triton.compile(source, target=_gpu_target(target), options=options)
     stages = {name: text for name, text in made.asm.items() if isinstance(text, str)}
     registers = spilled = None

@@ -1,5 +1,5 @@
 // The four products between the attention of a layer and that of the next, of one row, in one launch on Hopper: what
-// does not depend on how weights are held. ``Codes`` says that (scaled8_chain.cu, int4_chain.cu).
+// does not depend on how weights are held. ``Codes`` says that (scaled8_chain.cu, int4_chain.cu, gguf_chain.cu).
 //
 // * One block on every multiprocessor. A product's rows of W are dealt out to the blocks in sixteens (or, with the
 //   gate, in pairs of them), its k to the warps of a block in chunks of 128. What a warp reads in one step is an item:
@@ -23,18 +23,22 @@ using namespace few_rows;
 using namespace hopper;
 
 constexpr int kWarps = 16, kThreads = 32 * kWarps, kProducts = 4, kMostStages = 12;
-constexpr int kSpan = 128, kMostSteps = 128 / kWarps;                           // k of a chunk; chunks of a warp
-constexpr int kPart = kMostSteps * kSpan * 2, kSums = 2 * kWarps * 32 * 4;  // bytes: a warp's part of x; sums
-constexpr int kShares = kProducts * 16;                                       // bytes: a warp's shares
-constexpr int kMostK = kMostSteps * kWarps * kSpan;
+constexpr int kSums = 2 * kWarps * 32 * 4, kShares = kProducts * 16;  // bytes: sums; a warp's shares
 constexpr int kPolls = 1 << 23;  // some seconds: then a block is missing, and an error is better than to hang
 
 enum Step { ATTENDED = 0, GATE_UP = 1, DOWN = 2, QKV = 3 };
 
+// k of a chunk, chunks of a warp at most, bytes of a chunk of x; if not apart, both sixteens of a chunk are one item.
+struct Chunks128 {
+  static constexpr int kSpan = 128, kMostSteps = 128 / kWarps, kKept = 2 * kSpan;
+  static constexpr bool kApart = false;
+};
+
+// ``item``: bytes of one; ``part``: of a warp's part of x, as it is kept.
 template <class Codes>
 struct Weights {
   typename Codes::Matrix matrix[kProducts];
-  int n[kProducts], k[kProducts];
+  int n[kProducts], k[kProducts], item, part;
 };
 
 // All bfloat16 unless said. ``total`` [D] is the residual stream after the first product, ``norm`` [D] and ``eps`` those
@@ -48,6 +52,15 @@ struct Data {
   float eps[2];
   int apart;
 };
+
+// A bulk copy of what a step reads once: the L2 cache drops it before all else.
+__device__ __forceinline__ void copy_once(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(kReadOnce)
+      : "memory");
+}
 
 __device__ __forceinline__ float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_of(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
@@ -94,15 +107,22 @@ __device__ __forceinline__ bool lacks_float(const uint4& v) {
 
 // Sums of codes that need no more than a scale of each row, which ``row_scale`` gives.
 struct Unscaled {
+  __device__ __forceinline__ void end(int) {}
   template <typename Matrix>
   __device__ __forceinline__ void begin(const Matrix&, int, int, int, bool, int) {}
 };
 
 // A warp's part of x: the chunks of its steps, one after the other, of each 16 bytes a lane.
-typedef uint4 Part[kMostSteps / 2];
+template <class Codes>
+struct PartOf {
+  static constexpr int kCount = Codes::kMostSteps * Codes::kSpan / 256;
+  uint4 v[kCount];
+};
 
+template <class Codes>
 __device__ __forceinline__ int place_in_x(int j, int lane, int warp) {
-  return ((2 * j + lane / 16) * kWarps + warp) * kSpan + lane % 16 * 8;
+  constexpr int kLanes = Codes::kSpan / 8, kAtOnce = 32 / kLanes;
+  return ((kAtOnce * j + lane / kLanes) * kWarps + warp) * Codes::kSpan + lane % kLanes * 8;
 }
 
 // A lane's sums of squares, of which it asks for four, 32 lanes apart, at a time; those from ``at`` on are to come.
@@ -143,20 +163,23 @@ struct Squares {
 };
 
 // Reads until all of the part of x is there.
-__device__ __forceinline__ void await(Part& v, const uint32_t* x, int K, int lane, int warp) {
+template <class Codes>
+__device__ __forceinline__ void await(PartOf<Codes>& part, const uint32_t* x, int K, int lane, int warp) {
+  constexpr int kCount = PartOf<Codes>::kCount;
+  auto& v = part.v;
   uint32_t missing = 0;
 #pragma unroll
-  for (int j = 0; j < kMostSteps / 2; j++) {
+  for (int j = 0; j < kCount; j++) {
     v[j] = make_uint4(0, 0, 0, 0);
-    if (place_in_x(j, lane, warp) < K) missing |= 1u << j;
+    if (place_in_x<Codes>(j, lane, warp) < K) missing |= 1u << j;
   }
   for (int polls = 0; missing; polls++) {
     if (polls == kPolls) __trap();
 #pragma unroll
-    for (int j = 0; j < kMostSteps / 2; j++)
-      if (missing >> j & 1) v[j] = read_words(x + place_in_x(j, lane, warp) / 2);
+    for (int j = 0; j < kCount; j++)
+      if (missing >> j & 1) v[j] = read_words(x + place_in_x<Codes>(j, lane, warp) / 2);
 #pragma unroll
-    for (int j = 0; j < kMostSteps / 2; j++)
+    for (int j = 0; j < kCount; j++)
       if (!lacks_half(v[j])) missing &= ~(1u << j);
   }
 }
@@ -172,7 +195,7 @@ __device__ __forceinline__ Share share_of(const Weights<Codes>& weights, int p, 
   const unsigned units = weights.n[p] / (p == GATE_UP ? 32 : 16);
   const int first = units * blockIdx.x / gridDim.x, end = units * (blockIdx.x + 1) / gridDim.x;
   return {first, end, p == GATE_UP ? end - first : (end - first + 1) / 2,
-          (weights.k[p] / kSpan - warp + kWarps - 1) / kWarps};
+          (weights.k[p] / Codes::kSpan - warp + kWarps - 1) / kWarps};
 }
 
 // The row of a warp's items: which is asked for next, and into which slot.
@@ -181,13 +204,13 @@ struct Ahead {
   const Weights<Codes>& weights;
   const Share* shares;
   uint32_t ring, full;
-  int stages, product = -1, group = -1, step = 0, slot = 0, first = 0, end = 0, groups = 0, steps = 0;
+  int stages, bytes, product = -1, group = -1, step = 0, slot = 0, first = 0, end = 0, groups = 0, steps = 0, items = 0;
   typename Codes::Cursor cursor;
 
   // The slot must be free.
   __device__ __forceinline__ void ask_next() {
     if (product == kProducts) return;
-    if (step == steps) {
+    if (step == items) {
       step = 0, group++;
       while (group >= groups) {
         if (++product == kProducts) return;
@@ -196,18 +219,25 @@ struct Ahead {
       }
       const bool gate = product == GATE_UP;
       const int unit = first + (gate ? group : 2 * group);
-      cursor.begin(weights.matrix[product], weights.n[product], unit, gate, gate || unit + 1 < end);
+      const bool both = gate || unit + 1 < end;
+      cursor.begin(weights.matrix[product], weights.n[product], unit, gate, both);
+      items = Codes::kApart && both ? 2 * steps : steps;
     }
-    if (threadIdx.x % 32 == 0) cursor.fetch(ring + slot * Codes::kItem, full + slot * 8);
-    cursor.next();
+    if (threadIdx.x % 32 == 0) cursor.fetch(ring + slot * bytes, full + slot * 8);
     step++;
+    if constexpr (Codes::kApart) {
+      if (step == steps) cursor.begin_lower();
+      else cursor.next();
+    } else {
+      cursor.next();
+    }
     if (++slot == stages) slot = 0;
   }
 };
 
 template <class Codes>
-constexpr int shared_bytes(int stages) {
-  return 1024 + kWarps * (stages * Codes::kItem + kPart + Codes::kKnown) + kSums +
+int shared_bytes(const Weights<Codes>& weights, int stages) {
+  return 1024 + kWarps * (stages * weights.item + weights.part + Codes::kKnown) + kSums +
          kWarps * (kMostStages * 8 + kShares);
 }
 
@@ -218,15 +248,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ unsigned char unaligned[];
   unsigned char* memory = unaligned + (-shared_address(unaligned) & 1023);  // as tensor maps want it
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const uint32_t ring = shared_address(memory) + warp * stages * Codes::kItem;
-  const uint32_t part = shared_address(memory) + kWarps * stages * Codes::kItem + warp * kPart;
-  const uint32_t known = shared_address(memory) + kWarps * (stages * Codes::kItem + kPart) + warp * Codes::kKnown;
-  float* sums = (float*)(memory + kWarps * (stages * Codes::kItem + kPart + Codes::kKnown));
+  const int item_bytes = Codes::kApart ? weights.item : Codes::kItem;
+  const int part_bytes = Codes::kApart ? weights.part : Codes::kMostSteps * Codes::kKept;
+  const uint32_t ring = shared_address(memory) + warp * stages * item_bytes;
+  const uint32_t part = shared_address(memory) + kWarps * stages * item_bytes + warp * part_bytes;
+  const uint32_t known = shared_address(memory) + kWarps * (stages * item_bytes + part_bytes) + warp * Codes::kKnown;
+  float* sums = (float*)(memory + kWarps * (stages * item_bytes + part_bytes + Codes::kKnown));
   const uint32_t full = shared_address(sums) + kSums + warp * kMostStages * 8;
 
   Share* shares = (Share*)((unsigned char*)sums + kSums + kWarps * kMostStages * 8) + warp * kProducts;
 
-  Ahead<Codes> ahead = {weights, shares, ring, full, stages};
+  Ahead<Codes> ahead = {weights, shares, ring, full, stages, item_bytes};
   if (lane < kProducts) shares[lane] = share_of(weights, lane, warp);
   if (lane < stages) barrier_init(full + 8 * lane, 1);
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
@@ -243,19 +275,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     const bool gate = p == GATE_UP;
     if (p == QKV) let_next_begin();
 
-    Part v;
+    PartOf<Codes> v;
     const bool normed = p == GATE_UP || p == QKV;
     if (p == ATTENDED) {
 #pragma unroll
-      for (int j = 0; j < kMostSteps / 2; j++) {
-        const int at = place_in_x(j, lane, warp);
-        v[j] = at < K ? __ldcg((const uint4*)(data.attended + at)) : make_uint4(0, 0, 0, 0);
+      for (int j = 0; j < PartOf<Codes>::kCount; j++) {
+        const int at = place_in_x<Codes>(j, lane, warp);
+        v.v[j] = at < K ? __ldcg((const uint4*)(data.attended + at)) : make_uint4(0, 0, 0, 0);
       }
     } else {
-      await(v, results.of(normed ? data.scaled[p == QKV] : data.gated), K, lane, warp);
+      await<Codes>(v, results.of(normed ? data.scaled[p == QKV] : data.gated), K, lane, warp);
     }
     __syncwarp();  // all lanes have read the part of the product before
-    const float back = Codes::keep(part, known, v, steps, lane);
+    const float back = Codes::keep(part, known, v.v, steps, lane);
     __syncwarp();
 
     for (int group = 0; group < groups; group++) {
@@ -278,12 +310,16 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (ends && normed) squares.ask(asked);
       typename Codes::Sums acc;
       acc.begin(weights.matrix[p], weights.n[p], K, first + (gate ? group : 2 * group), gate, warp);
-      for (int step = 0; step < steps; step++) {
-        barrier_wait(full + slot * 8, parity);
-        acc.add(ring + slot * Codes::kItem, part + step * kSpan * 2, known, step, lane);
-        __syncwarp();  // all lanes have read the slot
-        ahead.ask_next();
-        if (++slot == stages) slot = 0, parity ^= 1;
+      const int sixteens = Codes::kApart && (gate || first + 2 * group + 1 < end) ? 2 : 1;
+      for (int sixteen = 0; sixteen < sixteens; sixteen++) {
+        for (int step = 0; step < steps; step++) {
+          barrier_wait(full + slot * 8, parity);
+          acc.add(ring + slot * item_bytes, part + step * Codes::kKept, known, step, lane);
+          __syncwarp();  // all lanes have read the slot
+          ahead.ask_next();
+          if (++slot == stages) slot = 0, parity ^= 1;
+        }
+        acc.end(sixteen);
       }
       // Rows of an item's sixteens; of gate and up, eights of both in turn.
       float* own = sums + turn * kWarps * 32;
@@ -334,7 +370,8 @@ int start(Weights<Codes>& weights, const int* sizes, const void* const* tensors,
   if (stages < 2 || stages > kMostStages || blocks < 1) return -1;
   for (int p = 0; p < kProducts; p++) {
     const int n = weights.n[p] = sizes[2 * p], k = weights.k[p] = sizes[2 * p + 1];
-    if (n < 16 || n % (p == GATE_UP ? 32 : 16) || k < 128 || k % 128 || k > kMostK) return -1;
+    if (n < 16 || n % (p == GATE_UP ? 32 : 16) || k < Codes::kSpan || k % Codes::kSpan || k > Codes::kMostSteps * kWarps * Codes::kSpan)
+      return -1;
   }
   if (sizes[0] != sizes[3] || sizes[2] != 2 * sizes[5] || sizes[0] != sizes[4] || sizes[4] != sizes[7]) return -1;
   typedef __nv_bfloat16 T;
@@ -348,7 +385,8 @@ int start(Weights<Codes>& weights, const int* sizes, const void* const* tensors,
                      (unsigned*)tensors[13],
                      {eps0, eps1},
                      2 * (2 * sizes[0] + sizes[5]) + 4 * 2 * (sizes[0] / 16)};
-  const int shared = shared_bytes<Codes>(stages);
+  if (!Codes::kApart) weights.item = Codes::kItem, weights.part = Codes::kMostSteps * Codes::kKept;
+  const int shared = shared_bytes(weights, stages);
   if (shared > kMostShared) return -1;
   return (int)launch(run<Codes>, blocks, kThreads, shared, 1, dependent > 0, stream, weights, data, stages);
 }

@@ -1,6 +1,5 @@
 r"""``chain.cuh``: the four products between the attention of a layer and that of the next, for one row, in one launch
-on Hopper. ``scaled8_chain.py`` and ``int4_chain.py`` say how weights are held; the kernel of ``gguf_chain.py`` is its
-own, and computes the same.
+on Hopper. ``scaled8_chain.py``, ``int4_chain.py`` and ``gguf_chain.py`` say how weights are held.
 
     t = a O^T + r                          h = (t s / rms(t)) [G; U]^T
     u = (silu(h_G) h_U) W^T + t            y = (u s' / rms(u)) Q^T + b
@@ -12,7 +11,8 @@ Each product needs the one before, so four launches leave memory idle while one 
 the 8 to 30 that the bytes of a product take. Here every block asks for its share of the weights of all four in one go,
 as far as its shared memory goes, and only x waits for the blocks that make it.
 
-Shapes: a ``[1, K]``, r ``[1, D]``, norms ``[D]``, b ``[N]``, all in bfloat16; K up to 16,384. Inference only.
+Shapes: a ``[1, K]``, r ``[1, D]``, norms ``[D]``, b ``[N]``, all in bfloat16; K up to 16,384 (of GGUF
+blocks 32,768). Inference only.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import torch
 from cuda_kernels import loaded, miss
 
 from transect.ops.lang import cuda_build
+from transect.ops.lang.jit import INTERPRETED
 from transect.ops.linear.packed.gguf import gguf_rows
 from transect.ops.linear.packed.gguf.gguf_layout import arranged_shape
 from transect.ops.linear.packed.gguf.gguf_matmul import Products, dequantize, drawn, reference
@@ -41,6 +42,15 @@ def test_few_rows_on_hopper(rows: GGUFRows, name: str, n: int, k: int) -> None:
         assert miss(found, wanted) < 4e-3, m
         assert torch.equal(rows(x, arranged, name, n, bias, dependent_launch=True), found)
     assert miss(dequantize(arranged, name, n, k, torch.float32), reference_values(arranged, name, n, k)) < 1e-6
+
+
+def test_gate_and_up_are_dequantized_apart() -> None:
+    if not INTERPRETED:
+        pytest.skip("needs Triton's interpreter")
+    arranged = drawn("Q4_K", 96, 256, "cpu")
+    both = dequantize(arranged, "Q4_K", 96, 256, torch.float32)
+    apart = both.unflatten(0, (-1, 2, 16)).transpose(0, 1).flatten(0, 2)
+    assert torch.equal(dequantize(arranged, "Q4_K", 96, 256, torch.float32, apart=True), apart)
 
 
 def reference_values(arranged: torch.Tensor, name: str, n: int, k: int) -> torch.Tensor:

@@ -35,6 +35,13 @@ def test_a_rebuilt_weight_is_the_rounded_one(device: str, group: int) -> None:
     assert torch.allclose(rebuilt.float(), int4_matmul.dense(weight, 40, torch.float32), rtol=1e-3, atol=1e-6)
 
 
+def test_gate_and_up_are_rebuilt_apart(device: str) -> None:
+    weight = int4_weight(96, 256, 64, device)
+    both = int4_matmul.rebuild(weight, 96, torch.float16)
+    apart = both.unflatten(0, (-1, 2, 16)).transpose(0, 1).flatten(0, 2)
+    assert torch.equal(int4_matmul.rebuild(weight, 96, torch.float16, apart=True), apart)
+
+
 def test_shapes_that_do_not_fit_are_refused(device: str) -> None:
     weight = int4_weight(40, 256, 128, device)
     for x, n in ((torch.zeros(2, 128), 40), (torch.zeros(2, 256), 60)):

@@ -16,7 +16,7 @@ using namespace chain;
 
 namespace {
 
-constexpr int kBox = 16 * kSpan;
+constexpr int kSpan = Chunks128::kSpan, kBox = 16 * kSpan;
 
 __device__ __forceinline__ void fetch_box(uint32_t to, const CUtensorMap* map, int row, int chunk, uint32_t barrier) {
   asm volatile(
@@ -63,7 +63,7 @@ __device__ __forceinline__ uint32_t largest(uint32_t pair) { return max(pair << 
 enum Format { kFp8 = 1, kInt8 = 2, kFp8Blocks = 3 };
 
 template <Format FORMAT>
-struct Codes8 {
+struct Codes8 : Chunks128 {
   static constexpr int kItem = 2 * kBox, kKnown = 0;
   struct Matrix {
     CUtensorMap map;
@@ -93,7 +93,8 @@ struct Codes8 {
   }
 
   // A warp's part of x as float16; gives what brings its sums back.
-  static __device__ __forceinline__ float keep(uint32_t part, uint32_t, const Part& v, int steps, int lane) {
+  static __device__ __forceinline__ float keep(uint32_t part, uint32_t, const uint4 (&v)[kMostSteps / 2], int steps,
+                                               int lane) {
     uint32_t most = 0;
 #pragma unroll
     for (int j = 0; j < kMostSteps / 2; j++)
@@ -120,6 +121,7 @@ struct Codes8 {
     float total[2][2] = {}, scale[2];
     const float* from[2];
 
+    __device__ __forceinline__ void end(int) {}
     __device__ __forceinline__ float of(int r, int half) const {
       return FORMAT == kFp8Blocks ? total[r][half] : acc[0][r][half * 2] + acc[1][r][half * 2];
     }

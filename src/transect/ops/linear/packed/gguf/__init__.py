@@ -4,6 +4,7 @@
 * ``gguf_layout.py``  how such weights lie in memory
 * ``gguf_rows.py`` (``gguf_rows.cu``)    up to 8 rows on Hopper
 * ``gguf_tiles.py`` (``gguf_tiles.cu``)  up to 512 rows on Hopper
-* ``gguf_chain.py`` (``gguf_chain.cu``)  one row: any product, or the four between two attentions in one launch
+* ``gguf_row.py`` (``gguf_row.cu``)  one row
+* ``gguf_chain.py`` (``gguf_chain.cu``)  one row, the four products between two attentions in one launch
 * ``gguf_codes.cuh``, ``gguf_bytes.cuh`` codes to numbers and sums of whole numbers, for the CUDA C++ kernels
 """

@@ -1,4 +1,5 @@
-// Units of GGUF blocks times one row of X in whole numbers, by products of bytes, for gguf_chain.cu.
+// Units of GGUF blocks times one row of X in whole numbers, by products of bytes, for gguf_row.cu
+// and gguf_chain.cu.
 //
 // * Of a span of 256 k of X, q = round(x / unit) for the power of two ``unit`` that brings the largest below 2^14. q is
 //   256 times a byte and another byte, both with signs. What is lost is at most half a unit, 2^-14 of the span's
@@ -25,25 +26,26 @@ __device__ __forceinline__ void read_span(uint32_t (&v)[4], const __nv_bfloat16*
   for (int s = 0; s < 4; s++) v[s] = __ldcg((const unsigned*)(x + lane / 4 * 32 + lane % 4 * 2 + s * 8));
 }
 
-// A warp leaves two spans, each at its ``to``: one's instructions stand between the other's, or each would wait for the
+// A warp leaves N spans, each at its ``to``: one's instructions stand between the other's, or each would wait for the
 // one before. An infinity or NaN makes the unit NaN.
-__device__ __forceinline__ void write_spans(const uint32_t (&to)[2], const uint32_t (&v)[2][4], int lane) {
+template <int N>
+__device__ __forceinline__ void write_spans(const uint32_t (&to)[N], const uint32_t (&v)[N][4], int lane) {
   const int j = lane / 4, c = lane % 4;
-  uint32_t most[2];
+  uint32_t most[N];
 #pragma unroll
-  for (int n = 0; n < 2; n++) {
+  for (int n = 0; n < N; n++) {
     uint32_t both = v[n][0] & 0x7FFF7FFFu;
 #pragma unroll
     for (int s = 1; s < 4; s++) asm("max.u16x2 %0, %1, %2;" : "=r"(both) : "r"(both), "r"(v[n][s] & 0x7FFF7FFFu));
     most[n] = max(both & 0xFFFFu, both >> 16);
   }
 #pragma unroll
-  for (int n = 0; n < 2; n++) most[n] = __reduce_max_sync(0xFFFFFFFFu, most[n]);
-  float unit[2];
-  uint2 low[2], high[2];  // 256 high + low = q, with low from -128 on: so high is that of q + 128
-  int sum[2][2];
+  for (int n = 0; n < N; n++) most[n] = __reduce_max_sync(0xFFFFFFFFu, most[n]);
+  float unit[N];
+  uint2 low[N], high[N];  // 256 high + low = q, with low from -128 on: so high is that of q + 128
+  int sum[N][2];
 #pragma unroll
-  for (int n = 0; n < 2; n++) {
+  for (int n = 0; n < N; n++) {
     const int exponent = most[n] >> 7, kept = max(exponent, 16);  // unit and 1 / unit are then normal numbers
     const float times = __uint_as_float((267 - kept) << 23);      // 2^(13 - (kept - 127))
     unit[n] = __uint_as_float(exponent == 255 ? 0x7FC00000u : (kept - 13) << 23);
@@ -64,11 +66,11 @@ __device__ __forceinline__ void write_spans(const uint32_t (&to)[2], const uint3
 #pragma unroll
   for (int lanes = 1; lanes <= 2; lanes *= 2)
 #pragma unroll
-    for (int n = 0; n < 2; n++)
+    for (int n = 0; n < N; n++)
 #pragma unroll
       for (int s = 0; s < 2; s++) sum[n][s] += __shfl_xor_sync(0xFFFFFFFFu, sum[n][s], lanes);
 #pragma unroll
-  for (int n = 0; n < 2; n++) {
+  for (int n = 0; n < N; n++) {
     const uint32_t at = to[n] + (j * 8 + c) * 8;
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(high[n].x), "r"(high[n].y) : "memory");
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at + 32), "r"(low[n].x), "r"(low[n].y) : "memory");

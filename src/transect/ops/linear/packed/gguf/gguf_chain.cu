@@ -1,350 +1,169 @@
-// Products of one row, one after the other, with weights in block types of GGUF files, in one launch on Hopper: the four
-// between the attention of a layer and that of the next, or any one. See gguf_chain.py for the arithmetic.
-//
-// * One block of warps on every multiprocessor. A product's rows of W are dealt out to the blocks by their bytes, in
-//   sixteens (with a gate: in pairs of them, which are in turns); the units of a block (gguf_layout.py) evenly to its
-//   warps, each a stretch of them. A matrix may be made of up to three, of a type each.
-// * A warp's units of all products stand in one row, and the bulk copy engine fetches each in one piece into the warp's
-//   ring as soon as it has room: weights wait for no result. So memory is busy while the blocks meet between two
-//   products, and while the kernel before ends.
-// * The warps of a block turn x into whole numbers together, which meet the codes in products of bytes
-//   (gguf_bytes.cuh).
-// * What a warp has of a sixteen it leaves in shared memory; when all are through, the parts are added in the order of k.
-// * Blocks meet at a counter in memory (``meet``). With more than one product all blocks must run at once.
+// The four products between two attentions of one row and weights in block types of GGUF files (chain.cuh). An item is a
+// unit (gguf_layout.py): 16 rows by 256 k. A matrix may be made of up to three parts, of a type each. Gate and up are in
+// turns of 16 rows. A warp turns its part of x into whole numbers, which meet the codes in products of bytes
+// (gguf_bytes.cuh).
 
-#include "../../../lang/few_rows.cuh"
-#include "../../../lang/hopper.cuh"
-#include "../../../lang/meeting.cuh"
+#include "../chain.cuh"
 #include "gguf_bytes.cuh"
 
-using namespace few_rows;
+using namespace chain;
 using namespace gguf;
-using namespace hopper;
 
 namespace {
 
-constexpr int kWarps = 8, kMostStages = 8, kMostProducts = 4, kMostParts = 3, kMostBlocks = 160;
-constexpr int kSpansAtOnce = 4;  // spans of x whose reads a warp has under way
+constexpr int kMostParts = 3;
 
-struct Part {
-  const unsigned char* units;
-  int type, sixteens;
-};
-
-// y = x W^T. With ``x_squares``, sums of squares of sixteens, x is divided by its root of (their sum / k + eps). Then
-// with ``gate`` silu(one) times the other; with ``residual`` that is added, and the stream, its product with ``norm`` and
-// the squares of its sixteens are written; else ``bias`` is added, if there is one. All are bfloat16 but squares.
-struct Product {
-  Part part[kMostParts];
-  const __nv_bfloat16 *x, *residual, *norm, *bias;
-  const float* x_squares;
-  __nv_bfloat16 *out, *scaled;
-  float* squares;
-  int k, gate;
-  float eps;
-};
-
-// ``before``: of each product, the sixteens of rows before block b. That costs divisions: the host does them.
-struct Products {
-  Product product[kMostProducts];
-  int count;
-  unsigned short before[kMostProducts][kMostBlocks + 1];
-};
-
-// The sixteens of rows before block b of ``blocks``: an even share of the bytes.
-int sixteens_before(const Product& p, int b, int blocks) {
-  const int together = p.gate ? 2 : 1;
-  long long total = 0;
-  for (const Part& part : p.part) total += part.sixteens * unit_bytes((Type)part.type);
-  long long left = total * b / blocks;
-  int found = 0;
-  for (const Part& part : p.part) {
-    const int each = unit_bytes((Type)part.type) * together, own = part.sixteens / together;
-    const int here = left / each < own ? (int)(left / each) : own;
-    found += here * together;
-    if (here < own) break;
-    left -= (long long)own * each;
-  }
-  return found;
-}
-
-__device__ __forceinline__ float number_of(unsigned short bits) { return __uint_as_float((uint32_t)bits << 16); }
-
-// A block's sixteens of a product, and a warp's stretch of their units, which are numbered along K and then down.
-struct Share {
-  int first, end, across, begin, stop;
-
-  __device__ __forceinline__ Share(const Products& products, int number, int warp) {
-    first = products.before[number][blockIdx.x], end = products.before[number][blockIdx.x + 1];
-    across = products.product[number].k / kUnitK;
-    const int units = (end - first) * across;
-    begin = first * across + units * warp / kWarps, stop = first * across + units * (warp + 1) / kWarps;
-  }
-
-  // Its units of part ``i``, which begins with unit ``start``: from the first up to the last, which is not among them.
-  __device__ __forceinline__ int2 within(const Part& part, int start) const {
-    return make_int2(max(begin, start), min(stop, start + part.sixteens * across));
-  }
-};
-
-// Units of a warp that lie one after the other.
-struct __align__(16) Stretch {
-  const unsigned char* from;
-  int bytes, left;
-};
-
-// A warp's stretches of all products, in turn, and one with nothing left. A lane finds each.
-__device__ __forceinline__ void find_stretches(Stretch* stretches, const Products& products, int lane, int warp) {
-  Stretch own = {nullptr, 0, 0};
-  if (lane < products.count * kMostParts) {
-    const int number = lane / kMostParts, part = lane % kMostParts;
-    const Product& p = products.product[number];
-    const Share share(products, number, warp);
-    int start = 0;
-#pragma unroll
-    for (int i = 0; i < kMostParts - 1; i++)
-      if (i < part) start += p.part[i].sixteens * share.across;
-    const int2 units = share.within(p.part[part], start);
-    own.bytes = unit_bytes((Type)p.part[part].type), own.left = max(0, units.y - units.x);
-    own.from = p.part[part].units + (size_t)(units.x - start) * own.bytes;
-  }
-  const unsigned some = __ballot_sync(0xFFFFFFFFu, own.left > 0);
-  if (own.left > 0) stretches[__popc(some & ((1u << lane) - 1))] = own;
-  if (lane == 31) stretches[__popc(some)] = own;
-  __syncwarp();
-}
-
-// A warp's ring: how far it has read it, and what it asks for next, whenever a slot is free. That is always the slot that
-// it has read last: all are asked for at first.
-struct Ring {
-  uint32_t at, full;
-  int stages, slot_bytes, slot, parity;
-  const Stretch* next;
-  Stretch own;
-
-  __device__ __forceinline__ void ask(int slot) {
-    if (own.left == 0) {
-      own = *next;
-      if (own.left == 0) return;
-      next++;
-    }
-    if (threadIdx.x % 32 == 0) {
-      barrier_expect(full + slot * 8, own.bytes);
-      copy_bulk(at + slot * slot_bytes, own.from, own.bytes, full + slot * 8);
-    }
-    own.from += own.bytes;
-    own.left--;
-  }
-};
-
-// Units ``first`` to ``last`` - 1 of a part. The sums of a sixteen go to ``pieces`` [sixteen of the block + warp][16].
-template <Type F>
-__device__ __noinline__ void through(Ring& all_ring, uint32_t spans, float* pieces, int first, int last, int across,
-                                     int before_block) {
-  const int lane = threadIdx.x % 32;
-  Ring ring = all_ring;  // in registers
-  int sixteen = first / across, u = first - sixteen * across;
-  float* to = pieces + (sixteen - before_block + threadIdx.x / 32) * 16;
+// Of types that files of Q4_K_M do not have: a call, or the loop would be too long for the instruction cache.
+__device__ __noinline__ float2 sum_of_unit(int type, uint32_t unit, uint32_t x, int lane) {
   float sums[2] = {};
-  for (int i = first; i < last; i++) {
-    barrier_wait(ring.full + ring.slot * 8, ring.parity);
-    add_unit<F>(sums, ring.at + ring.slot * ring.slot_bytes, spans + u * kSpan, lane);
-    __syncwarp();  // all lanes have read the slot
-    ring.ask(ring.slot);
-    if (++ring.slot == ring.stages) ring.slot = 0, ring.parity ^= 1;
-    if (++u < across && i + 1 < last) continue;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      sums[h] += __shfl_xor_sync(0xFFFFFFFFu, sums[h], 1);
-      sums[h] += __shfl_xor_sync(0xFFFFFFFFu, sums[h], 2);
-      if (lane % 4 == 0) to[h * 8 + lane / 4] = sums[h];
-      sums[h] = 0;
-    }
-    u = 0, to += 16;
+#define TRANSECT_ADD(F) \
+  case F: add_unit<F>(sums, unit, x, lane); break;
+  switch ((Type)type) {
+    TRANSECT_ADD(kQ4_0)
+    TRANSECT_ADD(kQ4_1)
+    TRANSECT_ADD(kQ5_0)
+    TRANSECT_ADD(kQ5_1)
+    TRANSECT_ADD(kQ8_0)
+    TRANSECT_ADD(kQ2_K)
+    TRANSECT_ADD(kQ3_K)
+    TRANSECT_ADD(kQ5_K)
+    TRANSECT_ADD(kIQ4_NL)
+    TRANSECT_ADD(kMXFP4)
   }
-  all_ring = ring;
+  return make_float2(sums[0], sums[1]);
 }
 
-__global__ void __launch_bounds__(kWarps * 32, 2)
-    gguf_chain(const __grid_constant__ Products products, unsigned* meetings, int stages, int slot_bytes, int most_k) {
-#ifdef TRANSECT_HOPPER
-  extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ __align__(8) uint64_t barriers[kWarps * kMostStages];
-  __shared__ Stretch stretches[kWarps][kMostProducts * kMostParts + 1];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const uint32_t spans = shared_address(memory) + kWarps * stages * slot_bytes;
-  float* pieces = (float*)(memory + kWarps * stages * slot_bytes + most_k / kUnitK * kSpan);
-  Ring ring = {shared_address(memory) + warp * stages * slot_bytes, shared_address(barriers + warp * kMostStages), stages,
-               slot_bytes, 0, 0, stretches[warp], {nullptr, 0, 0}};
-  if (lane < stages) {
-    barrier_init(ring.full + 8 * lane, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+struct Blocks {
+  static constexpr int kSpan = kUnitK, kMostSteps = 8, kKept = gguf::kSpan, kItem = 0, kKnown = 0;
+  static constexpr bool kApart = true;
+
+  struct Rows {
+    const unsigned char* units;
+    int type, sixteens, bytes;
+  };
+  struct Matrix {
+    Rows rows[kMostParts];
+    int across;
+
+    // A warp's first unit of a sixteen, and how many bytes one has.
+    __device__ __forceinline__ const unsigned char* find(int sixteen, int& bytes, int& type) const {
+      int part = 0;
+      while (part + 1 < kMostParts && sixteen >= rows[part].sixteens) sixteen -= rows[part++].sixteens;
+      bytes = rows[part].bytes, type = rows[part].type;
+      return rows[part].units + ((size_t)sixteen * across + threadIdx.x / 32) * bytes;
+    }
+  };
+
+  // Where a warp's units lie, one step after the other, and those of the sixteen below.
+  struct Cursor {
+    const unsigned char *from, *below;
+    int bytes, bytes_below;
+
+    __device__ __forceinline__ void begin(const Matrix& matrix, int, int unit, bool gate, bool) {
+      int type;
+      from = matrix.find(gate ? 2 * unit : unit, bytes, type);
+      below = matrix.find((gate ? 2 * unit : unit) + 1, bytes_below, type);
+    }
+    __device__ __forceinline__ void next() { from += kWarps * bytes; }
+    __device__ __forceinline__ void begin_lower() { from = below, bytes = bytes_below; }
+    __device__ __forceinline__ void fetch(uint32_t to, uint32_t barrier) const {
+      barrier_expect(barrier, bytes);
+      copy_once(to, from, bytes, barrier);
+    }
+  };
+
+  static __device__ __forceinline__ float row_scale(const Matrix&, int) { return 1; }
+
+  // Each chunk passes through its place in shared memory, because other lanes take its numbers.
+  static __device__ __forceinline__ float keep(uint32_t part, uint32_t, const uint4 (&v)[kMostSteps], int steps,
+                                               int lane) {
+#pragma unroll
+    for (int j = 0; j < kMostSteps; j += 2) {
+      if (j >= steps) break;
+      if (j + 1 == steps) keep_some<1>(part + j * kKept, v + j, lane);
+      else keep_some<2>(part + j * kKept, v + j, lane);
+    }
+    return 1;
   }
-  find_stretches(stretches[warp], products, lane, warp);
-#pragma unroll 1
-  for (int s = 0; s < stages; s++) ring.ask(s);
 
-  unsigned phase = 0;
-  for (int number = 0; number < products.count; number++) {
-    const Product& p = products.product[number];
-    const Share share(products, number, warp);
-    const int across = share.across, rows = (share.end - share.first) * 16, row0 = share.first * 16;
-    if (number == 0) wait_for_previous();
-    else meet(meetings + 32 * (number - 1), phase);
-    if (threadIdx.x == 0 && number + 1 < products.count) phase = phase_of(meetings + 32 * number);
-    if (number + 1 == products.count) let_next_begin();
-
-    // What the first of this thread's results needs comes while the units are multiplied: nothing waits for it before.
-    unsigned short added = 0, norm = 0;
-    auto ask_beside = [&](int row) {
-      if (p.residual) {
-        added = __ldcg((const unsigned short*)p.residual + row0 + row);
-        norm = __ldcg((const unsigned short*)p.norm + row0 + row);
-      } else if (p.bias) {
-        added = __ldcg((const unsigned short*)p.bias + row0 + row);
-      }
-    };
-    if (threadIdx.x < rows) ask_beside(threadIdx.x);
-    // Blocks begin at different spans, or all would ask for the same lines of x at the same time.
-    const int rotation = blockIdx.x % across;
-    float sum_of_squares = 0;
-#pragma unroll 1
-    for (int span = warp; span == warp || span < across; span += kWarps * kSpansAtOnce) {
-      uint32_t v[kSpansAtOnce / 2][2][4];
-      int at[kSpansAtOnce / 2][2];
+  template <int N>
+  static __device__ __forceinline__ void keep_some(uint32_t part, const uint4* v, int lane) {
+    uint32_t to[N], words[N][4];
 #pragma unroll
-      for (int s = 0; s < kSpansAtOnce; s++) {
-        const int even = span + (s & ~1) * kWarps, own = span + s * kWarps < across ? span + s * kWarps : even;
-        at[s / 2][s % 2] = own + rotation < across ? own + rotation : own + rotation - across;
-        if (even < across) read_span(v[s / 2][s % 2], p.x + at[s / 2][s % 2] * kUnitK, lane);
-      }
-      if (p.x_squares && span == warp)  // on the way together with x
-        for (int i = lane; i < p.k / 64; i += 128) {
-          float4 four[4];
-#pragma unroll
-          for (int j = 0; j < 4; j++)
-            four[j] = i + 32 * j < p.k / 64 ? __ldcg((const float4*)p.x_squares + i + 32 * j) : make_float4(0, 0, 0, 0);
-#pragma unroll
-          for (int j = 0; j < 4; j++) sum_of_squares += four[j].x + four[j].y + (four[j].z + four[j].w);
-        }
-#pragma unroll
-      for (int s = 0; s < kSpansAtOnce / 2; s++) {
-        if (span + 2 * s * kWarps >= across) break;
-        const uint32_t to[2] = {spans + at[s][0] * kSpan, spans + at[s][1] * kSpan};
-        write_spans(to, v[s], lane);
-      }
+    for (int n = 0; n < N; n++) {
+      to[n] = part + n * kKept;
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to[n] + lane * 16), "r"(v[n].x), "r"(v[n].y),
+                   "r"(v[n].z), "r"(v[n].w)
+                   : "memory");
     }
-    float inverse = 1;
-    if (p.x_squares) {
+    __syncwarp();
 #pragma unroll
-      for (int lanes = 16; lanes; lanes /= 2) sum_of_squares += __shfl_xor_sync(0xFFFFFFFFu, sum_of_squares, lanes);
-      inverse = rsqrtf(__fdividef(sum_of_squares, p.k) + p.eps);
-    }
-    __syncthreads();
-
-    int start = 0;
-#pragma unroll 1
-    for (int i = 0; i < kMostParts; i++) {
-      const int2 units = share.within(p.part[i], start);
-      start += p.part[i].sixteens * across;
-      if (units.x >= units.y) continue;
-#define TRANSECT_THROUGH(F) \
-  case F: through<F>(ring, spans, pieces, units.x, units.y, across, share.first); break;
-      switch ((Type)p.part[i].type) {
-        TRANSECT_THROUGH(kQ4_0)
-        TRANSECT_THROUGH(kQ4_1)
-        TRANSECT_THROUGH(kQ5_0)
-        TRANSECT_THROUGH(kQ5_1)
-        TRANSECT_THROUGH(kQ8_0)
-        TRANSECT_THROUGH(kQ2_K)
-        TRANSECT_THROUGH(kQ3_K)
-        TRANSECT_THROUGH(kQ4_K)
-        TRANSECT_THROUGH(kQ5_K)
-        TRANSECT_THROUGH(kQ6_K)
-        TRANSECT_THROUGH(kIQ4_NL)
-        TRANSECT_THROUGH(kMXFP4)
-      }
-    }
-    __syncthreads();
-
-    // The sum of a row: of the pieces of the warps that shared its sixteen.
-    const int units = (share.end - share.first) * across;
-    auto sum_of = [&](int row) {
-      const int at = row / 16 * across;
-      float sum = 0;
+    for (int n = 0; n < N; n++)
 #pragma unroll
-      for (int w = 0; w < kWarps; w++) {
-        const int begin = units * w / kWarps, stop = units * (w + 1) / kWarps;
-        if (max(begin, at) < min(stop, at + across)) sum += pieces[(row / 16 + w) * 16 + row % 16];
-      }
-      return sum * inverse;
-    };
-    if (p.gate) {
-      for (int row = threadIdx.x; row < rows / 2; row += blockDim.x) {
-        const int own = row / 16 * 32 + row % 16;
-        const float one = sum_of(own), other = sum_of(own + 16);
-        p.out[row0 / 2 + row] = __float2bfloat16(__fdividef(one, 1 + __expf(-one)) * other);
-      }
-    } else {
-      for (int row = threadIdx.x; row - lane < rows; row += blockDim.x) {  // whole warps
-        if (row >= blockDim.x && row < rows) ask_beside(row);
-        float t = 0;
-        if (row < rows) {
-          const __nv_bfloat16 total = __float2bfloat16(sum_of(row) + number_of(added));
-          p.out[row0 + row] = total, t = __bfloat162float(total);
-        }
-        if (!p.residual) continue;
-        if (row < rows) p.scaled[row0 + row] = __float2bfloat16(t * number_of(norm));
-        float square = t * t;
-#pragma unroll
-        for (int lanes = 8; lanes; lanes /= 2) square += __shfl_xor_sync(0xFFFFFFFFu, square, lanes);
-        if (row < rows && lane % 16 == 0) p.squares[(row0 + row) / 16] = square;
-      }
-    }
+      for (int s = 0; s < 4; s++) words[n][s] = read4(to[n] + lane / 4 * 64 + lane % 4 * 4 + s * 16);
+    __syncwarp();
+    write_spans(to, words, lane);
   }
-#endif
-}
+
+  struct Sums {
+    float sums[2] = {}, total[2][2] = {};  // rows lane / 4 and those 8 below: of this sixteen, of both
+    int type, type_below;
+
+    __device__ __forceinline__ float of(int r, int half) const { return total[r][half]; }
+
+    __device__ __forceinline__ void begin(const Matrix& matrix, int, int, int unit, bool gate, int) {
+      int bytes;
+      matrix.find(gate ? 2 * unit : unit, bytes, type);
+      matrix.find((gate ? 2 * unit : unit) + 1, bytes, type_below);
+    }
+
+    __device__ __forceinline__ void add(uint32_t from, uint32_t x_at, uint32_t, int, int lane) {
+      if (type == kQ4_K) {
+        add_unit<kQ4_K>(sums, from, x_at, lane);
+      } else if (type == kQ6_K) {
+        add_unit<kQ6_K>(sums, from, x_at, lane);
+      } else {
+        const float2 more = sum_of_unit(type, from, x_at, lane);
+        sums[0] += more.x, sums[1] += more.y;
+      }
+    }
+
+    __device__ __forceinline__ void end(int sixteen) {
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        sums[h] += __shfl_xor_sync(0xFFFFFFFFu, sums[h], 1);
+        sums[h] += __shfl_xor_sync(0xFFFFFFFFu, sums[h], 2);
+        if (sixteen) total[1][h] = sums[h];
+        else total[0][h] = sums[h];
+        sums[h] = 0;
+      }
+      type = type_below;
+    }
+  };
+};
 
 }  // namespace
 
-// ``count`` products, each with the numbers of ``Product`` in arrays: ``tensors`` [11]: units of three parts (null where
-// there are fewer), x, residual, norm, bias, x_squares, out, scaled, squares, null where it has none; ``sizes`` [8]: the
-// types and sixteens of rows of three parts in turns, k (a multiple of 256), gate (1 with one part of an even number of
-// sixteens); ``eps``. Addresses on 16 bytes. meetings: uint32 [96], zeros at first. ``stages`` 1 to 8 of ``slot_bytes``,
-// which hold a unit of any type that is in it; ``most_k`` and ``most_sixteens``: of a product, and of a block's share of
-// one. ``blocks`` up to 160. ``dependent``: 0 an ordinary launch, 1 one that reads weights before the kernel before has
-// ended. Returns a cudaError_t, or -1 for what it does not take.
-extern "C" int transect_gguf_chain(const void* const* tensors, const int* sizes, const float* eps, void* meetings,
-                                   int count, int most_k, int most_sixteens, int slot_bytes, int blocks, int stages,
+// units: of each product three parts (null where there are fewer), ``rows``: their types and sixteens of rows in turns,
+// of o, gate and up in turns of 16 rows (one part), down, and q, k, v of the next layer; their sizes n and k must follow
+// each other, n multiples of 16, k of 256, up to 32768. The rest as of ``chain::start``; ``dependent`` as of
+// transect_small_matmul.
+extern "C" int transect_gguf_chain(const void* const* units, const int* rows, const int* sizes,
+                                   const void* const* tensors, float eps0, float eps1, int stages, int blocks,
                                    int dependent, void* stream) {
-  if (count < 1 || count > kMostProducts || stages < 1 || stages > kMostStages || blocks < 1 || blocks > kMostBlocks ||
-      slot_bytes % 16)
-    return -1;
-  Products products = {};
-  products.count = count;
-  typedef __nv_bfloat16 T;
-  for (int i = 0; i < count; i++, tensors += 11, sizes += 8) {
-    Product& p = products.product[i];
-    for (int j = 0; j < kMostParts; j++) {
-      p.part[j] = {(const unsigned char*)tensors[j], sizes[2 * j], sizes[2 * j + 1]};
-      if (sizes[2 * j] < 0 || sizes[2 * j] > kMXFP4 || (sizes[2 * j + 1] && unit_bytes((Type)sizes[2 * j]) > slot_bytes))
-        return -1;
+  Weights<Blocks> weights = {};
+  int most_k = 0;
+  for (int p = 0; p < kProducts; p++) {
+    for (int i = 0; i < kMostParts; i++, units++, rows += 2) {
+      if (rows[0] < 0 || rows[0] > kMXFP4 || rows[1] < 0) return -1;
+      const int bytes = unit_bytes((Type)rows[0]);
+      weights.matrix[p].rows[i] = {(const unsigned char*)*units, rows[0], rows[1], bytes};
+      if (rows[1] && bytes > weights.item) weights.item = bytes;
     }
-    p.x = (const T*)tensors[3], p.residual = (const T*)tensors[4], p.norm = (const T*)tensors[5];
-    p.bias = (const T*)tensors[6], p.x_squares = (const float*)tensors[7];
-    p.out = (T*)tensors[8], p.scaled = (T*)tensors[9], p.squares = (float*)tensors[10];
-    p.k = sizes[6], p.gate = sizes[7], p.eps = eps[i];
-    if (p.k < kUnitK || p.k % kUnitK || p.k > most_k || p.part[0].sixteens < 1 ||
-        (p.gate && (p.part[0].sixteens % 2 || p.part[1].sixteens || p.part[2].sixteens || p.residual || p.bias)))
-      return -1;
-    if (p.part[0].sixteens + p.part[1].sixteens + p.part[2].sixteens > 0xFFFF) return -1;
-    for (int b = 0; b <= blocks; b++) {
-      products.before[i][b] = (unsigned short)sixteens_before(p, b, blocks);
-      if (b && products.before[i][b] - products.before[i][b - 1] > most_sixteens) return -1;
-    }
+    if (sizes[2 * p + 1] > most_k) most_k = sizes[2 * p + 1];
+    weights.matrix[p].across = sizes[2 * p + 1] / kUnitK;
   }
-  const int shared = kWarps * stages * slot_bytes + most_k / kUnitK * kSpan + (most_sixteens + kWarps) * 64;
-  if (shared > kMostShared - 4096) return -1;
-  return (int)launch(gguf_chain, blocks, kWarps * 32, shared, 1, dependent > 0, stream, products, (unsigned*)meetings,
-                     stages, slot_bytes, most_k);
+  const int steps = (most_k / kUnitK + kWarps - 1) / kWarps;
+  weights.part = steps * Blocks::kKept;
+  return start(weights, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream);
 }

@@ -5,7 +5,8 @@ r"""Product with a weight in a block type of GGUF files, in the file's own bits.
 ``gguf_layout.py`` says how the bits lie. On Hopper the weight is read in its own bits and decoded in registers: for up
 to ``gguf_rows.MOST_ROWS`` rows of bfloat16 by ``gguf_rows.cu``, for up to ``block_tiles.MOST_ROWS`` by
 ``gguf_tiles.cu``. More rows, and other GPUs, rebuild the matrix in the activations' dtype for the time of the product
-(``dequantize``), and multiply by that. ``gguf_chain.cu`` takes one row, alone or four products in one launch.
+(``dequantize``), and multiply by that. ``gguf_row.cu`` takes one row, ``gguf_chain.cu`` four products
+of one row in one launch.
 
 Shapes: x ``[T, I]``, arranged uint8 (``arranged_shape``), name a key of ``UNITS``, outputs O, bias ``[O]`` or None,
 result ``[T, O]`` in x's dtype. Inference only: no gradient.
@@ -33,9 +34,10 @@ from .... import shapes
 from ....lang.jit import TRITON_TARGETS, available, kernel, require, rows_of, runs_triton, tl
 from ....numerics import compute_dtype, sample
 from ....registry import Case, Implementation, Kernel, Op, Unavailable, register
+from ... import gate_up
 from .. import block_tiles
-from . import gguf_chain, gguf_rows, gguf_tiles
-from .gguf_layout import COLUMNS, arrange, dense
+from . import gguf_chain, gguf_row, gguf_rows, gguf_tiles
+from .gguf_layout import COLUMNS, ROWS, arrange, dense
 
 log = logging.getLogger(__name__)
 PORTABLE_ROWS = 24
@@ -71,9 +73,10 @@ def _bits(words, j, lane, h, q, s, odd, WIDTH: tl.constexpr):  # type: ignore[no
 def _dequantize(  # type: ignore[no-untyped-def]
     words, bytes_, halves, chosen, out, O, I, across,
     UNIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr,
-    BIAS: tl.constexpr, MINIMUM: tl.constexpr, OFFSET: tl.constexpr, CHOSEN: tl.constexpr,
+    BIAS: tl.constexpr, MINIMUM: tl.constexpr, OFFSET: tl.constexpr, CHOSEN: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize one unit, of the same bytes as words, bytes and halves: 16 rows by 256 columns of ``out [O, I]``."""
+    """Dequantize one unit, of the same bytes as words, bytes and halves: 16 rows by 256 columns of ``out [O, I]``.
+    ``APART``: groups of 16 rows that alternate become its upper and its lower half."""
     unit = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, 16)[:, None]
     k = tl.arange(0, 256)[None, :]
@@ -107,7 +110,8 @@ def _dequantize(  # type: ignore[no-untyped-def]
         value = value * tl.load(halves + unit * (UNIT // 2) + SCALES // 2 + at).to(tl.float32)
         if MINIMUM:
             value += tl.load(halves + unit * (UNIT // 2) + SCALES // 2 + at + 2).to(tl.float32)
-    row = unit // across * 16 + r
+    sixteen = unit // across
+    row = (sixteen // 2 * 16 + sixteen % 2 * (O // 2) if APART else sixteen * 16) + r
     column = unit % across * 256 + k
     tl.store(out + row * I + column, value.to(out.dtype.element_ty), (row < O) & (column < I))
 
@@ -127,8 +131,11 @@ def _constants(kind: BlockUnits) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def dequantize(arranged: Tensor, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    """Return the values ``[O, I]``, by Triton; rounded once."""
+def dequantize(
+    arranged: Tensor, name: str, outputs: int, inputs: int, dtype: torch.dtype, *, apart: bool = False
+) -> Tensor:
+    """Return the values ``[O, I]``, by Triton; rounded once. ``apart``: gate and up, whose groups of 16 rows alternate,
+    become the upper and the lower half."""
     require("gguf_dequantize", torch.empty(0, dtype=dtype, device=arranged.device))
     kind, arranged = UNITS[name], arranged.contiguous()
     out = torch.empty(outputs, inputs, dtype=dtype, device=arranged.device)
@@ -137,7 +144,7 @@ def dequantize(arranged: Tensor, name: str, outputs: int, inputs: int, dtype: to
         flat = arranged.view(-1)
         _dequantize[(down * across,)](
             flat.view(torch.int32), flat, flat.view(getattr(torch, kind.scale_dtype)), table(name, arranged.device),
-            out, outputs, inputs, across, **_constants(kind), num_warps=4,
+            out, outputs, inputs, across, **_constants(kind), APART=apart, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -150,22 +157,26 @@ def rebuilt(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor |
 class Products:
     """``reference`` on a device, whichever way is quicker for the number of rows; resolved once.
 
-    ``dependent``: launches begin while the kernel before still ends. ``chained``: ``gguf_chain.cu`` takes one row.
+    ``dependent``: launches begin while the kernel before still ends. ``chained``: ``gguf_row.cu`` and
+    ``gguf_chain.cu`` take one row.
     """
 
     def __init__(self, device: torch.device | str, *, dependent: bool = False, chained: bool = False) -> None:
         device = torch.device(device)
         self.dependent = dependent
         self._rows: gguf_rows.GGUFRows | None = None
+        self.row: gguf_row.GGUFRow | None = None
         self.chain: gguf_chain.GGUFChain | None = None
         self._tiles: gguf_tiles.GGUFTiles | None = None
+        self._dense_gate = cache(gate_up.best_launcher)
         self._triton = runs_triton(torch.empty(0, device=device))
         target = target_of(device)
         if target.capability >= (8, 0):
             try:
                 self._rows = gguf_rows.GGUFRows(device)
                 self._tiles = gguf_tiles.GGUFTiles(device) if target.hopper else None
-                self.chain = gguf_chain.GGUFChain(device) if chained and target.hopper else None
+                if chained and target.hopper:
+                    self.row, self.chain = gguf_row.GGUFRow(device), gguf_chain.GGUFChain(device)
             except Unavailable as reason:
                 log.warning("blocks of GGUF files are rebuilt for each product, which is slower: %s", reason)
 
@@ -188,13 +199,13 @@ class Products:
     def _alone(
         self, x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None, gated: bool = False
     ) -> Tensor | None:
-        """Return the product of one row by the kernel that also does several at once, where it takes it."""
-        if self.chain is None or not gguf_chain.takes(x, ((outputs, x.shape[-1], gated),)):
+        """Return the product of one row by ``gguf_row.cu``, where it takes it."""
+        if self.row is None or not gguf_row.takes(x, ((outputs, x.shape[-1], gated),)):
             return None
-        part = gguf_chain.BlockPart(arranged, name, outputs)
-        if gguf_chain.refusal((part,)) is not None:
+        part = gguf_row.BlockPart(arranged, name, outputs)
+        if gguf_row.refusal((part,)) is not None:
             return None
-        return self.chain(x, (part,), bias, gated=gated, dependent_launch=self.dependent)[0]
+        return self.row(x, (part,), bias, gated=gated, dependent_launch=self.dependent)[0]
 
     def __call__(self, x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None) -> Tensor:
         """Compute ``reference``. Can be captured in a CUDA graph."""
@@ -209,12 +220,16 @@ class Products:
         return reference(x, arranged, name, outputs, bias)
 
     def gated(self, x: Tensor, arranged: Tensor, name: str, outputs: int) -> Tensor | None:
-        """Compute ``silu(gate) * up [T, O / 2]`` in one kernel, of a weight whose groups of 16 rows are gate and up
-        alternately; None if no kernel does that."""
+        """Compute ``silu(gate) * up [T, O / 2]`` of a weight whose groups of 16 rows are gate and up alternately, the
+        gate beside the product; None if no kernel does that. For many rows on Hopper the matrix is dequantized for the
+        product of ``gate_up.py``."""
         alone = self._alone(x, arranged, name, outputs, gated=True)
         if alone is not None:
             return alone
         kernel = self.kernel(x, arranged, name, outputs)
+        if kernel is None and self._tiles is not None and x.element_size() == 2 and outputs % (2 * ROWS) == 0:
+            rows = dequantize(arranged, name, outputs, x.shape[1], x.dtype, apart=True)
+            return self._dense_gate()(x, rows, dependent_launch=self.dependent)
         if kernel is None or (kernel is self._tiles and block_tiles.refusal(outputs, None, gated=True)):
             return None
         return kernel(x, arranged, name, outputs, gated=True, dependent_launch=self.dependent)
@@ -287,7 +302,7 @@ def _kernels() -> Sequence[Kernel]:
         halves = "*bf16" if kind.exponents else "*fp16"
         types = {"words": "*i32", "bytes_": "*u8", "halves": halves, "chosen": "*fp32", "out": "*bf16"}
         types |= dict.fromkeys(("O", "I", "across"), "i32")
-        return Kernel(name, _dequantize, types, _constants(kind), ("I",), targets=TRITON_TARGETS)
+        return Kernel(name, _dequantize, types, _constants(kind) | {"APART": False}, ("I",), targets=TRITON_TARGETS)
 
     return [of(name) for name in ("Q4_K", "Q6_K", "Q5_1", "MXFP4")]
 

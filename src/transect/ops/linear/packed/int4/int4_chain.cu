@@ -18,16 +18,8 @@ using namespace chain;
 
 namespace {
 
-__device__ __forceinline__ void copy_once(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(kReadOnce)
-      : "memory");
-}
-
 template <int GROUP>
-struct Int4 {
+struct Int4 : Chunks128 {
   static constexpr int kGroups = kChunk / GROUP, kItem = 2 * kTile<GROUP>, kKnown = kMostSteps * kGroups * 8;
   struct Matrix {
     const unsigned char* tiles;
@@ -55,7 +47,7 @@ struct Int4 {
 
   // A warp's part of x as bytes: of each chunk [64 k][high or low][4][2][2 words]. A word of place t holds k 2t, 2t + 8,
   // 2t + 1 and 2t + 9 of 16 k: the order of the weight's bytes. ``known``: of each group the unit, and the sum of x.
-  static __device__ __forceinline__ float keep(uint32_t part, uint32_t known, const Part& v, int steps, int lane) {
+  static __device__ __forceinline__ float keep(uint32_t part, uint32_t known, const uint4 (&v)[kMostSteps / 2], int steps, int lane) {
     const int i = lane % 16, q = i / 2;  // this lane has 8 k of 16 k q
     const bool right = i % 2;            // it stores the low bytes, its neighbour the high ones
 #pragma unroll

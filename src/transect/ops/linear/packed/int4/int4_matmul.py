@@ -60,10 +60,11 @@ from ....lang.jit import (
 )
 from ....numerics import compute_dtype, sample
 from ....registry import Case, Implementation, Knobs, Op, Unavailable, register
+from ... import gate_up
 from .. import block_tiles
 from . import int4_hopper, int4_portable, int4_rows, int4_tiles
 from .int4_packing import CHUNK, arrange, group_of, pack, taken_apart
-from .triton import TRITON_CHOICES, by_triton, kernels, launcher, rebuilt, triton_rule
+from .triton import TRITON_CHOICES, by_triton, kernels, launcher, rebuild, rebuilt, triton_rule
 
 log = logging.getLogger(__name__)
 DENSE_ROWS = 65
@@ -121,10 +122,11 @@ def rows_kernel(device: torch.device) -> int4_rows.CudaCodes | None:
 
 
 def gated_launcher() -> Callable[..., Tensor | None]:
-    """Return a new ``(x, weight, n, *, dependent_launch=False)`` -> ``silu(gate) * up [M, n / 2]`` in one kernel, of a
-    weight whose sixteens of rows are gate and up in turn; None where no kernel does that (see ``CudaCodes.gated`` and
-    ``Int4Tiles``)."""
+    """Return a new ``(x, weight, n, *, dependent_launch=False)`` -> ``silu(gate) * up [M, n / 2]`` of a weight whose
+    sixteens of rows are gate and up in turn; None where no kernel has the gate beside its product (see
+    ``CudaCodes.gated`` and ``Int4Tiles``). For many rows on Hopper W is rebuilt for the product of ``gate_up.py``."""
     built: dict[torch.device, dict[str, Kernel]] = {}
+    dense_gate = cache(gate_up.best_launcher)
 
     def call(x: Tensor, weight: Tensor, n: int, *, dependent_launch: bool = False) -> Tensor | None:
         if x.device not in built:  # at the first call, which no graph captures, whatever its number of rows
@@ -138,6 +140,8 @@ def gated_launcher() -> Callable[..., Tensor | None]:
             return kernel(x, weight, n, gated=True, dependent_launch=dependent_launch)
         if isinstance(kernel, int4_rows.CudaCodes):
             return kernel.gated(x, weight, n, dependent_launch=dependent_launch)
+        if kernel is None and built[x.device] and x.element_size() == 2 and n % 32 == 0:
+            return dense_gate()(x, rebuild(weight, n, x.dtype, apart=True), dependent_launch=dependent_launch)
         return None
 
     return call

@@ -131,8 +131,9 @@ def _value(code, scale, zero):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _rebuild(weight, out, N, K, GROUP: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Dequantize BN rows of W and 128 k, two adjacent numbers in a word of ``out``.
+def _rebuild(weight, out, N, K, GROUP: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Dequantize BN rows of W and 128 k, two adjacent numbers in a word of ``out``. ``APART``: blocks of 16 rows that
+    alternate become the upper and the lower half of ``out``.
 
     k comes first in every tile, so that the threads of a warp go along k: 32 of them share one line of memory.
     """
@@ -156,9 +157,10 @@ def _rebuild(weight, out, N, K, GROUP: tl.constexpr, BN: tl.constexpr):  # type:
         odd = _value((words >> (4 * below + 16)) & 15, scale, zero)
         low = even.to(out.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32) & 65535
         high = odd.to(out.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        row = (block * 16 + pair % 8 + 8 * below)[None, :]
+        first = block // 2 * 16 + block % 2 * (N // 2) if APART else block * 16
+        row = (first + pair % 8 + 8 * below)[None, :]
         to = out.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * (K // 2) + chunk * 64 + two
-        tl.store(to, low | high, row < N)
+        tl.store(to, low | high, inside & (row < N))
 
 
 def triton_rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
@@ -245,12 +247,15 @@ def rebuilt(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Te
     return F.linear(x, rebuild(weight, n, x.dtype), bias)
 
 
-def rebuild(weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Dequantize a weight from ``arrange`` to bfloat16 or float16 ``[n, K]`` on the GPU, each number rounded once."""
+def rebuild(weight: Tensor, n: int, dtype: torch.dtype, *, apart: bool = False) -> Tensor:
+    """Dequantize a weight from ``arrange`` to bfloat16 or float16 ``[n, K]`` on the GPU, each number rounded once.
+    ``apart``: gate and up, whose sixteens of rows alternate, become the upper and the lower half."""
     wide = weight.new_empty((n, weight.shape[0] * CHUNK), dtype=dtype)
     if wide.numel():
         grid = (weight.shape[0], triton.cdiv(n, REBUILT_ROWS))
-        _rebuild[grid](weight.contiguous(), wide, *wide.shape, GROUP=group_of(weight), BN=REBUILT_ROWS, num_warps=4)
+        _rebuild[grid](
+            weight.contiguous(), wide, *wide.shape, GROUP=group_of(weight), BN=REBUILT_ROWS, APART=apart, num_warps=4
+        )
     return wide
 
 
@@ -265,6 +270,6 @@ def kernels() -> Sequence[Kernel]:
                targets=TRITON_TARGETS),
         Kernel("codes, 64 rows", _codes, {**pointers, **ints}, constants | {"BM": 64, "SPLIT": 1},
                divisible=("N", "K", "x_m", "out_m"), warps=8, stages=4, targets=PLAIN_TARGETS),
-        Kernel("rebuild", _rebuild, rebuild, {"GROUP": 128, "BN": REBUILT_ROWS}, divisible=("N", "K"),
+        Kernel("rebuild", _rebuild, rebuild, {"GROUP": 128, "BN": REBUILT_ROWS, "APART": False}, divisible=("N", "K"),
                targets=TRITON_TARGETS),
     ]  # fmt: skip
