@@ -7,13 +7,15 @@ BIN    := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # What is installed: first what Transect needs to run, then what tests and checks need besides; what is built meanwhile.
+# Each process of the tests imports all test files: Python compiles what they import here, once.
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 BUILT  := $(VENV)/.built
+READY  := $(VENV)/.imported
 
 .PHONY: setup setup-dev demo browser test prove test-triton lint types resolve bench pretrain clean
 setup: $(RUN) $(BUILT)
-setup-dev: $(DEV) $(BUILT)
+setup-dev: $(DEV) $(BUILT) $(READY)
 
 $(RUN): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Transect needs Python 3.11 or newer: set PYTHON=python3.11")'
@@ -30,6 +32,10 @@ $(BUILT): $(RUN)
 $(DEV): $(RUN)
 	@$(BIN)/python .ci/download_size.py test $(VENV)
 	@$(PIP) -e '.[test,lint]'
+	@touch $@
+
+$(READY): $(DEV)
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null || true
 	@touch $@
 
 demo: setup

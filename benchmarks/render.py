@@ -36,6 +36,7 @@ from benchmarks.engine import (
     long_prompts,
     serving_steps,
     speculation,
+    speculation_host,
     step_policy,
     structured_cost,
     structured_masks,
@@ -53,9 +54,19 @@ from benchmarks.ops import issue_rates, products_by_shape, products_fp8
 from benchmarks.plan import cells as plan_cells
 from benchmarks.plan import clocked as plan_clocked
 from benchmarks.plan import fleet as plan_fleet
+from benchmarks.plan import replicas as plan_replicas
 from benchmarks.plan import scaling as plan_scaling
 from benchmarks.plan import validation as plan_validation
-from benchmarks.server import clients, fair_sharing, hostile_schemas, http_vs_offline, request_walk, soak, virtual_soak
+from benchmarks.server import (
+    clients,
+    fair_sharing,
+    hostile_schemas,
+    http_vs_offline,
+    request_walk,
+    soak,
+    turns_gpu,
+    virtual_soak,
+)
 from benchmarks.server import load as serve_load
 from benchmarks.server import load_cpu as serve_load_cpu
 from benchmarks.tables import cards as card_tables
@@ -604,21 +615,30 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "structured-masks": lambda: structured_masks.table(_load("cpu/structured_masks.json")),
     "speculation-gpu": lambda: speculation.grid_table(_load("h200/speculation_grid.json")),
     "speculation-cpu": lambda: speculation.grid_table(_load("cpu/speculation_grid.json")),
+    "speculation-bars": lambda: speculation.bars_table(
+        {
+            "planted acceptance, 8B shape, GPU": _load("h200/speculation_grid.json")["cells"],
+            "planted acceptance, 135M, CPU": _load("cpu/speculation_grid.json")["cells"],
+            "EAGLE-3 head, 135M, GPU": _load("h200/eagle.json")["heads"]["trained"],
+            "EAGLE-3 head, 135M, CPU": _load("cpu/eagle.json")["heads"]["trained"],
+        }
+    ),
+    "speculation-host": lambda: speculation_host.host_table(_load("cpu/speculation_host.json")),
     "speculation-tasks": lambda: speculation.tasks_table(_load("cpu/speculation_tasks.json")),
     "speculation-tasks-gpu": once_recorded(
-        "h200/speculation_tasks.json", "benchmarks/engine/speculation.py tasks --deterministic", speculation.tasks_table
+        "h100/speculation_tasks.json", "benchmarks/engine/speculation.py tasks --deterministic", speculation.tasks_table
     ),
     "speculation-pair": once_recorded(
         "cpu/speculation_pair.json", "benchmarks/engine/speculation.py pair --draft DIRECTORY", speculation.pair_table
     ),
     "speculation-pair-gpu": once_recorded(
-        "h200/speculation_pair.json", "benchmarks/engine/speculation.py pair --draft DIRECTORY", speculation.pair_table
+        "h100/speculation_pair.json", "benchmarks/engine/speculation.py pair --draft DIRECTORY", speculation.pair_table
     ),
     "adapters": lambda: adapters.table(_load("h200/adapters.json"), _load("h200/adapters_all_matrices.json")),
     "adapters-cpu": lambda: adapters.table(_load("cpu/adapters.json")),
     "eagle": lambda: eagle.eagle_table(_load("cpu/eagle.json")),
     "eagle-gpu": once_recorded(
-        "h200/eagle.json", "benchmarks/engine/eagle.py measure --folder DIRECTORY --device cuda", eagle.eagle_table
+        "h100/eagle.json", "benchmarks/engine/eagle.py measure --folder DIRECTORY --device cuda", eagle.eagle_table
     ),
     "rollout": lambda: rollout.rollout_table(_load("cpu/rollout.json")),
     "search-stopping": lambda: search_tables.stopping(_load("cpu/search_stopping.json")),
@@ -627,6 +647,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "beside-heavy-work": lambda: fair_sharing.beside_table(_load("cpu/fair_sharing.json")),
     "virtual-soak": lambda: virtual_soak.table(_load("cpu/virtual_soak.json")),
     "soak": once_recorded("cpu/soak.json", "benchmarks/server/soak.py --minutes 10 --window 30", soak.table),
+    "beside-heavy-work-gpu": once_recorded("h200/turns.json", "benchmarks/server/turns_gpu.py", turns_gpu.table),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
     "worked-product": lambda: explain_tables.product(_load("h200/explain_matmul.json")),
@@ -644,6 +665,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "plan-cells-h200": lambda: plan_cells.table(_load("h200/plan_cells.json")),
     "plan-clocked": lambda: plan_clocked.table(_load("cpu/plan_clocked.json")),
     "plan-validation-h200": lambda: plan_validation.h200_table(_load("h200/plan_validation.json")),
+    "plan-speed": lambda: plan_validation.speed_table(_load("h200/plan_validation.json")),
+    "plan-replicas": lambda: "".join(map(plan_replicas.table, _recorded("cpu/plan_replicas.json"))),
     "plan-fleet": lambda: plan_fleet.table(_load("cpu/plan_fleet.json")),
     "plan-fleet-arithmetic": lambda: plan_fleet.arithmetic(_load("cpu/plan_fleet.json")),
     "plan-fleet-memory": lambda: plan_fleet.memory_table(_load("cpu/plan_fleet.json")),

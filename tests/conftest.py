@@ -15,6 +15,7 @@ from pathlib import Path
 import effort
 import pytest
 import quick_interpreter
+import shared_tls
 import unwritten_memory
 from changed_package import ChangedPackages
 from hypothesis import HealthCheck, settings
@@ -43,6 +44,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Without a GPU, Triton kernels run in the interpreter; it must be chosen before Triton is first imported.
 if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# transformers imports scikit-learn, and with it SciPy and pandas, for a way to draft that no test uses: seconds in
+# every process. Tests find it again once they are collected.
+sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
 
 # Imports and the collection of tests make a million objects that stay: no search for garbage until they are there.
 gc.disable()
@@ -107,8 +112,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Search for garbage from now on, but never in what the test files have imported, which takes half a second."""
+    if sys.modules.get("sklearn", "unknown") is None:
+        del sys.modules["sklearn"]
     if not effort.proving():
         quick_interpreter.install()
+        shared_tls.install()
     gc.enable()
     gc.collect()
     gc.freeze()

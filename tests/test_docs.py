@@ -34,6 +34,8 @@ LONG = (
     "transect plan training llama-3.1-8b --gpus 8 --gpu h100-80gb",
     "transect bench ops kv_cache_write --device cpu",
     "transect bench latency --batch 1 --batch 4 --prompt-tokens 32 --new-tokens 8 --runs 1",
+    "transect bench latency --batch 1 --batch 4 --prompt-tokens 64 --new-tokens 16 --runs 1",
+    'transect generate smollm2-135m "The three primary colours are" --max-tokens 24',
 )
 """Commands that take seconds, of kinds that run in other tests or pages: they run with ``--prove``."""
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")

@@ -60,6 +60,7 @@ def engine(options: argparse.Namespace, **more: Any) -> LLM:
         "gpu_memory_utilization": 0.42,
         "num_kv_blocks": 64 * options.rows,
         "quantization": options.quantization,
+        "deterministic": options.deterministic,
     }
     return LLM(options.model, enable_prefix_caching=False, **settings, **more)
 
@@ -149,6 +150,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--quantization")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--alone", action="store_true", help="the base with one adapter for all requests, too")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -33,6 +33,7 @@ from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack, Fusions
 from transect.models.norm import RMSNorm
 from transect.models.weights.dense import Dense
+from transect.models.weights.projection import Projection
 from transect.ops.linear import gate_up
 from transect.ops.linear.stream_products import StreamProducts
 from transect.ops.opset import OpSet, resolve_ops, with_dependent_launch
@@ -101,6 +102,9 @@ class Chain:
         for module in self.model.modules():
             if isinstance(module, Dense):
                 module.ops = self.model.ops
+            elif isinstance(module, Projection):
+                for joined in module.joined:  # no module of the model, so not met here
+                    joined.ops = self.model.ops  # type: ignore[attr-defined]
             elif isinstance(module, RMSNorm):
                 module.op = self.model.ops.rms_norm
         stack = FusedStack(self.model, max_positions=CONTEXT, fusions=fusions)

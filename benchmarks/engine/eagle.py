@@ -7,8 +7,9 @@
 ``data`` draws answers of the model to beginnings of this project's pages, several to each where ``--answers`` asks for
 more, and ``train`` trains a head on them; another call continues. ``measure`` lets the new head and the trained one
 draft three tokens in each step, on beginnings of pages that the data do not have, greedy and at temperature 1, and then
-lets the engine choose the number. Each takes minutes on two cores. Contenders take turns within each round; ratios are
-of one round; answers are compared. ``distill`` makes a model of the first layers and trains it on the same answers, to
+lets the engine choose the number. "Off" is an engine without a head, and "paused" one that keeps features for its head
+and never drafts. Each takes minutes on two cores. Contenders take turns within each round; ratios are of one round;
+answers are compared. ``distill`` makes a model of the first layers and trains it on the same answers, to
 draft for ``benchmarks/engine/speculation.py pair --draft DIRECTORY/small-run/last``; another call continues it too.
 
 On a GPU, four minutes in all:
@@ -162,7 +163,10 @@ def measure(options: argparse.Namespace) -> None:
         spec = {"method": "eagle3", "model": str(options.folder / {"trained": "run/last"}.get(name, name))}
         limits = {"device": options.device, "enable_prefix_caching": False, "max_model_len": 512, "seed": 1}
         limits |= {"max_num_seqs": 4 * max(options.batches), "deterministic": options.deterministic}  # a draft is a row
+        if options.device == "cuda":
+            limits["kv_cache_tokens"] = 512 * max(options.batches)  # there are two engines
         llm = LLM(options.model, speculative_config=spec, **limits)
+        plain = LLM(options.model, **limits)
         speculation = llm._core.scheduler.speculation
         pages, cells = beginnings(llm, True), {}
         found["heads"][name] = cells
@@ -173,20 +177,22 @@ def measure(options: argparse.Namespace) -> None:
                     SamplingParams(max_tokens=options.tokens, temperature=temperature, seed=i, ignore_eos=True)
                     for i in range(rows)
                 ]
-                contenders = {"off": Contender(llm, None)}
+                contenders = {"off": Contender(plain, None), "paused": Contender(llm, None)}
                 for label, settings in (("chosen", {}), ("fixed 3", {"adaptive": False, "num_speculative_tokens": 3})):
                     contenders[label] = Contender(llm, spec | settings)
                     contenders[label].speculation.model = speculation.model
-                cell = race(contenders, prompts, params, options.rounds)
+                # An engine captures graphs of prompts in its second run; off has one for itself.
+                cell = race(contenders, prompts, params, options.rounds, warm=2)
                 fixed = contenders["fixed 3"].speculation
                 cell["accepted"] = [3 * count / max(1, fixed.drafted) for count in fixed.accepted_at[:3]]
+                cell["drafted"] = contenders["chosen"].speculation.drafted
                 cells[f"{rows} x {temperature:g}"] = cell
                 speeds = {label: round(cell[label]["over_off"]["median"], 3) for label in contenders}
                 equal = [cell[label]["equal"] for label in contenders]
                 shares = [round(each, 3) for each in cell["accepted"]]
-                print(name, rows, temperature, shares, speeds, equal, flush=True)
+                print(name, rows, temperature, shares, speeds, equal, cell["drafted"], flush=True)
                 record.write(out, found)
-        del llm
+        del llm, plain
 
 
 def eagle_table(result: dict[str, Any]) -> str:
@@ -194,16 +200,18 @@ def eagle_table(result: dict[str, Any]) -> str:
     training = result["training"]
     lines = [
         "| head | sequences | temperature | first draft accepted | first two | all three | chosen over off "
-        "| fixed 3 over off | same tokens |",
-        "|---" * 9 + "|",
+        "| paused over off | fixed 3 over off | same tokens |",
+        "|---" * 10 + "|",
     ]
     for name, cells in result["heads"].items():
-        for key, cell in cells.items():
+        for key, cell in sorted(cells.items(), key=lambda item: int(item[0].rpartition(" x ")[0] or 4)):
             rows, _, temperature = key.rpartition(" x ")
             shares = " | ".join(f"{share:.0%}" for share in cell["accepted"])
             equal = "yes" if cell["chosen"]["equal"] and cell["fixed 3"]["equal"] else "NO"
-            speeds = [cell[label]["over_off"] for label in ("chosen", "fixed 3")]
-            ratios = " | ".join(f"{each['median']:.2f} ({each['low']:.2f} to {each['high']:.2f})" for each in speeds)
+            speeds = [cell[label]["over_off"] if label in cell else None for label in ("chosen", "paused", "fixed 3")]
+            ratios = " | ".join(
+                f"{each['median']:.2f} ({each['low']:.2f} to {each['high']:.2f})" if each else "" for each in speeds
+            )
             lines.append(f"| {name} | {rows or 4} | {temperature} | {shares} | {ratios} | {equal} |")
     machine = result["environment"]
     trained = f"{training['steps']} steps of {training['tokens_a_step']} tokens, {training['seconds'] / 60:.0f} minutes"

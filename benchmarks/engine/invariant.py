@@ -5,9 +5,10 @@
 Sections: bits, products, cuts, layers, attention, prefill. ``bits`` counts, for every tiling, the outputs that differ
 from those of ``fixed_order.py`` and the like: all must be 0; ``codes`` and ``spans`` are its parts of packed weights
 and of attention. Products run in chains of launches on weights past the L2 cache, with every tiling and with that of
-the rule; the fastest become choices in FILE, which ``layers`` uses after ``products``. ``cuts`` compares numbers of
-parts of K. Times are medians in microseconds; variants of a size alternate. A section that fails does not stop the
-others. Triton's kernels of attention are compiled by as many processes as there are variants first.
+the rule; the fastest become choices in FILE, which ``layers`` uses after ``products``. ``layers`` also has the time of
+each operator by itself. ``cuts`` compares numbers of parts of K. Times are medians in microseconds; variants of a size
+alternate. A section that fails does not stop the others. All kernels are compiled first, by as many processes as there
+are tiles and variants.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,10 @@ from benchmarks import record
 from benchmarks.engine.decoder_layer import Chain
 from benchmarks.ops.graph_time import graph_times
 from transect.engine.executors.gpu.setup import gpu_ops
+from transect.hardware.device import target_of
 from transect.ops.attention.paged import decode_spans, dispatch, prefill
 from transect.ops.attention.paged.batch import PagedBatch
+from transect.ops.lang import cuda_build
 from transect.ops.linear import fixed_order
 from transect.ops.linear.few_rows import choices, invariant
 from transect.ops.linear.few_rows.choices import Choice
@@ -54,6 +58,10 @@ SIZES = {
 }  # fmt: skip
 """N, K, and if it has a gate."""
 PARTS = (1, 2, 4)
+TILES = {f"{name}, {parts}": (name, parts) for name in ("8B qkv", "8B head") for parts in PARTS}
+TILES["8B gate_up, 1"] = ("8B gate_up", 1)
+"""Sizes and parts of K that have all of Triton's tiles."""
+SOURCES = ("small_matmul", "small_matmul_hopper", "paged_decode_hopper", "paged_spans_hopper")
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -94,7 +102,7 @@ def bits() -> Iterator[tuple[str, int, int]]:
             checked, wrong = 0, []
             for m in (1, 3, 16, 17, 32, 48, 64, 96, 128, 160, 200, 256):
                 for tiling in invariant.candidates(m, n, k, parts, gated=gated):
-                    y = invariant.run(*kernels, x[:m], weight, None if gated else bias, tiling, parts)
+                    y = invariant.run(*kernels, x[:m], weight, None if gated else bias, tiling, parts, gated=gated)
                     checked += 1
                     if not torch.equal(y, whole[:m]):
                         wrong.append((m, dataclasses.astuple(tiling), int((y != whole[:m]).sum())))
@@ -153,18 +161,13 @@ def bits_of_codes() -> Iterator[tuple[str, int, int]]:
         yield f"8B qkv {kind.name}", 10, differing
 
 
-NARROW = {"bm": 16, "registers": 0}
-"""Tiles of decode rows for the tensor-core instruction of single warps."""
-DECODES: dict[str, dict[str, int]] = {
-    "few rows": {},
-    "many rows": {**NARROW, "warps": 1, "programs": 14},
-    "one warp, 10 programs": {**NARROW, "warps": 1, "programs": 10},
-    "one warp, 168 registers": {**NARROW, "warps": 1, "programs": 12, "registers": 168},
-    "one warp, 168 registers, 2 stages": {**NARROW, "warps": 1, "programs": 12, "registers": 168, "stages": 2},
-    "span 512": {"span": 512},
+DECODES: dict[str, dict[str, Any]] = {
+    "streamed": {},
+    "triton, few rows": {"spans": decode_spans.TILING},
+    "triton, many rows": {"spans": decode_spans.NARROW},
 }
-"""Tilings of decode rows."""
-PROMPTS = {"128 rows": {}, "64 rows": {"bm": 64, "warps": 4}, "span 512": {"span": 512}, "no spans": {"span": 0}}
+"""Kernels of decode rows: ``paged_spans_hopper.cu`` where nothing is said."""
+PROMPTS = {"128 rows": {}, "64 rows": {"bm": 64, "warps": 4}}
 """Tilings of prompts."""
 CONTEXTS = ((1, 1024), (16, 1024), (32, 1024), (64, 1024), (256, 640))
 """Decode rows, and positions of each."""
@@ -173,9 +176,8 @@ CHUNKS = ((16, 0, 512), (4, 0, 2048))
 
 
 def decodes(name: str) -> dispatch.PagedTriton:
-    own = dataclasses.replace(decode_spans.TILING, **DECODES[name])
-    chunks = dataclasses.replace(prefill.SPAN_TILING, bn=own.bn, span=own.span)
-    return dispatch.PagedTriton(chunks, in_spans=True, spans=own)
+    usual: Any = dispatch.uniform_on_hopper()
+    return dataclasses.replace(usual, decode=None, **DECODES[name]) if DECODES[name] else usual
 
 
 def prompting(name: str) -> dispatch.PagedTriton:
@@ -196,19 +198,55 @@ def prompt_batch(tables: Tensor, first: int, last: int) -> PagedBatch:
 
 
 def bits_of_attention() -> Iterator[tuple[str, int, int]]:
-    """Compare decode rows and prompts of every tiling with prompts of the same spans."""
-    context, d = 1500, 128
-    keys, values, tables = cache_of(1, context)
-    q = torch.randn(context, 32, d, **BF16)
+    """Compare decode rows and prompts of every tiling with prompts of the same spans; also with rows of no position,
+    with rows of several queries beside them, and with rows kept whole by a warp."""
+    context = 1500
     at = sorted({0, 15, 63, 64, 255, 256, 257, 700, 1023, 1024, 1499} | set(range(1, context, 3)))
-    lengths = torch.tensor(at, device="cuda", dtype=torch.int32) + 1
-    starts = torch.arange(len(at) + 1, device="cuda", dtype=torch.int32)
-    batch = PagedBatch(tables.expand(len(at), -1).contiguous(), starts, lengths, 16)
-    for name in DECODES:
-        whole = decodes(name)(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
-        found = decodes(name)(q[at], keys, values, batch, d**-0.5, None)
-        yield f"attention, {name}", len(at), int((found != whole[at]).flatten(1).any(1).sum())
-    whole = prompting("64 rows")(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
+    lengths = torch.tensor([*(i + 1 for i in at), 0, 0], device="cuda", dtype=torch.int32)
+    starts = torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32)
+    for kv_heads, group, d, names in (
+        (8, 4, 128, tuple(DECODES)),
+        (4, 7, 128, ("streamed",)),
+        (8, 4, 64, ("streamed",)),
+    ):
+        keys, values, tables = cache_of(1, context, kv_heads, d)
+        q = torch.randn(context, kv_heads * group, d, **BF16)
+        batch = PagedBatch(tables.expand(len(lengths), -1).contiguous(), starts, lengths, 16)
+        tail, some = prompt_batch(tables.expand(3, -1).contiguous(), context - 100, context), at[:100]
+        mixed = PagedBatch(
+            torch.cat([tail.block_tables, batch.block_tables[: len(some)]]),
+            torch.cat([tail.query_starts, tail.query_starts[-1] + starts[1 : len(some) + 1]]),
+            torch.cat([tail.seq_lens, lengths[: len(some)]]), 16, chunk_rows=3,
+        )  # fmt: skip
+        whole = prompting("64 rows")(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
+        rows = torch.cat([q[at], q[:2]])
+        for name in names:
+            size = f"{name}, {kv_heads} x {group} heads of {d}"
+            call = decodes(name)
+            found = call(rows, keys, values, batch, d**-0.5, None)
+            yield f"attention, {size}", len(at), int((found[:-2] != whole[at]).flatten(1).any(1).sum())
+            yield f"attention, {size}, no position", 2, int((found[-2:] != 0).flatten(1).any(1).sum())
+            found = call(torch.cat([*[q[-100:]] * 3, q[some]]), keys, values, mixed, d**-0.5, None)
+            expected = torch.cat([*[whole[-100:]] * 3, whole[some]])
+            yield f"attention, {size}, mixed", len(found), int((found != expected).flatten(1).any(1).sum())
+            if isinstance(call.decode, decode_spans.PagedSpans):
+                for count, width in (
+                    (1, 64),
+                    (2, 32),
+                    (8, 64),
+                    (16, 64),
+                    (16, 16),
+                    (3, 94),
+                ):
+                    some = [i for i in at if i < 16 * width][-count:]
+                    ends = torch.tensor([i + 1 for i in some], device="cuda", dtype=torch.int32)
+                    few = PagedBatch(tables[:, :width].expand(count, -1).contiguous(), starts[: count + 1], ends, 16)
+                    found = call(q[some], keys, values, few, d**-0.5, None)
+                    differing = int((found != whole[some]).flatten(1).any(1).sum())
+                    yield f"attention, {size}, {count} rows of {16 * width}", count, differing
+                call.decode.ROOM = 0
+                found = call(rows, keys, values, batch, d**-0.5, None)
+                yield f"attention, {size}, whole", len(at), int((found[:-2] != whole[at]).flatten(1).any(1).sum())
     found = prompting("128 rows")(q, keys, values, prompt_batch(tables, 0, context), d**-0.5, None)
     yield "attention, prompts of 128 rows", 1, int((found != whole).sum())
 
@@ -231,11 +269,11 @@ def products(replays: int) -> Iterator[dict[str, Any]]:
             op = default.gate_up if gated else default.linear
             parts = 1 if gated else fixed_order.parts_of(x, n)
             calls = {"default": [partial(op, x, weight) for weight in weights]}
-            rule = invariant.by_rule(m, n, k, parts, gated)
+            by_rule = invariant.by_rule(m, n, k, parts, gated)
             tilings = {str(i): tiling for i, tiling in enumerate(invariant.candidates(m, n, k, parts, gated=gated))}
             for label, tiling in tilings.items():
-                own = [partial(invariant.run, *kernels, x, weight, None, tiling, parts, True) for weight in weights]
-                calls[label] = own
+                own = partial(invariant.run, *kernels, x)
+                calls[label] = [partial(own, weight, None, tiling, parts, True, gated) for weight in weights]
             for label in list(tilings):
                 if not torch.equal(calls[label][0](), whole[:m]):
                     print(f"DIFF {name}, {m} rows: {tilings[label]}", flush=True)
@@ -243,7 +281,7 @@ def products(replays: int) -> Iterator[dict[str, Any]]:
             times = medians(calls, replays, 2)
             usual = times.pop("default")
             fastest = min(times, key=lambda label: times[label])
-            ruled = next((us for label, us in times.items() if tilings[label] == rule), float("nan"))
+            ruled = next((us for label, us in times.items() if tilings[label] == by_rule), float("nan"))
             tiling = tilings[fastest]
             by = "cuda" if isinstance(tiling, CudaTiling) else "hopper"
             MEASURED[choices.key(m, n, k, gated, invariant=True)] = Choice(by, tiling)
@@ -321,11 +359,14 @@ def attention(replays: int, only: str | None = None) -> Iterator[dict[str, Any]]
             (decodes if only in DECODES else prompting)(only)(*inputs)
 
 
-def compile_all() -> None:
-    """Build the kernels in CUDA C++, and the variants of ``attention`` in Triton, each in a process of its own."""
+def compile_all(sections: Sequence[str]) -> None:
+    """Build the kernels in CUDA C++ and in Triton that these sections need, each in a process of its own."""
     command = [sys.executable, __file__, "--compile"]
-    started = [subprocess.Popen([*command, name]) for name in ("products", *DECODES, *PROMPTS)]
-    CudaRows(), HopperRows()
+    names = [*TILES] if {"bits", "products", "prefill"} & set(sections) else []
+    names += [*DECODES, *PROMPTS] if {"bits", "spans", "attention"} & set(sections) else []
+    started = [subprocess.Popen([*command, name]) for name in names]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(partial(cuda_build.build, target=target_of().name), SOURCES))
     for process in started:
         process.wait()
 
@@ -350,8 +391,15 @@ def layers(replays: int) -> Iterator[dict[str, Any]]:
                 chain.context.ops = own
                 call = chain.stack(ops=own)
                 found[name] += [seconds * 1e6 / chain.config.n_layers for seconds in graph_times([call], replays)]
-        times = {name: statistics.median(each) for name, each in found.items()}
-        yield {"model": model, "rows": rows, **times, "cost": times["deterministic"] / times["usual"] - 1}
+        times: dict[str, Any] = {name: statistics.median(each) for name, each in found.items()}
+        times["cost"] = times["deterministic"] / times["usual"] - 1
+        usual = chain.ops
+        for name, own in ("usual", dataclasses.replace(usual, stream_products=None)), ("deterministic", ops):
+            chain.ops = chain.context.ops = own
+            chain.stack()
+            calls = {label: [call] for label, call, _ in chain.parts()}
+            times[f"{name} parts"] = {k: us / chain.config.n_layers for k, us in medians(calls, replays, 2).items()}
+        yield {"model": model, "rows": rows, **times}
         del chain
         torch.cuda.empty_cache()
 
@@ -363,18 +411,22 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", default=["bits", *timed])
     parser.add_argument("--out", type=Path, default=Path("invariant.json"))
     parser.add_argument("--replays", type=int, default=6)
-    parser.add_argument("--compile", help="only compile this variant of attention")
+    parser.add_argument("--compile", help="only compile this variant of attention, or these tiles")
     options = parser.parse_args()
     if options.compile:
         with torch.inference_mode():
-            if options.compile == "products":
-                for n, k, gated in SIZES.values():
-                    in_order(torch.randn(choices.MOST_ROWS, k, **BF16), torch.randn(n, k, **BF16), gated)
+            if options.compile in TILES:
+                name, parts = TILES[options.compile]
+                n, k, gated = SIZES[name]
+                weight = torch.randn(n, k, **BF16)
+                for m in (64, 65, 128, 129, 512, 513, 1024):
+                    x = torch.randn(m, k, **BF16)
+                    fixed_order.gated(x, weight) if gated else fixed_order.product(x, weight, parts=parts)
             else:
                 list(attention(1, options.compile))
         return
-    if {"spans", "bits", "attention"} & set(options.sections):
-        compile_all()
+    compile_all(options.sections)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     environment = record.environment(("torch", "triton"))
     result: dict[str, Any] = {"environment": {**environment, "gpu": torch.cuda.get_device_name()}}
     torch.manual_seed(0)
@@ -391,12 +443,12 @@ def main() -> None:
                 else:
                     for row in timed[section](options.replays):
                         kept.append(row)
+                        options.out.write_text(json.dumps(result, indent=1) + "\n")
                         shown = {key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()}
                         print(" ".join(f"{key}={value}" for key, value in shown.items()), flush=True)
             except Exception:
                 traceback.print_exc()
             print(f"-- {section}: {time.monotonic() - began:.0f} s", flush=True)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -152,17 +152,17 @@ def interval(ratios: list[float]) -> dict[str, float]:
     return {"median": statistics.median(ratios), "low": mean - half, "high": mean + half}
 
 
-def race(contenders: dict[str, Contender], prompts, params, rounds: int) -> dict[str, Any]:
+def race(contenders: dict[str, Contender], prompts, params, rounds: int, warm: int = 1) -> dict[str, Any]:
     """Measure the seconds of each round, the speed of each relative to ``off`` in its round, and compare the
-    answers."""
+    answers. ``warm``: rounds before those, which warm up and learn step times."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     equal = dict.fromkeys(contenders, True)
-    for turn in range(rounds + 1):
+    for turn in range(warm + rounds):
         answers = {}
         names = list(contenders)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             took, answers[name] = contenders[name].run(prompts, params)
-            if turn:  # the first round warms up and learns step times
+            if turn >= warm:
                 seconds[name].append(took)
         for name in names:
             equal[name] = equal[name] and answers[name] == answers["off"]
@@ -303,6 +303,31 @@ def grid_table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n\n" + _made(result)
 
 
+def bars_table(results: dict[str, dict[str, Any]]) -> str:
+    """Format how often the chosen number misses what it should reach, by result with its name.
+
+    Args:
+        results: cells of each; the fixed numbers are their contenders ``fixed ...``.
+    """
+    lines = [
+        "| measured | cells | below 0.98 of off | lowest | below 95% of the best number, 0 included | lowest |",
+        "|---" * 6 + "|",
+    ]
+    for name, cells in results.items():
+        beside_off = {key: cell["chosen"]["over_off"]["median"] for key, cell in cells.items()}
+        best = {
+            key: max([1.0, *(cell[each]["over_off"]["median"] for each in cell if each.startswith("fixed"))])
+            for key, cell in cells.items()
+        }
+        beside_best = {key: ratio / best[key] for key, ratio in beside_off.items()}
+        shown = [len(cells)]
+        for ratios, bar, form in ((beside_off, 0.98, ".2f"), (beside_best, 0.95, ".0%")):
+            low = min(ratios, key=lambda key, ratios=ratios: ratios[key])
+            shown += [sum(round(ratio, 2) < bar for ratio in ratios.values()), f"{ratios[low]:{form}} ({low})"]
+        lines.append(f"| {name} | {' | '.join(map(str, shown))} |")
+    return "\n".join(lines) + "\n"
+
+
 def tasks_table(result: dict[str, Any]) -> str:
     """Format the speed relative to the engine without drafts, by task."""
     columns = ["ngram", "suffix", "suffix, asked before"]
@@ -317,7 +342,8 @@ def tasks_table(result: dict[str, Any]) -> str:
 def _made(result: dict[str, Any]) -> str:
     machine = result["environment"]
     where = result.get("device") or f"{machine['cores']} cores of an {machine['processor']}"
-    return f"`{result['command']}` on {where}, torch {machine['packages']['torch']}, {record.made_at([machine])}.\n"
+    made = record.made_at([*result.get("earlier", ()), machine])
+    return f"`{result['command']}` on {where}, torch {machine['packages']['torch']}, {made}.\n"
 
 
 def main() -> None:
@@ -361,6 +387,7 @@ def main() -> None:
     if options.add and out.exists():
         before = json.loads(out.read_text())
         others, found["command"] = before["cells"], f"{before['command']} && {found['command']}"
+        found["earlier"] = [*before.get("earlier", ()), before["environment"]]
 
     def keep(cells: dict[str, Any]) -> None:
         """Write what is measured so far: a run may be cut off."""

@@ -3,7 +3,8 @@
 A server is started, a profile is fitted on one synthetic sweep (``transect plan calibrate``), and the knee is found by
 simulation. Then traces of three burstinesses at 30, 60 and 90% of the knee are measured, each with several seeds, and
 those of the first seed twice: the spread of what was measured. The same requests at the same times are simulated from
-the profile. Last, one stream of requests is measured at rates around the knee, and simulated at the same rates.
+the profile. One stream of requests is measured at rates around the knee until it both meets and misses the target, and
+simulated at the same rates; that is done twice as well.
 
 A shared machine is slower at one moment than at another, so a cell on such a machine has a second prediction: at each
 moment steps get on as quickly as those of the measured run did. That leaves out what no model can know beforehand, the
@@ -15,15 +16,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import gzip
 import math
 import os
-import shutil
 import statistics
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -31,6 +29,7 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import record
+from benchmarks.plan.kept_runs import KeptRuns, kept_log, kept_runs
 from transect.bench.lengths import Lengths
 from transect.bench.levels import Level, Result, run_levels
 from transect.bench.load import Run
@@ -46,15 +45,17 @@ from transect.explain.engine.log import DecisionRunLog, load
 from transect.explain.engine.rates import rates_for
 from transect.plan.calibrate import profile, sweep
 from transect.plan.capacity import WARM, MixLoad, highest_rate, summary_of
-from transect.plan.fleet import EngineModel, Fleet
+from transect.plan.fleet import EngineModel, Fleet, FleetRun
 from transect.plan.profile import Loads, Profile
 from transect.plan.target import LatencyTarget
 
 BURSTINESS = (0.25, 1.0, 4.0)
 SHARES = (0.3, 0.6, 0.9)
 """Loads, as shares of the load at the knee."""
-AROUND = (0.85, 0.95, 1.05, 1.15)
-"""Rates at which the knee is searched, as shares of the predicted one."""
+AROUND = (0.96, 1.04)
+"""Rates at which the knee is searched, as shares of the predicted one; beyond them in steps of ``STEP``."""
+STEP, MOST_AROUND = 0.07, 5
+KNEE_SEED = 0
 Keep = Callable[[dict[str, Any]], None]
 SETTLE_S = 1.5
 """Seconds until the decision log has all steps of a run."""
@@ -80,6 +81,8 @@ class Place:
         at_once: most requests at a time in the sweep. context: tokens of its longest prompt and answer.
         highest: the largest token id of prompts.
         shared: other programs slow the machine down, so steps at the speed of each moment are simulated too.
+        seconds: least length of a cell; 0 if the number of requests alone decides. knee_seconds: of a rate around the
+            knee.
     """
 
     flags: tuple[str, ...]
@@ -91,6 +94,8 @@ class Place:
     context: int
     highest: int = 10000
     shared: bool = False
+    seconds: float = 0.0
+    knee_seconds: float = 30.0
 
     def mix(self, burstiness: float) -> Mix:
         """Return the kind of load with this burstiness."""
@@ -99,12 +104,13 @@ class Place:
 
 CPU = Place(
     flags=("--device", "cpu", "--max-num-seqs", "16", "--max-model-len", "1024", "--no-prefix-caching"),
-    prompt="uniform:16-96", output="uniform:8-24", knee="ttft.p99=3s,itl.p99=1s", start=2.0, at_once=8, context=512,
+    prompt="uniform:16-96", output="uniform:8-24", knee="ttft.p99=3s,itl.p99=1s", start=2.0, at_once=16, context=512,
     shared=True,
 )  # fmt: skip
 GPU = Place(
     flags=("--load-format", "dummy", "--no-prefix-caching", "--max-queue", "2048"), prompt="uniform:240-960",
-    output="uniform:60-240", knee="ttft.p99=300ms,itl.p99=100ms", start=20.0, at_once=128, context=2048,
+    output="uniform:60-240", knee="ttft.p99=300ms,itl.p99=100ms", start=30.0, at_once=128, context=2048, seconds=5.0,
+    knee_seconds=8.0,
 )  # fmt: skip
 """Random weights of the shape of Llama-3.1-8B."""
 
@@ -157,6 +163,19 @@ def at_speed(engine: EngineModel, made: Profile, log: DecisionRunLog, result: Re
     return AtSpeed(**plain, spans=spans), sum(step.seconds for step in steps) / sum(known)
 
 
+def as_sent(engine: EngineModel, asked: list[Asked], result: Result) -> FleetRun:
+    """Simulate measured requests. They come when the load generator sent them, which is up to 2 ms late; their times
+    count from when they were due, as the measured ones do."""
+    sent = [dataclasses.replace(each, at=known.sent) for each, known in zip(asked, result.records, strict=True)]
+    run = Fleet(engine).run(sorted(sent, key=lambda each: each.at))
+    order = sorted(range(len(sent)), key=lambda place: sent[place].at)
+    records = list(run.records)
+    for place, found in zip(order, run.records, strict=True):
+        records[place] = dataclasses.replace(found, due=asked[place].at)
+    run.records = records
+    return run
+
+
 def figures(summary: dict[str, Any]) -> dict[str, float]:
     """Pick the figures that are compared, in seconds."""
     return {f"{name} {share}": summary[name][share] for name, share in FIGURES if share in summary[name]}
@@ -165,39 +184,37 @@ def figures(summary: dict[str, Any]) -> dict[str, float]:
 def measure(place: Place, model: str, folder: Path, options: argparse.Namespace, keep: Keep) -> None:
     """Calibrate, measure and predict on this machine. ``keep`` gets what is there after each cell."""
     file = folder / "decisions.log"
-    with kept(file, options.keep), server(model, ["--decision-log", str(file), *place.flags]) as url:
-        asyncio.run(_Measurement(place, model, url, file, options, keep).run())
-
-
-@contextmanager
-def kept(file: Path, keep: Path | None) -> Iterator[None]:
-    """Copy a decision log to the folder ``keep`` after the block, compressed."""
+    kept = KeptRuns(options.keep, file)
     try:
-        yield
+        with server(model, ["--decision-log", str(file), *place.flags]) as url:
+            asyncio.run(_Measurement(place, model, url, file, options, keep, kept).run())
     finally:
-        if keep is not None and file.exists():
-            keep.mkdir(parents=True, exist_ok=True)
-            with file.open("rb") as source, gzip.open(keep / f"{file.name}.gz", "wb", compresslevel=3) as target:
-                shutil.copyfileobj(source, target)
+        kept.add_log()
 
 
-async def fit(place: Place, target: Target, model: str, file: Path, options: argparse.Namespace) -> Profile:
+async def fit(
+    place: Place, target: Target, model: str, file: Path, options: argparse.Namespace, kept: KeptRuns
+) -> Profile:
     """Fit a profile on one synthetic sweep of a server, whose decision log is ``file``."""
     began = time.monotonic()
     warm = work_of(place.mix(1.0).generate(1.0, 8, "warm"), vocab=(0, place.highest))
     levels = sweep(place.at_once, place.context, options.sweep, highest=place.highest)
     results = await run_levels(target, levels, warm_up=warm)
     await asyncio.sleep(SETTLE_S)
-    log = load(file)
+    for result in results:
+        kept.add(result, kind="sweep", environment=record.environment())
+    made = fitted(load(file), results, model)
+    print(f"sweep of {time.monotonic() - began:.0f} s", flush=True)
+    return made
+
+
+def fitted(log: DecisionRunLog, results: list[Result], model: str) -> Profile:
+    """Fit a profile on the log and the results of a sweep."""
     rates = rates_for(log.header)
     known = None if rates is None else (rates.bytes_per_second, rates.flops_per_second)
     made = profile(log, results, known, model, record.environment())
-    if options.keep is not None:
-        options.keep.mkdir(parents=True, exist_ok=True)
-        made.write(options.keep / "profile.json")
     print(
-        f"sweep of {time.monotonic() - began:.0f} s: {made.measured}, {made.errors}, intake "
-        f"{1e3 * made.intake:.2f} ms, outlet {1e3 * made.outlet:.2f} ms",
+        f"{made.measured}, {made.errors}, intake {1e3 * made.intake:.2f} ms, outlet {1e3 * made.outlet:.2f} ms",
         flush=True,
     )
     return made
@@ -210,11 +227,97 @@ async def replay(place: Place, target: Target, asked: list[Asked]) -> Result:
     return result
 
 
+class Findings:
+    """What has been measured on a place, with predictions from one profile."""
+
+    def __init__(self, place: Place, model: str, made: Profile, requests: int) -> None:
+        self.place, self.model, self.made, self.requests = place, model, made, requests
+        self.engine = made.engine
+        knee, _ = highest_rate(self.engine, self.stream, LatencyTarget.parse(place.knee), place.start)
+        assert knee is not None, "the target is missed at any rate"
+        self.knee = knee.rate
+        print(f"knee {self.knee:.2f} requests/s", flush=True)
+        self.cells: list[dict[str, Any]] = []
+        self.points: list[dict[str, Any]] = []
+        self._first: dict[tuple[float, float, int], Result] = {}
+        """First result of each load."""
+
+    @property
+    def stream(self) -> MixLoad:
+        """Requests whose highest rate is the knee."""
+        return MixLoad(self.place.mix(1.0), 200, self.place.knee_seconds, seed=KNEE_SEED)
+
+    def cell(self, asked: list[Asked], result: Result, **facts: Any) -> None:
+        """Add measured requests, and predict them."""
+        plain = as_sent(self.engine, asked, result)
+        found = facts | {
+            "measured": figures(result.summary),
+            "predicted": figures(summary_of(plain)),
+            "ttft_error_each": _each(result, plain),
+        }
+        first = self._first.setdefault((facts["share"], facts["burstiness"], facts["seed"]), result)
+        if first is not result:
+            found["ttft_spread_each"] = _each(first, result)
+        self.cells.append(found)
+
+    def at_speed(self, asked: list[Asked], result: Result, log: DecisionRunLog) -> None:
+        """Predict the last cell with the speed of the machine at each moment."""
+        slow, slower = at_speed(self.engine, self.made, log, result)
+        scaled = as_sent(slow, asked, result)
+        self.cells[-1] |= {
+            "slower": slower,
+            "predicted_at_speed": figures(summary_of(scaled)),
+            "ttft_error_each_at_speed": _each(result, scaled),
+        }
+
+    def point(self, rate: float, again: bool, result: Result) -> float:
+        """Add a rate around the knee, without its beginning, and predict it. Returns how far the target is missed: the
+        largest ratio of a measured figure to its limit."""
+        asked = self.place.mix(1.0).generate(rate, len(result.records), KNEE_SEED)
+        run = as_sent(self.engine, asked, result)
+        later = Run(result.records[int(WARM * len(asked)) :], result.summary["seconds"], 0.0)
+        self.points.append({
+            "rate": rate, "again": again, "measured": _latencies(summarize(later)),
+            "predicted": _latencies(summary_of(run, warm=WARM)),
+        })  # fmt: skip
+        print(f"around the knee: {self.points[-1]}", flush=True)
+        return max(LatencyTarget.parse(self.place.knee).ratios(self.points[-1]["measured"]).values())
+
+    def found(self) -> dict[str, Any]:
+        """Return all of it."""
+        target, made = LatencyTarget.parse(self.place.knee), self.made
+        rounds = [
+            sorted((p for p in self.points if p["again"] is again), key=lambda p: p["rate"]) for again in (False, True)
+        ]
+        measured = [crossing([(each["rate"], each["measured"]) for each in points], target) for points in rounds]
+        once = {each["rate"]: each["predicted"] for each in self.points}
+        return {
+            "model": self.model,
+            "requests": self.requests,
+            "least_seconds": self.place.seconds,
+            "work": {"prompt": self.place.prompt, "output": self.place.output},
+            "sweep": made.measured
+            | {"step_errors": made.errors, "intake_s": made.intake, "outlet_s": made.outlet},
+            "knee_requests_per_second": self.knee,
+            "knee_target": self.place.knee,
+            "knee": {
+                "points": self.points,
+                "measured": measured[0],
+                "measured_again": measured[1],
+                "predicted": crossing(sorted(once.items()), target),
+            },
+            "within": within(self.cells),
+            "cells": self.cells,
+        }  # fmt: skip
+
+
 class _Measurement:
     """The sweep, the cells and the knee of one server."""
 
-    def __init__(self, place: Place, model: str, url: str, file: Path, options: argparse.Namespace, keep: Keep) -> None:
-        self.keep = keep
+    def __init__(
+        self, place: Place, model: str, url: str, file: Path, options: argparse.Namespace, keep: Keep, kept: KeptRuns
+    ) -> None:
+        self.keep, self.kept = keep, kept
         self.place, self.model, self.url, self.file, self.options = place, model, url, file, options
         self.until = time.monotonic() + options.limit
 
@@ -222,93 +325,74 @@ class _Measurement:
         """Measure and predict all of it, as far as there is time."""
         place, options = self.place, self.options
         self.target = Target(self.url, await served_model(self.url))
-        self.made = await fit(place, self.target, self.model, self.file, options)
-        self.engine = self.made.engine
-        load = MixLoad(place.mix(1.0), 200)
-        knee, _ = highest_rate(self.engine, load, LatencyTarget.parse(place.knee), place.start)
-        assert knee is not None, "the target is missed at any rate"
-        print(f"knee {knee.rate:.2f} requests/s", flush=True)
+        made = await fit(place, self.target, self.model, self.file, options, self.kept)
+        found = self.findings = Findings(place, self.model, made, options.requests)
         seeds = [int(each) for each in options.seeds.split(",")]
         cells = [(share, burst, seed) for seed in [seeds[0], *seeds] for burst in BURSTINESS for share in SHARES]
         once = len(BURSTINESS) * len(SHARES)
-        rows: list[dict[str, Any]] = []
-        points: list[dict[str, Any]] = []
         for number, (share, burst, seed) in enumerate(cells):
             if number == once:
-                points = await self._around(knee.rate)
+                await self._around(again=False)
             if time.monotonic() > self.until:
                 print(f"stopped after {number} of {len(cells)} cells", flush=True)
                 break
-            asked = place.mix(burst).generate(share * knee.rate, options.requests, seed)
-            rows.append(await self._cell(asked))
-            rows[-1] |= {"share": share, "burstiness": burst, "seed": seed, "repeated": seed == seeds[0]}
-            _show(rows[-1])
-            self.keep(self._found(knee.rate, points, rows))
+            rate = share * found.knee
+            count = max(options.requests, int(rate * place.seconds))
+            await self._cell(rate, count, share=share, burstiness=burst, seed=seed, repeated=seed == seeds[0])
+            _show(found.cells[-1])
+            self.keep(found.found())
+        await self._around(again=True)
+        self.keep(found.found())
 
-    def _found(self, knee: float, points: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what has been measured."""
-        place, target = self.place, LatencyTarget.parse(self.place.knee)
-        return {
-            "model": self.model,
-            "requests": self.options.requests,
-            "work": {"prompt": place.prompt, "output": place.output},
-            "sweep": self.made.measured
-            | {"step_errors": self.made.errors, "intake_s": self.made.intake, "outlet_s": self.made.outlet},
-            "knee_requests_per_second": knee,
-            "knee_target": place.knee,
-            "knee": {
-                "points": points,
-                "measured": crossing([(each["rate"], each["measured"]) for each in points], target),
-                "predicted": crossing([(each["rate"], each["predicted"]) for each in points], target),
-            },
-            "within": within(rows),
-            "cells": rows,
-        }
-
-    async def _cell(self, asked: list[Asked]) -> dict[str, Any]:
+    async def _cell(self, rate: float, count: int, **facts: Any) -> None:
         """Measure requests at their times, and predict them."""
+        asked = self.place.mix(facts["burstiness"]).generate(rate, count, facts["seed"])
         before = os.getloadavg()[0]
         result = await replay(self.place, self.target, asked)
-        plain = Fleet(self.engine).run(asked)
-        found = {
-            "machine_load": [before, os.getloadavg()[0]],
-            "measured": figures(result.summary),
-            "predicted": figures(summary_of(plain)),
-            "ttft_error_each": _each(result, plain),
-            "each": [
-                [a.due, a.sent, a.ttft, b.ttft, a.latency, b.latency]
-                for a, b in zip(result.records, plain.records, strict=True)
-                if a.error is None
-            ]
-            if self.options.keep is not None
-            else [],
-        }
+        facts |= {"machine_load": [before, os.getloadavg()[0]]}
+        self.kept.add(result, kind="cell", rate=rate, count=count, **facts)
+        self.findings.cell(asked, result, **facts)
         if self.place.shared:
             await asyncio.sleep(SETTLE_S)
-            slow, slower = at_speed(self.engine, self.made, load(self.file), result)
-            scaled = Fleet(slow).run(asked)
-            found |= {
-                "slower": slower,
-                "predicted_at_speed": figures(summary_of(scaled)),
-                "ttft_error_each_at_speed": _each(result, scaled),
-            }
-        return found
+            self.findings.at_speed(asked, result, load(self.file))
 
-    async def _around(self, knee: float) -> list[dict[str, Any]]:
-        """Measure and simulate one stream of requests at rates around the knee, without its beginning."""
-        stream, points = MixLoad(self.place.mix(1.0), max(200, self.options.requests)), []
-        for share in AROUND:
-            if time.monotonic() > self.until:
-                break
-            asked = stream.at(share * knee)
-            result, run = await replay(self.place, self.target, asked), Fleet(self.engine).run(asked)
-            later = Run(result.records[int(WARM * len(asked)) :], result.summary["seconds"], 0.0)
-            points.append({
-                "rate": share * knee, "measured": _latencies(summarize(later)),
-                "predicted": _latencies(summary_of(run, warm=WARM)),
-            })  # fmt: skip
-            print(f"around the knee: {points[-1]}", flush=True)
-        return points
+    async def _around(self, again: bool) -> None:
+        """Measure one stream of requests at rates around the knee, until it both meets and misses the target."""
+        missed: dict[float, bool] = {}
+        while time.monotonic() < self.until and len(missed) < MOST_AROUND:
+            share = next((each for each in AROUND if each not in missed), None)
+            if share is None:
+                if len(set(missed.values())) > 1:
+                    break
+                share = min(missed) - STEP if all(missed.values()) else max(missed) + STEP
+            rate = share * self.findings.knee
+            result = await replay(self.place, self.target, self.findings.stream.at(rate))
+            self.kept.add(result, kind="knee", rate=rate, again=again)
+            missed[share] = self.findings.point(rate, again, result) > 1
+
+
+def predict_again(place: Place, folder: Path, requests: int) -> dict[str, Any]:
+    """Predict kept runs from a profile that is fitted again on their sweep."""
+    sweep_results: list[Result] = []
+    found: Findings | None = None
+    for facts, result in kept_runs(folder):
+        kind = facts.pop("kind")
+        if kind == "sweep":
+            sweep_results.append(result)
+            environment = facts["environment"]
+            continue
+        if found is None:
+            made = fitted(kept_log(folder, until=result.began), sweep_results, "")
+            found = Findings(place, "", made, requests)
+        if kind == "knee":
+            found.point(facts["rate"], facts["again"], result)
+            continue
+        rate, count = facts.pop("rate"), facts.pop("count")
+        asked = place.mix(facts["burstiness"]).generate(rate, count, facts["seed"])
+        found.cell(asked, result, **facts)
+        _show(found.cells[-1])
+    assert found is not None, f"{folder} has no cells"
+    return {"environment": environment} | found.found()
 
 
 def _latencies(summary: dict[str, Any]) -> dict[str, Any]:
@@ -326,8 +410,8 @@ def crossing(points: Sequence[tuple[float, dict[str, Any]]], target: LatencyTarg
 
 
 def _each(result: Result, run: Any) -> float:
-    """Compute the mean relative error of the requests' TTFTs."""
-    pairs = [(a, b) for a, b in zip(result.records, run.records, strict=True) if a.error is None]
+    """Compute the mean relative error of the requests' TTFTs in another run."""
+    pairs = [(a, b) for a, b in zip(result.records, run.records, strict=True) if not (a.error or b.error)]
     return statistics.mean(abs(b.ttft - a.ttft) / a.ttft for a, b in pairs)
 
 
@@ -356,7 +440,9 @@ def table(result: dict[str, Any]) -> str:
                 twice = [each["measured"][name] for each in rows if each["seed"] == rows[0]["seed"]]
                 cells.append(f"{off:.1%}" + (f" ({max(twice) / min(twice) - 1:.1%})" if len(twice) > 1 else ""))
             each_ttft = statistics.median(each["ttft_error_each"] for each in rows)
-            lines.append(f"| {share:.0%} | {burst:g} | {' | '.join(cells)} | {each_ttft:.1%} |")
+            twice = [each["ttft_spread_each"] for each in rows if "ttft_spread_each" in each]
+            shown_each = f"{each_ttft:.1%}" + (f" ({statistics.median(twice):.1%})" if twice else "")
+            lines.append(f"| {share:.0%} | {burst:g} | {' | '.join(cells)} | {shown_each} |")
     machine, inside, knee = (
         result["environment"],
         result["within"],

@@ -2,14 +2,18 @@
 
     python benchmarks/plan/validation.py cpu [--model smollm2-135m] [--requests 40] [--seeds 0,1,2] [--out ...]
     python benchmarks/plan/validation.py gpu [--model llama-3.1-8b] [--requests 200] [--seeds 0] [--out ...]
+    python benchmarks/plan/validation.py again --keep FOLDER [--out ...]
     python benchmarks/plan/validation.py h200 [--hour] [--out ...]
 
 ``cpu`` and ``gpu`` start a server on this machine, fit a profile on one synthetic sweep, and measure and predict other
-loads (``cells.py``).
+loads (``cells.py``). ``again`` needs no GPU: it fits the sweep that ``gpu --keep FOLDER`` left, and predicts the
+measured loads once more.
 
 ``h200`` needs no GPU. It simulates the recorded loads of ``serve_load.json`` from the data sheet of an H200 and the
 coefficients of ``costs/serving.py``, which were fitted on offline steps. The seconds outside of the engine are fitted
-on the lowest rate; the other rates are held out.
+on the lowest rate; the other rates are held out. The speed of the simulation is measured at the knee of several cards,
+and without any decode: a request with an answer of one token, alone in its engine. ``--hour`` adds an hour of eight
+engines.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import record
-from benchmarks.plan.cells import BURSTINESS, CPU, GPU, SHARES, Keep, figures, measure
+from benchmarks.plan.cells import BURSTINESS, CPU, GPU, SHARES, Keep, figures, measure, predict_again
 from benchmarks.server.generators import own_level
 from benchmarks.server.load import model_folder
 from transect.bench.lengths import Lengths
@@ -33,15 +37,20 @@ from transect.bench.traces.asked import Asked
 from transect.bench.traces.mix import Mix
 from transect.bench.traces.reading import read_trace
 from transect.costs.presets import preset
-from transect.plan.capacity import summary_of
+from transect.plan.capacity import MixLoad, highest_rate, summary_of
 from transect.plan.choices import CardChoice
-from transect.plan.fleet import Fleet
+from transect.plan.fleet import EngineModel, Fleet
+from transect.plan.target import LatencyTarget
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.shapes import PRESETS
 
 HOUR = Mix(prompt=Lengths.parse("lognormal:850,0.9,4050"), output=Lengths.parse("lognormal:180,0.6,1000"), burstiness=2)
 HOUR_REQUESTS, HOUR_S = 19366, 3480
 """Requests and seconds of Azure's conversations of 2023; ``HOUR`` has their mean lengths."""
+GPU_SHAPE = "llama-3.1-8b"
+KNEES = (("l4", "bf16"), ("l4", "fp8"), ("l40s", "bf16"), ("h100-80gb", "bf16"), ("h200", "bf16"))
+"""Cards and formats at whose knee the simulation is timed, with requests like Azure's."""
+KNEE_TARGET, TIMED = "ttft.p99=2s,itl.p99=200ms", 600
 ENGINES = 8
 """Engines of the fleet whose simulation is timed."""
 
@@ -53,11 +62,36 @@ def measured(options: argparse.Namespace, keep: Keep) -> None:
         if options.where == "cpu":
             measure(CPU, options.model or "smollm2-135m", folder, options, keep)
             return
-        shape = options.model or "llama-3.1-8b"
+        shape = options.model or GPU_SHAPE
         model = model_folder(shape, folder / "model")
         tokens = json.loads((model / "config.json").read_text())["vocab_size"]
         place = replace(GPU, highest=tokens - 1)
         measure(place, str(model), folder, options, lambda found: keep(found | {"model": shape}))
+
+
+def speeds() -> dict[str, Any]:
+    """Time the simulation of an 8B at the knee of several cards, and of requests that only come and go."""
+    knees: list[dict[str, Any]] = []
+    work = replace(HOUR, burstiness=1.0)
+    for card, weights in KNEES:
+        engine = CardChoice(PRESETS[GPU_SHAPE], preset(card), RankLayout(), weights, "auto", 8192).engine
+        knee, _ = highest_rate(engine, MixLoad(work, TIMED // 2), LatencyTarget.parse(KNEE_TARGET), 2.0)
+        assert knee is not None, f"{card} misses the target at any rate"
+        knees.append({"card": card, "weights": weights, "rate": knee.rate} | _timed(engine, work, knee.rate))
+        print(knees[-1], flush=True)
+    short = replace(work, prompt=Lengths.parse("16"), output=Lengths.parse("1"))
+    return {"target": KNEE_TARGET, "requests": TIMED, "knees": knees, "only_come_and_go": _timed(engine, short, 1.0)}
+
+
+def _timed(engine: EngineModel, work: Mix, rate: float) -> dict[str, float]:
+    """Return the simulated seconds of ``TIMED`` requests, the processor's seconds for that, the best of three, and the
+    number of steps."""
+    asked, taken = work.generate(rate, TIMED), []
+    for _ in range(3):
+        began = time.process_time()
+        run = Fleet(engine).run(asked)
+        taken.append(time.process_time() - began)
+    return {"simulated_s": run.seconds, "processor_s": min(taken), "steps": run.steps}
 
 
 def h200(options: argparse.Namespace) -> dict[str, Any]:
@@ -80,7 +114,7 @@ def h200(options: argparse.Namespace) -> dict[str, Any]:
             off = f"{1e3 * guess:.1f} of {1e3 * value:.1f} ms, {guess / value - 1:+.0%}"
             print(f"{level['rate']} requests/s {name}: {off}")
         print(f"{run.seconds:.1f} s in {taken:.2f} s of a processor", flush=True)
-    found = {"model": recorded["shape"], "recorded": recorded["environment"], "levels": rows}
+    found = {"model": recorded["shape"], "recorded": recorded["environment"], "levels": rows, "speed": speeds()}
     if options.hour:
         asked = (
             HOUR.generate(HOUR_REQUESTS / HOUR_S, HOUR_REQUESTS) if options.azure is None else read_trace(options.azure)
@@ -173,9 +207,27 @@ def h200_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def speed_table(result: dict[str, Any]) -> str:
+    """Format the speed of the simulation at the knee of several cards."""
+    if (found := result.get("speed")) is None:
+        return ""
+    lines = ["| card | requests/s at the knee | times real time | us of Python a request |", "|---|---|---|---|"]
+    for row in found["knees"]:
+        each = 1e6 * row["processor_s"] / found["requests"]
+        speed = row["simulated_s"] / row["processor_s"]
+        lines.append(f"| {row['card']}, {row['weights']} | {row['rate']:.1f} | {speed:,.0f} | {each:,.0f} |")
+    short = 1e6 * found["only_come_and_go"]["processor_s"] / found["requests"]
+    lines.append(
+        f"\n{result['model']}, {found['target']}, lengths like those of Azure's conversations. A request of 16 tokens "
+        f"with an answer of one token, alone in its engine, takes {short:,.0f} us. `{result['command']}` on "
+        f"{result['environment']['processor']}, {record.made_at([result['environment']])}.\n"
+    )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("where", choices=("cpu", "gpu", "h200"))
+    parser.add_argument("where", choices=("cpu", "gpu", "again", "h200"))
     parser.add_argument("--model", help="smollm2-135m on a CPU, random weights of llama-3.1-8b on a GPU")
     parser.add_argument("--requests", type=int, default=40, help="of each cell")
     parser.add_argument("--sweep", type=int, default=6, help="requests for each place of a level of the sweep")
@@ -183,11 +235,12 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no further cell begins")
     parser.add_argument("--hour", action="store_true", help="time the simulation of an hour like Azure's as well")
     parser.add_argument("--azure", type=Path, help="AzureLLMInferenceTrace_conv.csv: that hour")
-    parser.add_argument("--keep", type=Path, help="folder for the profile and the decision log")
+    parser.add_argument("--keep", type=Path, help="folder for the decision log and the records of all runs")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     command = f"python benchmarks/plan/validation.py {options.where}"
-    places = {"cpu": "cpu/plan_validation.json", "gpu": "h200/plan_cells.json", "h200": "h200/plan_validation.json"}
+    gpu = "h200/plan_cells.json"
+    places = {"cpu": "cpu/plan_validation.json", "gpu": gpu, "again": gpu, "h200": "h200/plan_validation.json"}
     out = options.out or record.RESULTS / places[options.where]
 
     def keep(found: dict[str, Any]) -> None:
@@ -195,6 +248,9 @@ def main() -> None:
 
     if options.where == "h200":
         keep(h200(options))
+    elif options.where == "again":
+        found = predict_again(GPU, options.keep, options.requests)
+        keep(found | {"model": options.model or GPU_SHAPE, "predicted_on": record.environment()})
     else:
         measured(options, keep)
 

@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +179,8 @@ def keys_file(folder: str) -> Path:
     return path
 
 
-def measure(rounds: int, only: str) -> dict[str, Any]:
-    """Measure all figures."""
+def measure(rounds: int, only: str, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Measure all figures, and give ``keep`` those so far after each part and round."""
     result: dict[str, Any] = {"newcomer": {}, "beside": {}, "structured": {}}
 
     def wanted(name: str) -> bool:
@@ -193,10 +194,12 @@ def measure(rounds: int, only: str) -> dict[str, Any]:
                 if wanted("newcomer"):
                     result["newcomer"][name] = record.summary([newcomer(url, crowd) for _ in range(rounds)])
                     print(name, result["newcomer"][name], flush=True)
+                    keep(result)
             if wanted("structured"):
                 result["structured"]["alone"] = record.summary([structured(url, 0) for _ in range(rounds)])
                 result["structured"]["16 clients"] = record.summary([structured(url, 16) for _ in range(rounds)])
                 print(result["structured"], flush=True)
+                keep(result)
             stream = Stream(url, of("b"))
             names = [name for name in BESIDE if wanted(f"beside {name}")]
             runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
@@ -208,10 +211,10 @@ def measure(rounds: int, only: str) -> dict[str, Any]:
                     path, fields = BESIDE[name]
                     runs[name].append(beside(url, path, vary(fields, number), stream))
                     print(number, name, {k: round(v, 3) for k, v in runs[name][-1].items()}, flush=True)
+                for name, found in runs.items():
+                    result["beside"][name] = {each: record.summary([run[each] for run in found]) for each in found[0]}
+                keep(result)
             stream.over.set()
-            for name, found in runs.items():
-                result["beside"][name] = {each: record.summary([run[each] for run in found]) for each in found[0]}
-    return result
 
 
 def beside_table(result: dict[str, Any]) -> str:
@@ -255,12 +258,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "fair_sharing.json")
     options = parser.parse_args()
     kept: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
-    figures = measure(options.rounds, options.only)
-    old = kept.get(options.name, {})
-    merged = {part: {**old.get(part, {}), **figures[part]} for part in figures}
-    kept["command"] = "python benchmarks/server/fair_sharing.py"
-    kept[options.name] = {"environment": record.environment(("llguidance",)), **merged}
-    record.write(options.out, kept)
+    old, environment = kept.get(options.name, {}), record.environment(("llguidance",))
+
+    def keep(figures: dict[str, Any]) -> None:
+        merged = {part: {**old.get(part, {}), **figures[part]} for part in figures}
+        kept["command"] = "python benchmarks/server/fair_sharing.py"
+        kept[options.name] = {"environment": environment, **merged}
+        record.write(options.out, kept)
+
+    measure(options.rounds, options.only, keep)
 
 
 if __name__ == "__main__":

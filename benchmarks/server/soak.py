@@ -5,9 +5,11 @@ their own: large bodies, crowds that leave at once, requests of many long answer
 refused late, paths that do not exist. The users' times to the first token and between tokens are compared with and
 without attackers. Windows are short and alternate, so other work on the machine affects both alike; the beginning of
 each is left out. The memory of the server's processes in attacked windows at the beginning is compared with that at the
-end.
+end. The file is written after each pair of windows.
 
     python benchmarks/server/soak.py [--minutes 60] [--users 4] [--out benchmarks/results/cpu/soak.json]
+
+With ``--server-cores N`` the server has the first N of this process's cores, and users and attackers have the others.
 """
 
 from __future__ import annotations
@@ -157,13 +159,29 @@ def percentiles(values: list[float]) -> dict[str, float | int]:
     return {"p50": ordered[len(ordered) // 2], "p99": ordered[len(ordered) * 99 // 100], "count": len(ordered)}
 
 
-def soak(minutes: float, users: int, window_s: float, names: list[str]) -> dict[str, Any]:
-    """Run, and sum up."""
-    times, over = Times(), threading.Event()
+def soak(
+    minutes: float,
+    users: int,
+    window_s: float,
+    names: list[str],
+    cores: int,
+    serve: list[str],
+    keep: Callable[[dict[str, Any]], None],
+) -> None:
+    """Run, and give ``keep`` the figures so far after each pair of windows.
+
+    Args:
+        names: attacks; all if empty.
+        cores: of the server; 0 for all.
+        serve: further options of the server.
+    """
+    times, over, all_cores = Times(), threading.Event(), sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, all_cores[:cores] or all_cores)  # the server inherits them
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.write_text("\n".join(["attacker", *(f"user-{number}" for number in range(users))]) + "\n")
-        with server("--api-key-file", str(keys)) as url:
+        with server("--api-key-file", str(keys), *serve) as url:
+            os.sched_setaffinity(0, all_cores[cores:])
             me = psutil.Process()
             process = next(each for each in me.children() if "serve" in each.cmdline())
             context = multiprocessing.get_context("spawn")
@@ -175,12 +193,16 @@ def soak(minutes: float, users: int, window_s: float, names: list[str]) -> dict[
                 thread.daemon = True
                 thread.start()
             began, seconds, samples = time.perf_counter(), 60 * minutes, list[tuple[float, int]]()
+            pairs = 0
             while (passed := time.perf_counter() - began) < seconds:
                 attacked, within = bool(int(passed / window_s) % 2), passed % window_s
                 (active.set if attacked else active.clear)()
                 times.attacked = attacked if within > SETTLE * window_s else None
                 if times.attacked:
                     samples.append((passed, memory(process)))
+                if passed >= (pairs + 1) * 2 * window_s:
+                    pairs += 1
+                    keep(figures(passed, users, window_s, times, samples))
                 time.sleep(min(SAMPLE_S, SETTLE * window_s))
             times.attacked = None
             over.set()
@@ -189,10 +211,17 @@ def soak(minutes: float, users: int, window_s: float, names: list[str]) -> dict[
                 thread.join(PATIENCE_S)
             hostile.kill()
             hostile.join()
+    keep(figures(seconds, users, window_s, times, samples))
+
+
+def figures(
+    seconds: float, users: int, window_s: float, times: Times, samples: list[tuple[float, int]]
+) -> dict[str, Any]:
+    """Sum up the first ``seconds``."""
     late = [nbytes for passed, nbytes in samples if passed >= SETTLED * seconds]
     third = max(1, len(late) // 3)
     return {
-        "minutes": minutes,
+        "minutes": seconds / 60,
         "users": users,
         "window_s": window_s,
         "first_token_s": {name: percentiles(times.first[on]) for name, on in (("quiet", False), ("attacked", True))},
@@ -212,11 +241,13 @@ def table(result: dict[str, Any]) -> str:
         cells = [f"{1e3 * each['p50']:.0f} and {1e3 * each['p99']:.0f} ms" for each in (quiet, attacked)]
         lines.append(f"| {title} | {' | '.join(cells)} | {attacked['p99'] / quiet['p99']:.2f} |")
     machine, memory = result["environment"], {name: each / 1e6 for name, each in result["memory_bytes"].items()}
+    total, own = machine["cores"], result["server_cores"]
+    cores = f"{own} cores for the server and {total - own} for users and attackers" if own else f"{total} cores for all"
     return "\n".join(lines) + (
         f"\n\n`{result['command']}`: {result['users']} users and all attackers for {result['minutes']:g} minutes, in "
         f"turns of {result['window_s']:g} s. Largest memory of the server {memory['first_third']:.0f} MB in the first "
-        f"third and {memory['last_third']:.0f} MB in the last. {BUILTIN}, {machine['processor']}, {machine['cores']} "
-        f"cores for server, users and attackers, {record.made_at([machine])}.\n"
+        f"third and {memory['last_third']:.0f} MB in the last. {BUILTIN}, {machine['processor']}, {cores}, "
+        f"{record.made_at([machine])}.\n"
     )
 
 
@@ -227,16 +258,24 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=4)
     parser.add_argument("--window", type=float, default=WINDOW_S, help="seconds with attackers, and as many without")
     parser.add_argument("--attacks", nargs="*", default=[], help="these attacks alone: leave, words, many, long, ...")
+    parser.add_argument("--server-cores", type=int, default=0, help="cores of the server alone; 0: all share all")
+    parser.add_argument("--threads", type=int, help="threads of the engine; by default one for each core of the server")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "soak.json")
     options = parser.parse_args()
-    result = soak(options.minutes, options.users, options.window, options.attacks)
-    result = {
+    if options.server_cores >= len(os.sched_getaffinity(0)):
+        parser.error("--server-cores leaves no core for users and attackers")
+    head = {
         "command": record.command("benchmarks/server/soak.py"),
         "environment": record.environment(("llguidance",)),
-        **result,
+        "server_cores": options.server_cores,
     }
-    record.write(options.out, result)
-    print(json.dumps({name: value for name, value in result.items() if name != "environment"}, indent=2))
+
+    def keep(found: dict[str, Any]) -> None:
+        record.write(options.out, {**head, **found})
+        print(json.dumps(found), flush=True)
+
+    serve = [] if options.threads is None else ["--threads", str(options.threads)]
+    soak(options.minutes, options.users, options.window, options.attacks, options.server_cores, serve, keep)
 
 
 if __name__ == "__main__":

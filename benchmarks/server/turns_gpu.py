@@ -5,14 +5,13 @@ decode, beside its long prompts, and beside both. docs/understand/policies.md sa
 
     python benchmarks/server/turns_gpu.py [--model llama-3.1-8b] [--rounds 2] [--look 5] [--out FILE]
 
-About a minute and a half with an 8B model.
+About a minute and a half with an 8B model. The file is written after each measurement.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import statistics
 import subprocess
@@ -49,6 +48,7 @@ class Client(threading.Thread):
     def __init__(self, url: str, key: str, prompts: tuple[int, int], max_tokens: int) -> None:
         super().__init__(daemon=True)
         self._url, self._key, self._prompts, self._max_tokens = url, key, prompts, max_tokens
+        self.tokens = prompts[1]
         self.over = threading.Event()
         self.times: list[float] = []
 
@@ -112,6 +112,7 @@ def look(url: str, streams: list[Client], heavy: str, seconds: float) -> dict[st
         each.over.set()
     gaps = sorted(gap for each in streams for gap in each.gaps(began, ended))
     count = sum(began <= at <= ended for each in others for at in each.times)
+    prompts = sum(began <= at <= ended for each in others if each.tokens == LONG[0][1] for at in each.times)
     for each in others:
         each.join(PATIENCE_S)
     return {
@@ -119,8 +120,33 @@ def look(url: str, streams: list[Client], heavy: str, seconds: float) -> dict[st
         "mean": statistics.mean(gaps),
         "p99": gaps[len(gaps) * 99 // 100],
         "longest": gaps[-1],
+        "streams_tokens_per_s": len(gaps) / (ended - began),
         "heavy_tokens_per_s": count / (ended - began),
+        "heavy_prompts_per_s": prompts / (ended - began),
     }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Format the gaps of the streams beside heavy work of another client."""
+    lines = [
+        "| beside | p50 | p99 | mean / alone | p99 / alone | streams | heavy client |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    alone = result["beside"]["alone"]
+    for name, row in result["beside"].items():
+        cells = [f"{1e3 * row[each]['median']:.1f} ms" for each in ("p50", "p99")]
+        cells += [f"{row[each]['median'] / alone[each]['median']:.2f}" for each in ("mean", "p99")]
+        cells.append(f"{row['streams_tokens_per_s']['median']:,.0f} tokens/s")
+        work = f"{row['heavy_tokens_per_s']['median']:,.0f} tokens/s", f"{row['heavy_prompts_per_s']['median']:.1f}"
+        cells.append("" if name == "alone" else f"{work[0]}, {work[1]} long prompts/s")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    machine = result["environment"]
+    return "\n".join(lines) + (
+        f"\n\n`{result['command']}`: {result['streams']} streams of a client each, beside 200 answers and prompts of "
+        f"{LONG[0][1]:,} tokens of a fifth; medians of {alone['p50']['runs']} interleaved rounds of "
+        f"{result['look_s']:g} s, {result['model']} with random weights. {machine['gpu']}, "
+        f"{record.made_at([machine])}.\n"
+    )
 
 
 def main() -> None:
@@ -132,6 +158,9 @@ def main() -> None:
     parser.add_argument("--serve", nargs="*", default=[], help="further options of the server, without their dashes")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    import torch
+
+    environment = {**record.environment(("torch", "triton")), "gpu": torch.cuda.get_device_name()}
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in HEAVY}
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
@@ -146,22 +175,22 @@ def main() -> None:
                 for name in HEAVY:
                     rounds[name].append(look(url, streams, name, options.look))
                     print(number, name, {k: round(v, 5) for k, v in rounds[name][-1].items()}, flush=True)
+                    result = {
+                        "command": "python benchmarks/server/turns_gpu.py",
+                        "environment": environment,
+                        "model": options.model,
+                        "streams": STREAMS,
+                        "look_s": options.look,
+                        "beside": {
+                            name: {k: record.summary([run[k] for run in runs]) for k in runs[0]}
+                            for name, runs in rounds.items()
+                            if runs
+                        },
+                    }
+                    record.write(options.out, result)
             for each in streams:
                 each.over.set()
-    result: dict[str, Any] = {
-        "command": "python benchmarks/server/turns_gpu.py",
-        "environment": record.environment(("torch", "triton")),
-        "model": options.model,
-        "streams": STREAMS,
-        "gaps_s": {
-            name: {k: record.summary([run[k] for run in runs]) for k in runs[0]} for name, runs in rounds.items()
-        },
-    }
-    record.write(options.out, result)
-    alone = result["gaps_s"]["alone"]
-    for name, found in result["gaps_s"].items():
-        ratios = {k: round(found[k]["median"] / alone[k]["median"], 2) for k in ("p50", "mean", "p99")}
-        print(json.dumps({name: ratios}), flush=True)
+    print(table(result))
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     from transect.costs.units import parse_bytes
     from transect.train.config import TrainConfig
     from transect.train.loop.trainer import Trainer
-    from transect.train.optim import OffloadedAdamW
+    from transect.train.optim.offloaded import OffloadedAdamW
 
     gpu = not given.smallest
     wait: Callable[[], object] = torch.cuda.synchronize if gpu else (lambda: None)

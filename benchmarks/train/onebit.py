@@ -87,7 +87,7 @@ def measure(ranks: Any, folder: Path, name: str, steps: int) -> dict[str, Any]:
     """Measure one run."""
     from transect.parallel.compressed import full_sum_bytes
     from transect.train.loop.follow import JOB, RunArguments
-    from transect.train.optim import OneBitAdam
+    from transect.train.optim.onebit import OneBitAdam
 
     run = RunArguments(configuration(folder, name, steps))
     ranks.call(JOB, run)

@@ -4,7 +4,6 @@ import math
 import random
 
 import pytest
-from scipy import stats
 
 from transect.bench.intervals import (
     mean_difference,
@@ -47,6 +46,8 @@ def test_a_difference_on_the_same_questions_is_that_of_newcombes_table(cells, ex
 @pytest.mark.parametrize("degrees", [3, 4, 9, 30, 200])
 @pytest.mark.parametrize("confidence", [0.9, 0.95, 0.9875])
 def test_students_quantile(degrees: int, confidence: float) -> None:
+    from scipy import stats  # its import takes a second, and each worker imports every test
+
     assert student_quantile(confidence, degrees) == pytest.approx(stats.t.ppf(0.5 + confidence / 2, degrees), rel=0.02)
 
 

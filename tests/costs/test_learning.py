@@ -92,6 +92,24 @@ def test_the_most_tokens_that_fit():
     assert times.most_tokens(12e-3, beside, 30_000, 4000) < tokens, "tokens that attend to much take longer"
 
 
+def test_a_position_of_a_chunk_may_take_longer_than_one_of_a_row():
+    """A chunk's few tiles walk over its context one after another."""
+    rng, times = random.Random(2), StepTimes()
+
+    def walked(work: StepLoad) -> float:
+        return device(work) + 7e-7 * work.context
+
+    for _ in range(500):
+        rows, keys, more = rng.randint(1, 64), rng.randint(100, 2000), rng.choice((0, 0, rng.randint(2, 300)))
+        context = rng.randint(300, 7000) if more else 0
+        work = StepLoad(rows + more, rows * keys, more * context, context=context)
+        times.learn(work, walked(work))
+    for tokens in (2, 100):
+        work = StepLoad(20 + tokens, 20_000, tokens * 5000, context=5000)
+        assert times.predict(work) == pytest.approx(walked(work), rel=0.1)
+        assert times.with_chunk(StepLoad(20, 20_000), 20 + tokens, 5000) == pytest.approx(walked(work), rel=0.1)
+
+
 def test_scored_tokens_fill_a_step_sooner():
     """Logits of each take as long as another token and a half."""
     rng, times = random.Random(4), StepTimes()

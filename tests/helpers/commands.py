@@ -63,5 +63,7 @@ def script_here(file: Path, *arguments: str) -> CompletedProcess[str]:
             try:
                 runpy.run_path(str(file), run_name="__main__")
             except SystemExit as stopped:
-                code = int(stopped.code or 0)
+                code = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
+                if isinstance(stopped.code, str):
+                    print(stopped.code, file=sys.stderr)
     return CompletedProcess([str(file), *arguments], code, out.getvalue(), errors.getvalue())

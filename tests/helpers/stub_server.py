@@ -17,6 +17,8 @@ import httpx
 
 HERE = Path(__file__).parent
 PATIENCE_S = 120
+PAUSE_S = 0.03
+"""Seconds between two requests of a client of ``Load``."""
 PASS_ON = """import os, sys
 os.dup2(int(sys.argv[1]), 3)
 os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS="1", LISTEN_FDNAMES="http")
@@ -117,6 +119,7 @@ class Load:
                 self._server.complete(shared + own, self._key, **self._body)
             except httpx.HTTPError:  # the server was ended, as the test wants it
                 self._over.wait(0.1)
+            self._over.wait(PAUSE_S)
 
     def __exit__(self, *exception: object) -> None:
         self._over.set()

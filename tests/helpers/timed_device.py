@@ -58,6 +58,15 @@ class Processor(Device):
         return 8e-3 + 1e-3 * tokens + attention + 1e-3 * load.scored
 
 
+class Card(Processor):
+    """A GPU with a model of 8B: rows cost little, and the few tiles of a chunk walk over its context one after
+    another."""
+
+    def seconds(self, tokens: int) -> float:
+        load = self.load
+        return 4e-3 + 1.5e-5 * tokens + 2.7e-8 * load.keys + 7.5e-7 * load.context + 5e-4 * bool(load.chunks)
+
+
 def engine(lag: int = 0, device: type[Device] = Device, **limits) -> EngineCore:
     limits = {"num_blocks": 2000, "max_num_seqs": 8, "max_num_batched_tokens": 1000, "max_model_len": 4000} | limits
     clock = VirtualClock()

@@ -21,7 +21,7 @@ EACH = [(rung, each["name"]) for rung, found in MISTAKES.items() for each in fou
 LONG = ("autoscaler", "digits", "flash_attention", "matmul_naive", "matmul_tiled", "router")
 """Rungs that take seconds: they and their mistakes run with ``--prove``."""
 SLOW = ("line", "prefix_cache", "python_to_cpp", "sampler", "vector_add")
-"""Rungs of each kind, whose slow solutions are measured in ``make test`` too."""
+"""Rungs of each kind, which ``make test`` times as well, with their slow solutions; of others it counts the work."""
 QUICK = [
     (rung, each)
     for rung, each in EACH
@@ -33,7 +33,7 @@ QUICK = [
 def test_the_shipped_solution_is_right_and_not_slow(graded, name: str) -> None:
     rung = get(name)
     for _ in range(10 if proving() else 1):
-        verdict = graded(rung, rung.solution)
+        verdict = graded(rung, rung.solution, measure=proving() or name in SLOW)
         assert verdict.right and not verdict.cheats, (verdict.reason, verdict.detail, verdict.cheats)
         assert not verdict.slow or rung.kind == "cpp", verdict.reason  # C++ may be slow by the clock, too
         assert verdict.passed == [case.name for case in rung.cases]
@@ -44,7 +44,8 @@ def test_a_mistake_is_told_with_the_reason_that_a_teacher_would_give(graded, nam
     rung = get(name)
     (entry,) = [each for each in MISTAKES[name] if each["name"] == mistake]
     assert rung.solution.count(entry["old"]) >= 1
-    verdict = graded(rung, rung.solution.replace(entry["old"], entry["new"], 1))
+    text = rung.solution.replace(entry["old"], entry["new"], 1)
+    verdict = graded(rung, text, measure=proving() or mistake == "slow")
     assert verdict.right == (mistake == "slow"), (verdict.reason, verdict.detail)
     assert verdict.slow == (mistake == "slow")
     assert verdict.reason.startswith(entry["says"]), (verdict.reason, verdict.detail)

@@ -15,6 +15,7 @@ from transect.bench.traces.asked import Asked
 from transect.bench.traces.json_lines import write_lines
 from transect.bench.traces.mix import Mix
 from transect.costs.steps import StepLoad
+from transect.costs.warmth import Warming
 from transect.engine.scheduling.request import Request
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
@@ -40,9 +41,9 @@ def of_batch(batch):
     return seconds(StepLoad.of((row.start, row.num_tokens) for row in batch.rows))
 
 
-def measured(parts):
+def measured(parts, warming=None):
     """The decision log and the clients' records of requests, as lists of (second, prompt tokens, output tokens)."""
-    engine = SimulatedEngine(LIMITS, of_batch, host=HOST)
+    engine = SimulatedEngine(LIMITS, of_batch, host=HOST, warming=warming)
     engine.core.decisions = log_for(engine.core)
     results, number = [], 0
     for part in parts:
@@ -64,12 +65,16 @@ def measured(parts):
     return build(engine.core.decisions.ring.records()), results
 
 
-@pytest.fixture(scope="module")
-def made():
+def sweep_of(warming=None):
     rng = random.Random(3)
     alone = [(1.5 * number, rng.randrange(8, 90), rng.randrange(4, 20)) for number in range(12)]
     crowd = [(20 + 0.12 * number, rng.randrange(8, 120), rng.randrange(4, 30)) for number in range(120)]
-    log, results = measured([alone, crowd])
+    return measured([alone, crowd], warming)
+
+
+@pytest.fixture(scope="module")
+def made():
+    log, results = sweep_of()
     return profile(log, results, None, "a model", {"commit": "none"})
 
 
@@ -100,6 +105,36 @@ def test_loads_that_were_not_fitted_are_predicted(made, burstiness, rate):
     expected, found = (summary_of(Fleet(model).run(asked)) for model in (truth, made.engine))
     for name, share in (("ttft", "p50"), ("ttft", "p90"), ("itl", "p99"), ("e2e", "p50")):
         assert found[name][share] == pytest.approx(expected[name][share], rel=0.06)
+
+
+def test_a_slowdown_by_recent_work_is_found_on_a_gpu_alone(made):
+    log, results = sweep_of(Warming(0.2, 5000.0))
+    assert profile(log, results, None, "m", {}).warming == {} == made.warming
+    log.header.device["kind"] = "cuda"
+    found = profile(log, results, None, "m", {})
+    assert found.engine.warming is not None and 0.1 <= found.engine.warming.gain <= 0.2
+    plain, _ = sweep_of()
+    plain.header.device["kind"] = "cuda"
+    assert profile(plain, results, None, "m", {}).warming == {}
+
+
+def test_a_profile_has_what_the_engine_learned_and_the_time_outside_by_rows(made):
+    engine = made.engine.start(0.0, prefixes=False)
+    load = StepLoad(5, 600, 0, 5, 0, 5)
+    assert engine.scheduler.times.predict(load) == pytest.approx(seconds(load), rel=0.2)
+    rows = [each for each, _ in made.outlets]
+    assert rows == sorted(rows) and made.engine.outlet_of(10**6) == made.outlets[-1][1]
+    assert made.engine.outlet_of(4) == pytest.approx(OUTLET, rel=0.05)
+    moments = [0.01 * number for number in range(20)]
+    shown = made.engine.shown(moments, 4, number=7)
+    assert shown == sorted(shown) and shown == made.engine.shown(moments, 4, number=7)
+    assert shown[0] == pytest.approx(made.engine.outlet_of(4))
+
+
+def test_requests_that_come_at_once_reach_the_engine_one_after_the_other(made):
+    run = Fleet(made.engine).run([Asked(1.0, 20, 4), Asked(1.0, 20, 4), Asked(5.0, 20, 4)])
+    first, second, later = (each.ttft for each in run.records)
+    assert second >= first + 0.9 * INTAKE and later == pytest.approx(first, rel=0.2)
 
 
 def test_a_sweep_has_levels_of_growing_concurrency():

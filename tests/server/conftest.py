@@ -209,6 +209,8 @@ class FakeEngine:
             steps=9,
             timed_steps=8,
             step_seconds=0.5,
+            drafted_tokens=9,
+            accepted_at={"0": 4, "1": 2},
             predicted_step_seconds=0.6,
             finished={},
         )
@@ -216,6 +218,12 @@ class FakeEngine:
 
 @pytest.fixture
 def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture(scope="module")
+def shared_engine() -> FakeEngine:
+    """One for all tests of a file, which leave it as it is."""
     return FakeEngine()
 
 

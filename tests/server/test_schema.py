@@ -59,9 +59,11 @@ WITH_BODY = [
 ]
 
 
-def schema_of(engine):
+@pytest.fixture(scope="module")
+def schema(shared_engine):
     """The schema as the server itself shows it."""
-    return schemathesis.openapi.from_asgi("/openapi.json", create_app(engine, ServerOptions(model_names=("m",))))
+    app = create_app(shared_engine, ServerOptions(model_names=("m",)))
+    return schemathesis.openapi.from_asgi("/openapi.json", app)
 
 
 def explore(schema, path, method, mode, examples):
@@ -83,13 +85,13 @@ def explore(schema, path, method, mode, examples):
 
 
 @pytest.mark.parametrize(("path", "method"), ROUTES)
-def test_requests_that_the_schema_allows(engine, path, method):
-    explore(schema_of(engine), path, method, GenerationMode.POSITIVE, MANY if (path, method) in WITH_BODY else 5)
+def test_requests_that_the_schema_allows(schema, path, method):
+    explore(schema, path, method, GenerationMode.POSITIVE, MANY if (path, method) in WITH_BODY else 5)
 
 
 @pytest.mark.parametrize(("path", "method"), WITH_BODY)
-def test_requests_that_the_schema_forbids(engine, path, method):
-    explore(schema_of(engine), path, method, GenerationMode.NEGATIVE, MANY)
+def test_requests_that_the_schema_forbids(schema, path, method):
+    explore(schema, path, method, GenerationMode.NEGATIVE, MANY)
 
 
 def test_every_route_is_explored(app):

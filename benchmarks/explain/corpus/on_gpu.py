@@ -137,8 +137,8 @@ def pictures_augmented_in_the_main_process(fast):
 
 @program("sync")
 def hits_counted_one_by_one(fast):
-    net, x = convolutions(32), torch.randn(64, 3, 96, 96, device="cuda")
-    labels = torch.randint(0, 10, (64,), device="cuda")
+    net, x = convolutions(32), torch.randn(256, 3, 48, 48, device="cuda")
+    labels = torch.randint(0, 10, (256,), device="cuda")
     optimizer = torch.optim.SGD(net.parameters(), 1e-3)
 
     def work():
@@ -244,7 +244,7 @@ def cache_emptied_each_step(fast):
 @program("sleep")
 def agent_waits_between_steps(fast):
     net, x = convolutions(32), torch.randn(32, 3, 96, 96, device="cuda")
-    return lambda: images(net, [x] * 20, after=lambda loss: None if fast else time.sleep(0.005))
+    return lambda: images(net, [x] * 20, after=lambda loss: None if fast else time.sleep(0.01))
 
 
 @program("fallback", "python", "sync", "host")

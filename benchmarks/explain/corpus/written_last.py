@@ -30,7 +30,7 @@ def answers_ranked_pair_by_pair(fast):
     def work():
         with torch.inference_mode():
             pairs = torch.cat([question.expand(40, -1), answers], 1)
-            scores = [model(input_ids=rows).logits[:, 1] for rows in pairs.split(40 if fast else 1)]
+            scores = [model(input_ids=rows).logits[:, 0] for rows in pairs.split(40 if fast else 1)]
             torch.cat(scores).argsort(descending=True)
 
     return work

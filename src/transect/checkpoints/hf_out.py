@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,9 +17,10 @@ from ..spec.hf import to_hf
 from ..spec.model import ModelConfig
 from ..spec.weights import weight_shapes
 from .hf import INDEX, SINGLE, few, line, places
-from .quantized_grid import Grid
-from .quantized_out import encoded
 from .safetensors_out import shards, write_json, write_shard
+
+if TYPE_CHECKING:
+    from .quantized_grid import Grid
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -59,6 +61,9 @@ def save_hf(
     if len(dtypes) == 1:
         values["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
     if quantization is not None:
+        from .quantized_grid import Grid
+        from .quantized_out import encoded
+
         scales = by_hf_name({name: grid.scale for name, grid in (grids or {}).items()}, config)
         zeros = by_hf_name({name: grid.zero for name, grid in (grids or {}).items()}, config)
         found = {name: Grid(scale, zeros[name]) for name, scale in scales.items()}

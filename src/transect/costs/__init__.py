@@ -19,6 +19,7 @@ Seconds:
 * ``steps.py``     ``StepLoad``: the work of a serving step, in the numbers that its time depends on
 * ``serving.py``   ``ServingSteps``: seconds of a serving step from model, layout, machine and load, before it runs
 * ``learning.py``  step times learned while an engine runs; ``fitting.py``: step times fitted on measured steps
+* ``warmth.py``    slowdown of a device by its own recent work
 * ``training.py``  ``TrainingStep``: seconds of a training step by part, on each rank of a layout
 
 Memory: ``memory/``, accounts of training and serving before anything is loaded

@@ -2,13 +2,14 @@
 
 A step's time is a sum of parts:
 
-    seconds = base + f(tokens) + a * keys + b * pairs + c * scored
+    seconds = base + f(tokens) + a * keys + b * pairs + c * scored + d * context
 
 ``base`` is the time of any step: a model's weights are read however few tokens there are. ``f`` rises from knot to knot
 (1, 16, 64, ... tokens): nearly flat where weights are read anyway, then as steep as arithmetic makes it. ``keys`` are
 positions of the cache that rows read, once for each row, and ``pairs`` those that each token of a prompt attends to:
 bytes and arithmetic of attention. ``scored`` are tokens of prompts whose log-probabilities are requested: their logits
-are computed and ranked.
+are computed and ranked. ``context`` are positions before and in the chunks of prompts: a chunk's few tiles walk over
+them one after another, which takes a GPU far longer than the keys of as many rows.
 
 The parts are the state of a Kalman filter (Kalman 1960). Every measured step corrects the parts that it consists of, in
 proportion to their uncertainty. Nothing is assumed of the device: the first step sets the scale, and a token of a part
@@ -20,7 +21,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Mapping
+from copy import deepcopy
 from itertools import accumulate, pairwise
+from typing import Any
 
 from .steps import StepLoad
 
@@ -46,8 +50,9 @@ late."""
 
 Part = tuple[int, float]
 """A part of the time, and the amount of it in a step."""
-_BASE, _KEYS, _PAIRS, _SCORED = 0, len(KNOTS), len(KNOTS) + 1, len(KNOTS) + 2
+_BASE, _KEYS, _PAIRS, _SCORED, _CONTEXT = 0, *range(len(KNOTS), len(KNOTS) + 4)
 """Indices of the parts; those of the tokens are between, one for each stretch between two knots."""
+_STATE = ("steps", "error", "measured", "predicted", "_parts", "_unknown", "_first")
 _WHOLE = [(part, 1.0) for part in range(len(KNOTS))]
 """Parts of ``base`` and whole stretches."""
 
@@ -62,29 +67,31 @@ class StepTimes:
         """Smoothed mean of the relative errors of predictions."""
         self.measured = self.predicted = 0.0
         """Total seconds of those steps: measured, and as predicted before each."""
-        self._parts = [0.0] * (_SCORED + 1)
-        self._unknown = [[0.0] * (_SCORED + 1) for _ in self._parts]
+        self._parts = [0.0] * (_CONTEXT + 1)
+        self._unknown = [[0.0] * (_CONTEXT + 1) for _ in self._parts]
         """Covariance of ``_parts``."""
         self._short = False
         """True if the last step took less time than the learned times allow."""
-        self._first = [0.0] * (_SCORED + 1)
+        self._first = [0.0] * (_CONTEXT + 1)
         """Initial uncertainty of each part."""
         self._ends = [0.0] * len(KNOTS)
         """Predicted seconds of a step without attention, at each knot."""
-        self._keys = self._pairs = self._scored = 0.0
-        """Predicted seconds of a position that a row reads, of one that a prompt's token attends to, and of a scored
-        token."""
+        self._keys = self._pairs = self._scored = self._context = 0.0
+        """Predicted seconds of a position that a row reads, of one that a prompt's token attends to, of a scored token,
+        and of a position of a chunk's context."""
 
     def predict(self, load: StepLoad) -> float:
         """Predict the seconds of a step; 0 before the first measurement. More work never takes less time: a part with
         little data may be negative, and then counts as zero."""
-        return self._seconds(load[0], load[1] + load.context, load[2], load.scored)
+        return self._seconds(load[0], load[1], load[2], load.scored, load.context)
 
-    def with_tokens(self, load: StepLoad, tokens: int) -> float:
-        """Predict the seconds of a step like ``load`` with another number of tokens."""
-        return self._seconds(tokens, load[1] + load.context, load[2], load.scored)
+    def with_chunk(self, beside: StepLoad, tokens: int, context: int = 0, *, scored: bool = False) -> float:
+        """Predict the seconds of a step like ``beside`` with ``tokens`` in all; arguments as of ``most_tokens``."""
+        more = tokens - beside.tokens
+        pairs = beside.pairs + more * context + more * (more + 1) // 2
+        return self._seconds(tokens, beside.keys, pairs, more if scored else 0, beside.context + context + more)
 
-    def _seconds(self, tokens: int, keys: int, pairs: int, scored: int) -> float:
+    def _seconds(self, tokens: int, keys: int, pairs: int, scored: int, context: int) -> float:
         ends = self._ends
         place = bisect_left(KNOTS, tokens)
         if place == 0:
@@ -95,7 +102,8 @@ class StepTimes:
             low, high = KNOTS[place - 1], KNOTS[place]
             before = ends[place - 1]
             found = before + (ends[place] - before) * ((tokens - low) / (high - low))
-        return found + self._keys * keys + self._pairs * pairs + self._scored * scored
+        attention = self._keys * keys + self._pairs * pairs + self._context * context
+        return found + attention + self._scored * scored
 
     def soonest(self, load: StepLoad) -> float:
         """Return the earliest likely end of a step: the prediction less ``DEVIATIONS`` standard deviations."""
@@ -138,6 +146,16 @@ class StepTimes:
             self._unknown[part][part] += count * (DRIFT * self._first[part]) ** 2
         self._sum_up()
 
+    def state(self) -> dict[str, Any]:
+        """Return what was learned, as plain values."""
+        return {name: deepcopy(getattr(self, name)) for name in _STATE}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what another instance has learned: its ``state``."""
+        for name in _STATE:
+            setattr(self, name, deepcopy(state[name]))
+        self._sum_up()
+
     def most_tokens(self, seconds: float, beside: StepLoad, context: int, limit: int, *, scored: bool = False) -> int:
         """Return the most tokens that a step may have to end within ``seconds``.
 
@@ -147,12 +165,10 @@ class StepTimes:
             limit: the largest answer.
             scored: tokens beyond those of ``beside`` may be of prompts whose log-probabilities are requested.
         """
-        least, keys, before = beside.tokens, beside.keys + beside.context + context, beside.pairs
+        least = beside.tokens
 
         def fits(tokens: int) -> bool:
-            more = tokens - least
-            pairs = before + more * context + more * (more + 1) // 2
-            return self._seconds(tokens, keys + more, pairs, more if scored else 0) <= seconds
+            return self.with_chunk(beside, tokens, context, scored=scored) <= seconds
 
         low, high = least, max(limit, least)
         if fits(high):
@@ -173,7 +189,7 @@ class StepTimes:
         """Update the tables for predictions."""
         known = [max(part, 0.0) for part in self._parts]
         self._ends = list(accumulate(known[:_KEYS]))
-        self._keys, self._pairs, self._scored = known[_KEYS:]
+        self._keys, self._pairs, self._scored, self._context = known[_KEYS:]
 
     def _spread(self, parts: list[Part]) -> list[float]:
         """Compute covariances of all parts with the prediction of a step."""
@@ -197,9 +213,9 @@ class StepTimes:
         consisted of it alone, with at least ``FEW_KEYS`` keys and ``FEW_PAIRS`` pairs."""
         each = seconds / load.tokens
         widths = [each * (after - before) for before, after in pairwise(KNOTS)]
-        attention = [seconds / max(load.keys + load.context, FEW_KEYS), seconds / max(load.pairs, FEW_PAIRS)]
-        self._first = [seconds, *widths, *attention, each]
-        self._parts = [0.5 * seconds, *(0.5 * width for width in widths), 0.0, 0.0, 0.5 * each]
+        attention = [seconds / max(load.keys, FEW_KEYS), seconds / max(load.pairs, FEW_PAIRS)]
+        self._first = [seconds, *widths, *attention, each, seconds / max(load.context, FEW_KEYS)]
+        self._parts = [0.5 * seconds, *(0.5 * width for width in widths), 0.0, 0.0, 0.5 * each, 0.0]
         for part, first in enumerate(self._first):
             self._unknown[part][part] = first**2
 
@@ -211,10 +227,12 @@ def _parts_of(load: StepLoad) -> list[Part]:
     if 0 < place < len(KNOTS):
         low = KNOTS[place - 1]
         parts.append((place, (load.tokens - low) / (KNOTS[place] - low)))
-    if load.keys or load.context:
-        parts.append((_KEYS, load.keys + load.context))
+    if load.keys:
+        parts.append((_KEYS, load.keys))
     if load.pairs:
         parts.append((_PAIRS, load.pairs))
     if load.scored:
         parts.append((_SCORED, load.scored))
+    if load.context:
+        parts.append((_CONTEXT, load.context))
     return parts

@@ -122,6 +122,11 @@ class ServingSteps:
         self._reaches = Counter(map(config.layer_reach, range(config.n_layers)))
         self._parts: dict[tuple[int, int], tuple[float, float]] = {}
 
+    @property
+    def full_rate(self) -> float:
+        """Tokens per second at which the products of the layers take all arithmetic of the device."""
+        return self.rates.flops_per_second / least_products(self.config, 1, 0, self.storage)["linear"].flops
+
     def seconds(self, load: StepLoad) -> float:
         """Predict the time of a step: of its slowest stage, or of the host link that layers stream over."""
         layers, head = self._stage(load)

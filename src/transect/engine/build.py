@@ -27,13 +27,8 @@ from ..hardware.host_memory import free_memory
 from ..hardware.targets import act_as
 from ..models.decoder import Decoder
 from ..models.native import NativeStack
-from ..models.row_adapters import add_row_adapters
 from ..models.weights.kinds import rounded_values
-from ..models.weights.row_adapted import RowAdapters
 from ..ops.lang.jit import follow_target
-from ..parallel.launch import Ranks
-from ..parallel.load import load_shard, shard_of
-from ..parallel.mesh import Mesh
 from ..spec.numbers.registry import cache_bits, roundings, takes_scales
 from ..text.grammar.compiler import GrammarCompiler
 from ..text.grammar.constraint import MaskFiller
@@ -41,16 +36,10 @@ from ..text.grammar.params import CACHE_BYTES
 from ..text.grammar.vocabulary import Vocabulary
 from ..text.number_text import NumberText
 from ..text.tokenizer import Tokenizer
-from .adapters import AdapterStore, adapter_room
 from .config import EngineConfig
 from .decision_setup import decision_log
 from .device import device_for
-from .drafting import attach, draft_config, draft_source, planned_size
-from .executors.adapter_slots import AdapterSlots
-from .executors.drafted import Drafted
-from .executors.gpu.compilers import Compilers
 from .executors.runner import Runner
-from .executors.stage_runner import StageRunner
 from .kv_size import KVSize, default_cache_bytes, kv_size
 from .numerics import UNKNOWN, Numerics, is_batch_invariant, numerics_of
 from .offload import stream_plan
@@ -62,6 +51,11 @@ from .scheduling.scheduler_config import SchedulerConfig
 
 if TYPE_CHECKING:
     from ..checkpoints.eagle import HeadSource
+    from ..models.weights.row_adapted import RowAdapters
+    from ..parallel.launch import Ranks
+    from ..parallel.mesh import Mesh
+    from .adapters import AdapterStore
+    from .executors.gpu.compilers import Compilers
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +137,11 @@ def build_engine(
     max_num_seqs, max_num_batched_tokens = config.limits(device.type)
     report: tuple[str, ...] = ()
     executor: Executor
-    drafts_with = draft_source(config, source)
+    drafts_with = None
+    if config.speculation is not None:
+        from .drafting import attach, draft_config, draft_source
+
+        drafts_with = draft_source(config, source)
     drafting: tuple[EngineConfig | None, Executor, KVSize] | None = None
     fill_tokens = graph_tokens = graph_prompts = None
     if device.type == "cuda":
@@ -209,6 +207,8 @@ def build_engine(
     log_of = decision_log(config, scheduler, lag, source.config, storage, device, padding)
     store = _adapter_store(config, source, executor, scheduler, mesh)
     if config.speculation is not None:
+        from .executors.drafted import Drafted
+
         executor = Drafted(executor)
     if drafting is not None:
         form, model_executor, draft_size = drafting
@@ -242,8 +242,11 @@ def _adapter_store(
     """Create the store of adapters in host memory, from which the executor fills the slots of its model."""
     if not config.enable_lora:
         return None
+    from .adapters import AdapterStore
+    from .executors.adapter_slots import AdapterSlots
+
     adapters: RowAdapters = executor.model.adapters
-    store = AdapterStore(source, adapters, config, None if mesh is None else shard_of(source.config, mesh))
+    store = AdapterStore(source, adapters, config, None if mesh is None else mesh.shard(source.config))
     store.in_use = lambda: {state.spec.adapter for state in scheduler.requests.values() if state.spec.adapter}
     executor.adapters = AdapterSlots(adapters, store.get)
     return store
@@ -282,6 +285,7 @@ def _draft_on_gpu(
     config: EngineConfig, source: ModelSource, draft: ModelSource, device: torch.device
 ) -> tuple[EngineConfig, Executor, KVSize]:
     """Build the model that drafts on a GPU. It comes first: the engine's model takes the memory that is left."""
+    from .drafting import draft_config, planned_size
     from .executors.gpu.build import build_gpu
 
     free, total = torch.cuda.mem_get_info(device)
@@ -317,7 +321,7 @@ def _build_cpu(
         free = min(mesh.world.exchange(free))  # no rank fills it before all have measured, and all report the same
     stream = _cpu_stream(config, source, mesh)
     if stream is None:
-        shapes = None if mesh is None else shard_of(source.config, mesh).shapes()
+        shapes = None if mesh is None else mesh.shard(source.config).shapes()
         check_weights(config, source, free, shapes, ranks=on_host)
     choice = {
         "dtype": config.dtype,
@@ -339,6 +343,8 @@ def _build_cpu(
                 whole, place = False, f"{place}, layers operator by operator"
             why = f"{why}, adapter {place if is_beside(model) else 'in the weights'}"
     else:
+        from ..parallel.load import load_shard
+
         model, why, native = load_shard(source, mesh, **drawn, **choice)  # type: ignore[arg-type]
         whole, library = native, None
     computes = "C++ layers" if isinstance(model.stack, NativeStack) else "C++ products" if native else "torch"
@@ -346,7 +352,7 @@ def _build_cpu(
     if config.kv_cache_dtype != "auto":
         why = f"{why}, KV cache in {config.kv_cache_dtype}"
     if takes_scales(config.kv_cache_dtype):
-        own = slice(None) if mesh is None else shard_of(source.config, mesh).layers
+        own = slice(None) if mesh is None else mesh.shard(source.config).layers
         why += ", with the checkpoint's scales" if take_scales(model, source, own) else ""
     if whole:
         # The kernels have threads of their own. A second team, torch's, would wait on the same cores between its few
@@ -376,8 +382,13 @@ def _build_cpu(
         storage, why = replace(storage, streamed=stream.bytes), f"{why}; {stream}"
     exact = is_batch_invariant(model)
     if mesh is not None and mesh.pipeline.size > 1:
+        from .executors.stage_runner import StageRunner
+
         return StageRunner(model, *caches, mesh, fill_masks=MaskFiller()), size, why, storage, computes, exact
     if config.enable_lora:
+        from ..models.row_adapters import add_row_adapters
+        from .adapters import adapter_room
+
         add_row_adapters(model, adapter_room(config), half=config.dtype != "float32")
         why = f"{why}, up to {config.max_loras} adapters in a step"
     return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage, computes, exact
@@ -392,7 +403,7 @@ def _cpu_stream(config: EngineConfig, source: ModelSource, mesh: Mesh | None) ->
     """Plan the layers that stream on a CPU, where plain torch does not hold the codes of every format."""
     quantization = None if rounded_values(config.quantization) else config.quantization
     storage = storage_for(kv_dtype(config.dtype).itemsize, quantization)
-    shapes = None if mesh is None else shard_of(source.config, mesh).shapes()
+    shapes = None if mesh is None else mesh.shard(source.config).shapes()
     return stream_plan(config, source.config, storage, shapes, ranks=1 if mesh is None else mesh.world.on_host)
 
 

@@ -26,7 +26,6 @@ from ..ops.lang.jit import has_dependent_launch
 from ..parallel.children import Children
 from ..parallel.gathering import under_torchrun
 from ..parallel.launch import Ranks
-from ..parallel.load import shard_of
 from ..parallel.mesh import Mesh
 from ..parallel.rank import serve_jobs
 from ..parallel.world import Failure, SharedError, World
@@ -346,7 +345,7 @@ def _link_times(mesh: Mesh) -> str:
 
 
 def _role(built: BuiltEngine, mesh: Mesh) -> str:
-    shard = shard_of(built.source.config, mesh)
+    shard = mesh.shard(built.source.config)
     device = mesh.world.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     return f"rank {mesh.world.rank}: {device}, {name}: {shard}"

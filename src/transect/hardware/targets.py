@@ -65,6 +65,11 @@ class KernelTarget:
         return self.capability >= (9, 0) and self.large_blocks
 
     @property
+    def single_warps(self) -> bool:
+        """True if NVIDIA's tensor cores multiply for single warps alone (mma.sync), not for groups of four."""
+        return self.nvidia and not self.bulk_copies
+
+    @property
     def dependent_launch(self) -> bool:
         """True if a kernel can be launched while the previous one still runs."""
         return self.capability >= (9, 0)

@@ -27,7 +27,6 @@ from ..models.weights.weight import Kinds
 from ..ops.cpu.library import Library
 from ..ops.opset import OpSet, resolve_ops
 from ..spec.layouts.shards import Shard, WeightPart
-from ..spec.model import ModelConfig
 from ..spec.numbers.int4 import SERVING_GROUP
 from ..spec.numbers.registry import listed, rounding
 from .experts import spread_experts
@@ -40,17 +39,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 GROUP = SERVING_GROUP
 """Numbers of a row that are rounded together, and that are never divided between ranks."""
-
-
-def shard_of(config: ModelConfig, mesh: Mesh) -> Shard:
-    """Return the part of a model that this rank has.
-
-    Raises:
-        ValueError: the model cannot be cut so.
-    """
-    place, layout = mesh.place, mesh.layout
-    sharing = (place.data * layout.tensor + place.tensor, layout.data * layout.tensor) if layout.expert else (0, 1)
-    return Shard(config, place.tensor, layout.tensor, place.pipeline, layout.pipeline, *sharing)
 
 
 def shard_weights(weights: StoredWeights, shard: Shard) -> StoredWeights:
@@ -136,7 +124,7 @@ def load_shard(
     Raises:
         ValueError: as there, or the model or its file cannot be cut between this number of ranks.
     """
-    shard = shard_of(source.config, mesh)
+    shard = mesh.shard(source.config)
     library, why = kernels(
         shard.local,
         dtype=dtype,
@@ -199,7 +187,7 @@ def load_shard_on_device(
         ValueError: as there, or the model cannot be cut between this number of ranks.
     """
     device = mesh.world.device
-    shard = shard_of(source.config, mesh)
+    shard = mesh.shard(source.config)
     if kinds is not None:
         refuse_adapter(source)
         check_groups(shard, group)

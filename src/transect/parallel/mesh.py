@@ -10,6 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..spec.layouts.ranks import AXES, RankLayout
+from ..spec.layouts.shards import Shard
+from ..spec.model import ModelConfig
 from .group import Group
 from .world import World
 
@@ -56,6 +58,16 @@ class Mesh:
         """World of ranks, if there are several."""
         assert self._world is not None
         return self._world
+
+    def shard(self, config: ModelConfig) -> Shard:
+        """Return the part of a model that this rank has.
+
+        Raises:
+            ValueError: the model cannot be cut so.
+        """
+        place, layout = self.place, self.layout
+        sharing = (place.data * layout.tensor + place.tensor, layout.data * layout.tensor) if layout.expert else (0, 1)
+        return Shard(config, place.tensor, layout.tensor, place.pipeline, layout.pipeline, *sharing)
 
     def _group(self, *axes: str, link: int = 0) -> Group:
         """Return this rank's group along some axes. Every rank creates all groups, in the same order, as torch

@@ -7,13 +7,18 @@ the router chooses. Engines may start, drain and fail while requests come.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
+from itertools import accumulate, repeat
+from operator import add
+from random import Random
+from typing import Any
 
 from ..bench.load import Record
 from ..bench.traces.asked import Asked
 from ..costs.steps import StepLoad
+from ..costs.warmth import Warming
 from ..engine.scheduling.drafters.registry import SpeculativeConfig
 from ..engine.scheduling.leap import DecodeSeconds
 from ..engine.scheduling.policies.routing import TYPICAL_OUTPUT, Router
@@ -40,7 +45,13 @@ class EngineModel:
             steps at a time; None if that is ``seconds``.
         lag: steps that are planned ahead of the tokens.
         host: of the host before each step.
-        intake: from a request's arrival until the engine has it. outlet: from a token until the client has it.
+        intake: from a request's arrival until the engine has it; the next request waits for that.
+        outlet: from a token until the client has it.
+        outlets: the same for steps with different numbers of rows, as (rows, seconds) by rows; if there are any, they
+            replace ``outlet``.
+        jitter: (rows, quantiles) by rows: deviations of a token's ``outlet``, in seconds.
+        warming: effect of a device's work on its steps, if that is known.
+        learned: ``StepTimes.state`` of an engine that has served before, if that is known.
         acceptance: chance that a draft is right if those before it are, where the scheduler drafts.
         drafter: seconds of a step of the model that drafts, if one does.
     """
@@ -53,6 +64,10 @@ class EngineModel:
     host: float = 0.0
     intake: float = 0.0
     outlet: float = 0.0
+    outlets: tuple[tuple[float, float], ...] = ()
+    jitter: tuple[tuple[float, tuple[float, ...]], ...] = ()
+    warming: Warming | None = None
+    learned: Mapping[str, Any] | None = None
     acceptance: float | None = None
     drafter: DecodeSeconds | None = None
 
@@ -82,14 +97,35 @@ class EngineModel:
         limits = self.scheduler if prefixes else replace(self.scheduler, enable_prefix_caching=False)
         engine = SimulatedEngine(
             limits, self.seconds, lag=self.lag, host=self.host, decodes=self.by_load, latency=self.latency, now=now,
-            acceptance=self.acceptance, drafter=self.drafter,
+            acceptance=self.acceptance, drafter=self.drafter, warming=self.warming,
         )  # fmt: skip
         self.teach(engine)
         return engine
 
+    def outlet_of(self, rows: int) -> float:
+        """Return the seconds from the end of a step until clients have its tokens. ``rows``: of the step."""
+        place = bisect_left(self.outlets, (rows, 0.0))
+        if not 0 < place < len(self.outlets):
+            return self.outlets[min(place, len(self.outlets) - 1)][1] if self.outlets else self.outlet
+        (low, before), (high, after) = self.outlets[place - 1 : place + 1]
+        return before + (after - before) * (rows - low) / (high - low)
+
+    def shown(self, moments: list[float], rows: int, number: int) -> list[float]:
+        """Return the moments at which the client has a request's tokens. ``number``: of the request, a seed."""
+        outlet = self.outlet_of(rows)
+        late = [moment + outlet for moment in moments] if outlet else moments
+        if not self.jitter:
+            return late
+        _, deviations = min(self.jitter, key=lambda each: abs(each[0] - rows))
+        drawn = [0.0, *Random(number).choices(deviations, k=len(late) - 1)]
+        return list(accumulate(map(add, late, drawn), max))
+
     def teach(self, engine: SimulatedEngine) -> None:
         """Let an engine whose steps are sized by time know step times, as one that has served before."""
         if self.scheduler.itl_target is None and self.scheduler.speculation is None:
+            return
+        if self.learned is not None:
+            engine.scheduler.times.restore(self.learned)
             return
         most, rows = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
         for _ in range(LESSONS):
@@ -208,9 +244,10 @@ class Fleet(Disturbed):
         for _ in range(self._engines):
             self.start(0.0, ready_at=0.0)
         self.plan_events()
-        look, arrived = self.interval, 0
+        look, arrived, free = self.interval, 0, 0.0
         for number, each in enumerate(asked):
-            due = each.at + self.model.intake
+            began = max(each.at, free)  # a server reads and tokenizes one request after the other
+            due, free = began + self.model.intake, began + self.model.intake / max(1, self._alive)
             self.happen(due)
             while self.scaler is not None and look <= due:
                 self._scale(look, (number - arrived) / self.interval)
@@ -237,6 +274,10 @@ class Fleet(Disturbed):
             self._members[place] = member
             self._router.forget(place)
         self._changed(now)
+
+    @property
+    def _alive(self) -> int:
+        return self._sizes[-1][1]
 
     def _changed(self, now: float) -> None:
         self._sizes.append((now, sum(each.alive for each in self._members)))
@@ -331,11 +372,11 @@ class Fleet(Disturbed):
 
     def _result(self, count: int) -> FleetRun:
         records: list[Record | None] = [None] * count
-        outlet, end = self.model.outlet, 0.0
+        end = 0.0
         for sent, line in self._done:
             moments = sent.before + line.moments
-            end = max(end, moments[-1])
-            shown = [moment + outlet for moment in moments] if outlet else moments
+            shown = self.model.shown(moments, line.rows, sent.number)
+            end = max(end, shown[-1])
             at = sent.asked.at
             records[sent.number] = Record(
                 at, at, shown, shown[-1], sent.asked.prompt_tokens, len(shown), None
@@ -345,7 +386,7 @@ class Fleet(Disturbed):
         asked_for = sum(each.prefix_query_tokens for each in stats)
         return FleetRun(
             [each for each in records if each is not None],
-            end + outlet,
+            end,
             sum((member.ended if not member.alive else end) - member.began for member in members),
             sum(member.engine.device.busy for member in members),
             sum(member.engine.device.steps for member in members),

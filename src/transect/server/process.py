@@ -18,6 +18,7 @@ import os
 import signal
 import socket
 import stat
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -50,6 +51,9 @@ PASSES = 3
 """Passes of the event loop from a connection's acceptance until it is among those of the server."""
 RED_S = 1.0
 """Seconds for which /health reports 503 after the engine's death, so that a probe can see it."""
+SWITCH_S = 1e-3
+"""Seconds after which a thread that reads a large body yields to the event loop. Python's default is 5 ms, for which
+streams of others would wait in every pass of the loop."""
 
 DRAINED, ENGINE_DIED, INTERRUPTED = 0, 1, 130
 
@@ -292,6 +296,7 @@ async def _serve(
     succession: asyncio.Task[None],
     held: bool = False,
 ) -> int:
+    sys.setswitchinterval(SWITCH_S)
     renderer = RenderApart()
     app = create_app(engine, options, renderer)
     serving: Serving = app.state.serving

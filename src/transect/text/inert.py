@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from .tools.registry import for_template
-
 _KEY_DIGITS, _NUMBER_DIGITS = 30, 6
 _LEFT_ALONE = ("role", "type")
 """Keys whose values templates compare, and do not print as text: partial spellings at the ends of these values are not
@@ -237,6 +235,8 @@ def chat_tokens(
     Raises:
         ValueError: see ``ChatTemplate.render`` and ``Tokenizer.encode``.
     """
+    from .tools.registry import for_template
+
     source = template.tool_source if kwargs.get("tools") else template.source
     messages, variables = for_template(source, messages, kwargs)
     rendering = ChatRendering(tokenizer, messages, variables, continue_final_message=continue_final_message)

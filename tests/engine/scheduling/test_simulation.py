@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transect.costs.steps import StepLoad
+from transect.costs.warmth import Warming
 from transect.engine.scheduling.request import Request
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
@@ -47,11 +48,11 @@ def known(times, law):
     times.learn = lambda *lesson: None
 
 
-def run(work, config, lag, host, leaps, law=seconds, clients=1):
+def run(work, config, lag, host, leaps, law=seconds, clients=1, warming=None):
     def of(batch):
         return law(StepLoad.of(batch.spans()))
 
-    engine = SimulatedEngine(config, of, lag=lag, host=host, decodes=law if leaps else None)
+    engine = SimulatedEngine(config, of, lag=lag, host=host, decodes=law if leaps else None, warming=warming)
     if config.itl_target is not None:
         known(engine.scheduler.times, law)
     for number, (at, prompt, outputs, token) in enumerate(work):
@@ -86,15 +87,16 @@ def outcome(engine):
     st.sampled_from((None, 0.0, 4e-3)),
     st.sampled_from((1, 3)),
     st.sampled_from((seconds, windowed)),
+    st.sampled_from((None, Warming(0.3, 4000.0))),
 )
-def test_leaps_change_nothing(seed, rate, lag, host, block_size, room, caching, target, clients, law):
+def test_leaps_change_nothing(seed, rate, lag, host, block_size, room, caching, target, clients, law, warming):
     """Decisions, times and prefix cache, also where steps are sized by time: then with step times that are known."""
     work = workload(seed, 25, rate)
     config = SchedulerConfig(
         num_blocks=int(room * -(-200 // block_size)), block_size=block_size, max_num_seqs=6, max_model_len=200,
         max_num_batched_tokens=24, enable_prefix_caching=caching, itl_target=target, seed=0,
     )  # fmt: skip
-    stepped, leapt = (run(work, config, lag, host, leaps, law, clients) for leaps in (False, True))
+    stepped, leapt = (run(work, config, lag, host, leaps, law, clients, warming) for leaps in (False, True))
     (moments, counted), (moments_leapt, counted_leapt) = outcome(stepped), outcome(leapt)
     assert counted == counted_leapt
     for name, times in moments.items():

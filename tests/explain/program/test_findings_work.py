@@ -10,9 +10,9 @@ from planted_faults import ceilings
 from torch import nn
 
 from transect.explain.program.doing import LIBRARY, calls_itself, doing_of, loop_at
-from transect.explain.program.explain import explain_trace
+from transect.explain.program.explain import explain_trace, waiting_share
 from transect.explain.program.finding import Finding, Material
-from transect.explain.program.findings_calls import looped_share
+from transect.explain.program.findings_calls import looped_share, training_loops
 from transect.explain.program.findings_host import restarted
 from transect.explain.program.sampler import Frame, Sample, StackSamples
 from transect.explain.program.steps import StepWatch
@@ -218,6 +218,34 @@ def test_a_batch_replaces_only_loops_inside_of_a_step(tmp_path):
     assert share(4, 7) == pytest.approx((1.0, 0.0)) and share(6, 7)[0] == 0.0
     assert share(4, 4, 4, 6, backward_ran=False) == pytest.approx((0.8, 0.2), abs=0.01), "the inner loop alone"
     assert share(4, 6, 6, 6, backward_ran=False) == (1.0, 0.0), "both loops"
+
+
+def test_a_loop_of_backward_passes_before_an_optimizers_step_is_replaced_by_a_batch(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("for x in batches:\n    for row in x:\n        net(row).backward()\n    optimizer.step()\n")
+    backward, step = Frame(ENGINE, "_engine_run_backward", 1), Frame("/x/torch/optim/sgd.py", "step", 1)
+
+    def loops(*stacks):
+        samples = [Sample(0.01 * i, stack, 0) for i, stack in enumerate(stacks * 100)]
+        return training_loops(Material(None, None, plain_samples=StackSamples(samples=samples)))
+
+    inner, outer = (backward, Frame(str(path), "train", 3)), (step, Frame(str(path), "train", 4))
+    assert loops(inner, outer) == {(str(path), 1)}
+    assert loops(inner) == {(str(path), 2)}, "no optimizer was seen"
+
+
+def test_a_function_that_is_seen_more_often_without_profiling_waits_for_the_gpu():
+    reads, calls = ((Frame("/x/torch/model.py", name, 1),) for name in ("reads", "calls"))
+    wait = types.SimpleNamespace(ts=np.array([0.0]), dur=np.array([0.005]))
+    split = types.SimpleNamespace(trace=wait, calls=lambda pattern: np.array([0]))
+
+    def samples(*stacks):
+        return StackSamples(samples=[Sample(0.001 * i, stack, 0) for i, stack in enumerate(stacks)])
+
+    profiled = samples(*[reads] * 5, *[calls] * 95)
+    assert waiting_share(split, profiled, samples(*[reads, calls, calls, calls] * 25)) == pytest.approx(0.25, abs=0.02)
+    assert waiting_share(split, profiled, samples(*[calls] * 100)) == 0.0
+    assert waiting_share(split, samples(*[calls] * 4), samples(*[reads, calls] * 50)) == 0.0, "too few were profiled"
 
 
 def test_workers_that_start_again_and_again_are_one_finding():

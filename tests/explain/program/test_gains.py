@@ -81,6 +81,34 @@ def test_what_one_batch_replaces_is_one_finding(source, backward, kinds):
     assert merged[0].where.startswith("script.py:8 in work")
 
 
+@pytest.mark.parametrize(
+    ("kind", "place", "words"),
+    [
+        ("launch", "transformers/generation/utils.py:_sample", "cache_implementation = 'static'"),
+        ("loading", "transformers/trainer.py:_inner_training_loop", "dataloader_num_workers=4"),
+        ("padding", "trl/trainer/sft_trainer.py:train", "packing=True"),
+        ("float32 products", "transformers/trainer.py:training_step", "bf16=True"),
+        ("eager", "transformers/trainer.py:training_step", "torch_compile=True"),
+        ("optimizer", "transformers/trainer.py:training_step", "adamw_torch_fused"),
+        ("sync", "lightning/pytorch/loops/fit_loop.py:run", "log_every_n_steps=50"),
+        ("launch", "sentence_transformers/SentenceTransformer.py:encode", "batch_size=64"),
+        ("python", "sklearn/base.py:transform", "once for all rows"),
+        ("launch", "torch_geometric/nn/conv/gcn_conv.py:forward", "torch_geometric.loader.DataLoader"),
+        ("float32 products", "accelerate/accelerator.py:backward", "mixed_precision='bf16'"),
+    ],
+)
+def test_advice_names_the_users_line_and_the_librarys_own_switch(source, kind, place, words):
+    file, _, function = place.rpartition(":")
+    loader = (Frame("/x/torch/utils/data/dataloader.py", "__next__", 1),) if kind == "loading" else ()
+    stack = (*loader, Frame(f"/x/site-packages/{file}", function, 1), Frame(source, "work", 8))
+    material = Material(
+        types.SimpleNamespace(on_gpu=False), None, plain_samples=StackSamples(samples=[Sample(0.0, stack, 0)] * 80)
+    )
+    (found,) = placed([Finding(kind, kind, "", 0.5, "the usual", share=0.5)], material)
+    assert words in found.advice and found.advice.endswith("Else: the usual")
+    assert found.where == f"script.py:8 in work, which calls {function} ({file})"
+
+
 def test_operators_get_what_samples_leave(source):
     lines = [5] * 60 + [8] * 40
     samples = [Sample(0.002 * i, (Frame(source, "work", line),), 0) for i, line in enumerate(lines)]

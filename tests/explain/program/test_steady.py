@@ -193,3 +193,11 @@ def test_operators_that_wait_for_threads_are_no_calls(material):
     (found,) = crowded(replace(material, facts={"threads": 2}))
     assert found.apply == "one thread" and found.gain >= 1.0 and "10.0 ms with 2 threads" in found.evidence
     assert not list(crowded(replace(material, facts={"threads": 1})))
+
+
+def test_steps_are_those_of_the_window_where_models_train_one_after_another(tmp_path):
+    body = TRAIN.replace("net = ", "kept = []\nfor _ in range(8):\n    net = ", 1)
+    head, _, loop = body.partition("    net = ")
+    loop = "    net = " + loop.replace("\n", "\n    ").rstrip() + "\n    kept.append(optimizer)\n"
+    found = explained(tmp_path, head + loop)
+    assert found.steps is not None and found.steps.explained > 3 and found.steps.count > 400

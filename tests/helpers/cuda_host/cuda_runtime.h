@@ -36,6 +36,8 @@ inline float __uint_as_float(uint32_t bits) { return numbers::of_bits(bits); }
 inline float __fdividef(float a, float b) { return a / b; }
 #define __expf expf  // a name that libraries of C know too
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float rsqrtf(float v) { return 1 / sqrtf(v); }
 
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
@@ -74,6 +76,11 @@ T __shfl_xor_sync(unsigned mask, T v, int lanes) {
   return all[machine::lane() ^ lanes];
 }
 template <typename T>
+T __shfl_up_sync(unsigned mask, T v, int lanes) {
+  const T* all = machine::exchanged(mask, v);
+  return machine::lane() >= lanes ? all[machine::lane() - lanes] : v;
+}
+template <typename T>
 T __shfl_down_sync(unsigned mask, T v, int lanes) {
   const T* all = machine::exchanged(mask, v);
   return machine::lane() + lanes < 32 ? all[machine::lane() + lanes] : v;
@@ -91,6 +98,8 @@ inline unsigned __ballot_sync(unsigned mask, bool v) {
   for (int l = 0; l < 32; l++) found |= (mask >> l & 1 && all[l]) ? 1u << l : 0;
   return found;
 }
+inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
+inline int __ffs(unsigned v) { return __builtin_ffs(v); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 
 inline void __threadfence() {}

@@ -124,6 +124,22 @@ void ld_shared__cluster_v4_f32(T& a, T& b, T& c, T& d, uint32_t at) {
   a = from[0], b = from[1], c = from[2], d = from[3];
 }
 
+inline void st_async_to_cluster(uint32_t at, const void* from, int bytes, uint32_t counts) {
+  if (machine::launch->cluster == 1) machine::fail("illegal instruction: st.async in a launch without clusters");
+  if (at % bytes) machine::fail("a number sent to a place that is no multiple of its size");
+  const unsigned char* v = (const unsigned char*)from;
+  machine::launch->copies.push_back(
+      {&machine::of_cluster(at >> 24), at & 0xFFFFFF, counts & 0xFFFFFF, nullptr, {v, v + bytes}, bytes});
+}
+inline void st_async_shared__cluster_mbarrier__complete_tx__bytes_f32(uint32_t at, float v, uint32_t counts) {
+  st_async_to_cluster(at, &v, 4, counts);
+}
+inline void st_async_shared__cluster_mbarrier__complete_tx__bytes_v4_f32(uint32_t at, float x, float y, float z, float w,
+                                                                         uint32_t counts) {
+  const float v[4] = {x, y, z, w};
+  st_async_to_cluster(at, v, 16, counts);
+}
+
 // All threads of a cluster meet where they wait: none does anything between its arrival and that.
 inline void barrier_cluster_arrive_relaxed_aligned() {}
 inline void barrier_cluster_arrive_aligned() {}
@@ -135,6 +151,10 @@ inline void mbarrier_try_wait_parity_shared__cta_b64(bool& done, uint32_t barrie
   if (done) return machine::acquire(b);
   machine::now->block->at_barrier[barrier].push_back(machine::now);
   machine::leave();
+}
+
+inline void mbarrier_try_wait_parity_acquire_cluster_shared__cta_b64(bool& done, uint32_t barrier, int parity) {
+  mbarrier_try_wait_parity_shared__cta_b64(done, barrier, parity);
 }
 
 inline void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(uint32_t to, const void* from, int bytes,
@@ -242,6 +262,10 @@ void cvt_rn_f16x2_e4m3x2(T& to, uint16_t from) {
 template <typename T>
 void ex2_approx_f32(T& to, float v) { to = exp2f(v); }
 template <typename T>
+void ex2_approx_ftz_f32(T& to, float v) { to = exp2f(v); }
+template <typename T>
+void div_full_f32(T& to, float a, float b) { to = a / b; }
+template <typename T>
 void rsqrt_approx_f32(T& to, float v) { to = 1 / sqrtf(v); }
 template <typename T>
 void lop3_b32(T& to, uint32_t a, uint32_t b, uint32_t c, int table) {
@@ -274,6 +298,16 @@ void ldmatrix_sync_aligned_m8n8_x4_shared_b16(T& a, T& b, T& c, T& d, uint32_t f
   T* to[4] = {&a, &b, &c, &d};
   for (int i = 0; i < 4; i++)
     *to[i] = ((const uint32_t*)shared(rows[i * 8 + machine::lane() / 4], 16, 16))[machine::lane() % 4];
+}
+template <typename T>
+void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(T& a, T& b, T& c, T& d, uint32_t from) {
+  const uint32_t* rows = machine::exchanged(0xFFFFFFFFu, from);
+  T* to[4] = {&a, &b, &c, &d};
+  for (int i = 0; i < 4; i++) {
+    const int row = i * 8 + machine::lane() % 4 * 2, column = machine::lane() / 4;
+    const uint16_t low = ((const uint16_t*)shared(rows[row], 16, 16))[column];
+    *to[i] = low | (uint32_t)((const uint16_t*)shared(rows[row + 1], 16, 16))[column] << 16;
+  }
 }
 template <typename T>
 void movmatrix_sync_aligned_m8n8_trans_b16(T& to, uint32_t v) {

@@ -12,7 +12,8 @@ from transect.train.config import OptimizerConfig
 from transect.train.loop import checkpoint
 from transect.train.loop.health import LEAST
 from transect.train.loop.trainer import Trainer
-from transect.train.optim import AdamW, Offload, OffloadedAdamW
+from transect.train.optim.adamw import AdamW
+from transect.train.optim.offloaded import Offload, OffloadedAdamW
 
 torch.set_num_threads(1)
 SIZES = {"norm": 5, "table": 3000, "middle": 1024, "last": 1}

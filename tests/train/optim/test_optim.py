@@ -7,9 +7,10 @@ from torch import nn
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.optim.adamw import AdamWStep, FusedAdamW
 from transect.train.config import OptimizerConfig
-from transect.train.optim import AdamW, AdamW8bit, Muon, build
-from transect.train.optim.adamw8bit import decode_positive, decode_signed, encode_positive, encode_signed
-from transect.train.optim.muon import orthogonal
+from transect.train.optim import build
+from transect.train.optim.adamw import AdamW
+from transect.train.optim.adamw8bit import AdamW8bit, decode_positive, decode_signed, encode_positive, encode_signed
+from transect.train.optim.muon import Muon, orthogonal
 
 
 def parameters(dtype=torch.float32, seed=0):

@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...models.context import PagedContext
 from ...models.decoder import Decoder
-from ...parallel.experts import idle, meeting
 from ..scheduling.batch import PLACEHOLDER, Handle, ScheduledBatch, StepResult
 from ..scheduling.constraint import MaskFiller, fill_each
-from .adapter_slots import AdapterSlots
 from .penalties import Pick
 from .prompt_results import prompt_results
 from .sampler import Sampler
+
+if TYPE_CHECKING:
+    from ...parallel.experts import ExpertRanks
+    from .adapter_slots import AdapterSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,12 @@ class Runner:
         self._k_cache, self._v_cache = k_cache, v_cache
         self._block_size = v_cache.shape[3]
         self._sampler = Sampler(fill_masks)
-        self._sharing = meeting(model)
+        self._sharing: ExpertRanks | None = None
+        """Ranks that share the experts, which each step meets first."""
+        if model.config.moe is not None:
+            from ...parallel.experts import meeting
+
+            self._sharing = meeting(model)
         self._drawn: dict[int, int] = {}
         """Tokens of the previous step, by seq_id: with async scheduling the next batch was planned without them."""
 
@@ -98,6 +106,8 @@ class Runner:
     def idle(self) -> None:
         """Take part in a step of ranks that share experts, without a batch."""
         if self._sharing is not None and self._sharing.meet(0):
+            from ...parallel.experts import idle
+
             idle(self._model, self._model.norm.weight)
 
     def abandon(self) -> None:

@@ -276,7 +276,8 @@ class EngineCore:
         learned, began = 0.0, max(done.submitted, self._ended)
         launching = self._timed and self._launched_large and self.lag > 0
         late = (self._waited or launching) and ended - asked < LATE
-        if self._learns:
+        speculation = self.scheduler.speculation
+        if self._timed or (self._learns and (speculation is None or speculation.wants_times)):
             learned = self._learn(done, ended, late)
         self._ended = ended
         if late and launching:  # the next step has begun since, with the first of its kernels

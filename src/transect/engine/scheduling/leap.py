@@ -111,7 +111,7 @@ def _moments(
 ) -> list[float]:
     """Let the device take up to ``most`` steps, and note their times. Returns the ends of the steps, or with
     a lag those of the steps before each."""
-    host, lag = device.host, core.lag
+    host, lag, warmth = device.host, core.lag, device.warmth
     rows, keys = len(running), sum(seq.length for seq in running)
     ends = sorted((count, seq.length + count) for seq, count in zip(running, left, strict=True))
     gone = 0
@@ -133,9 +133,10 @@ def _moments(
             if lag and taken <= host:  # the host is what it waits for
                 most = len(found)
                 break
-            found.append(end if lag else end + taken + gap)
-            end += taken + gap
-            device.busy += taken
+            step = taken if warmth is None else warmth.step(rows, end + gap, taken)
+            found.append(end if lag else end + step + gap)
+            end += step + gap
+            device.busy += step
             keys += rows
             taken += more or 0.0
         count = len(found) - before

@@ -202,7 +202,6 @@ class Scheduler(Bookkeeping):
         flight. ``most``: rows of a step in a pipeline."""
         assert self.speculation is not None
         if self.speculation.rests(len(self.running)):
-            self.speculation.worthwhile, self.speculation.seconds_spent = False, 0.0
             return {}
         decoding: list[Sequence] = []
         others, all_known, staged = 0, True, self.config.pipeline_depth > 1

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from ...costs.warmth import Warming, Warmth
 from .clock import VirtualClock
 from .core import LOOK, EngineCore
 from .drafters.planned import Ahead, PlannedDrafter, PlannedModel
@@ -29,6 +30,7 @@ class Timeline:
 
     Attributes:
         moments: when each of its tokens was known.
+        rows: of the step that drew the first token.
         cached: prompt tokens that the prefix cache held.
         reason: why it ended; empty before.
     """
@@ -36,6 +38,7 @@ class Timeline:
     request_id: str
     index: int
     moments: list[float] = field(default_factory=list)
+    rows: int = 0
     cached: int = 0
     reason: str = ""
 
@@ -54,6 +57,7 @@ class SimulatedEngine:
         now: seconds at which the clock begins.
         acceptance: chance that a draft is right if those before it are; with it ``config.speculation`` drafts.
         drafter: seconds of a step of the model that drafts, if one does.
+        warming: effect of the device's work on its steps, if there is one.
 
     Attributes:
         done: choices that have ended since they were last taken away.
@@ -71,10 +75,11 @@ class SimulatedEngine:
         now: float = 0.0,
         acceptance: float | None = None,
         drafter: DecodeSeconds | None = None,
+        warming: Warming | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.clock.advance(now)
-        self.device = VirtualDevice(self.clock, seconds, host, latency)
+        self.device = VirtualDevice(self.clock, seconds, host, latency, None if warming is None else Warmth(warming))
         self.scheduler = Scheduler(config, self.clock)
         self.device.is_void = self.scheduler.jumps.is_void
         speculation = self.scheduler.speculation
@@ -110,6 +115,7 @@ class SimulatedEngine:
             if line is None:  # its client has left before
                 continue
             if output.new_token_ids:
+                line.rows = line.rows or len(outputs)
                 line.moments.extend([now] * len(output.new_token_ids))
             if output.finish_reason is not None:
                 line.reason, line.cached = output.finish_reason, output.num_cached_tokens
@@ -149,6 +155,7 @@ class SimulatedEngine:
         for seq, tokens in found.tokens:
             name = seq.request_id, seq.index
             line = self.lines[name]
+            line.rows = line.rows or len(found.tokens)
             line.moments.extend(found.moments[:tokens])
             if seq.finish_reason is not None:
                 line.reason, line.cached = seq.finish_reason, seq.num_cached

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...costs.steps import StepLoad
+from ...costs.warmth import Warmth
 from .batch import Handle, ScheduledBatch, StepResult
 from .clock import VirtualClock
 
@@ -22,6 +23,7 @@ class VirtualDevice:
         host: seconds of the host before each step.
         latency: seconds from the beginning of a step until its tokens are known, where the device works on several
             steps at a time; None if they are ``seconds``.
+        warmth: slowdown by recent work; None if there is none.
 
     Attributes:
         outputs: tokens that each sequence draws, by its number.
@@ -31,9 +33,14 @@ class VirtualDevice:
     """
 
     def __init__(
-        self, clock: VirtualClock, seconds: StepSeconds, host: float = 0.0, latency: StepSeconds | None = None
+        self,
+        clock: VirtualClock,
+        seconds: StepSeconds,
+        host: float = 0.0,
+        latency: StepSeconds | None = None,
+        warmth: Warmth | None = None,
     ) -> None:
-        self.clock, self.seconds, self.host, self.latency = clock, seconds, host, latency
+        self.clock, self.seconds, self.host, self.latency, self.warmth = clock, seconds, host, latency, warmth
         self.outputs: dict[int, Iterator[int]] = {}
         self.free_at = self.known_at = self.busy = 0.0
         self.steps = 0
@@ -46,6 +53,8 @@ class VirtualDevice:
         """Start the step when the previous one is done."""
         self.clock.advance(self.host)
         seconds, began = self.seconds(batch), max(self.free_at, self.clock.now())
+        if self.warmth is not None:
+            seconds = self.warmth.step(batch.num_tokens, began, seconds)
         self.free_at = began + seconds
         self.busy += seconds
         self.steps += 1

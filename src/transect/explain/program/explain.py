@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,20 +26,26 @@ from ...hardware.device import detect
 from ...ops.cpu.ceilings import device_measurement
 from .changes import NotPossible
 from .doing import waits_for_gpu
-from .finding import Material, weighed
+from .finding import MANY, Material, weighed
 from .findings import find
+from .findings_host import IDLE
 from .gaps import Named, name_gaps
 from .recording import CHAINED, LAYERS, autograd_seconds, marks, memory_share, profiler_seconds
 from .report import Explanation
-from .sampler import StackSamples
+from .sampler import Sample, StackSamples
 from .script import Input, Script, ScriptFailed
-from .split import Split, split_trace, trace_seconds
+from .split import WAITS, Split, split_trace, trace_seconds
 from .steady import Steady, Steps
 from .timing import timed
 from .trace import KERNEL, OP, Trace
 
 SLOWED = {"launch": 0.8, "host": 0.35, "sync": 0.5, "loading": 0.35, "unrated": 0.2}
 """Parts that profiling makes longer (calls of operators, and Python), and the share of each that it can be."""
+
+
+SEEN, LONGER = 0.05, 2.0
+"""Least share of samples of a function that may wait for a GPU, and the factor by which its share may grow without
+profiling if it does not."""
 
 
 class Explain:
@@ -110,6 +117,7 @@ class Explain:
             "unused": steady.watch.unused,
             "steps": steady.steps.explained if steady.steps is not None else 0,
             "memory": memory_share(trace.on_gpu),
+            "fused": {},
         }
         if self._all_cores and steady.recording.idle_cores is not None:
             facts["idle_cores"] = steady.recording.idle_cores
@@ -206,7 +214,7 @@ def explain_trace(
     wall = trace_seconds(trace)
     plain = min(wall, plain_s) if plain_s else None if share is None else wall * share
     split = split_trace(trace, ceilings, profiler_s=profiler_s, padding=padded, plain=plain)
-    named = name_gaps(split, samples)
+    named = name_gaps(split, samples, steady=steps is not None)
     if steps_s:
         split.rate(steps_s)
         split.notes.append("floors of kernels without shapes are those of the engine's steps")
@@ -220,13 +228,38 @@ def explain_trace(
     elif not any(key.shapes for key in trace.keys):
         split.notes.append("the trace has no shapes (record_shapes=True records them): no kernel has a floor")
     if plain_samples is not None and split.on_gpu:
-        waits = weighed(plain_samples.samples, lambda sample: "waits" if waits_for_gpu(sample.stack) else "")
-        split.waiting = waits.get("waits", 0.0)
+        split.waiting = waiting_share(split, samples, plain_samples)
     if plain is not None:
         # The host may run ahead in each step that was timed: the GPU's work is needed in any case.
         named = fit(split, named, max(plain, min(wall, split.busy)) if split.on_gpu else plain)
     found = find(Material(split, ceilings, named, samples, facts, plain_samples))
     return Explanation(split, found, named, facts, ceilings, steps=steps)
+
+
+def waiting_share(split: Split, samples: StackSamples | None, plain: StackSamples) -> float:
+    """Return the share of the time without profiling in which the main thread waited for a GPU, by samples.
+
+    Profiling makes all of the host's own work longer, and waits shorter. A function waits that is seen far more often
+    without profiling than among those profiled samples that are in no wait.
+    """
+
+    def name(sample: Sample) -> str:
+        return f"{sample.stack[0].file}:{sample.stack[0].function}"
+
+    trace, calls = split.trace, split.calls(WAITS)
+    begins, ends = trace.ts[calls], np.maximum.accumulate(trace.ts[calls] + trace.dur[calls])
+    profiled = samples.samples if samples is not None else []
+    before = np.searchsorted(begins, [each.at for each in profiled], side="right") - 1
+    works = [each for each, i in zip(profiled, before.tolist(), strict=True) if i < 0 or ends[i] < each.at]
+    usual = Counter(map(name, works))
+    shares = weighed(plain.samples, name)
+    waits = {f"{each.stack[0].file}:{each.stack[0].function}" for each in plain.samples if waits_for_gpu(each.stack)}
+    share = 0.0
+    for each, seen in shares.items():
+        expected = 0.0 if each in waits or not works else usual[each] / len(works)
+        if each in waits or (len(works) >= 2 * MANY and seen >= SEEN):
+            share += max(0.0, seen - LONGER * expected)
+    return share
 
 
 def ran_backward(trace: Trace) -> bool:
@@ -275,7 +308,7 @@ def fit(split: Split, named: list[Named], plain: float) -> list[Named]:
     """Change the parts so that all but "profiler" add up to ``plain``, the seconds of the same work without profiling.
 
     On a host the split has already taken a constant from each operator, and what is left is due to the machine's
-    speed. On a GPU profiling makes some parts longer (``SLOWED``).
+    speed. On a GPU profiling makes some parts longer (``SLOWED``), but no sleep and no wait for another thread.
 
     Returns:
         ``named`` with times that fit.
@@ -284,7 +317,9 @@ def fit(split: Split, named: list[Named], plain: float) -> list[Named]:
     excess = split.own - plain
     split.measured = True
     before = dict(parts)
-    slowed = {part: most * parts[part] for part, most in SLOWED.items() if parts[part] > 0 and split.on_gpu}
+    still = sum(each.seconds for each in named if each.doing.kind in IDLE)
+    own = {part: parts[part] - (still if part == "host" else 0.0) for part in SLOWED}
+    slowed = {part: most * own[part] for part, most in SLOWED.items() if own[part] > 0 and split.on_gpu}
     if excess > 0 or not slowed:
         taken = max(0.0, min(1.0, excess / (sum(slowed.values()) or 1.0)))
         for part, seconds in slowed.items():

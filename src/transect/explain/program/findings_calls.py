@@ -11,7 +11,7 @@ import numpy as np
 
 from .doing import doing_of, loop_around, loop_text, loops_around
 from .finding import MANY, Finding, Material, weighed
-from .findings_work import REACHED, shapes_of
+from .findings_work import NODES, REACHED, shapes_of
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, floor
 from .sampler import Frame, Sample
 from .split import COPIES, PLUMBING, SLOW_CALL_S, SMALL_S, SYNC, WAITS, Split
@@ -156,11 +156,12 @@ def launching(material: Material) -> Iterator[Finding]:
         fused *= 1.0 - _recurrent(split) * max(0.0, 1.0 - gaps / (split.parts["launch"] or 1.0))
     if not split.on_gpu and not chained:  # on a GPU a graph replaces all calls
         looped, compiled = looped_share(material)
+        seconds_called = seconds
         computed = split.parts["floor"] + split.parts["inefficiency"] + split.parts["padding"]
         # Where operators compute for most of the time, batches are large already, and a compiler may join calls.
         seconds = looped * (fused if computed > LARGE_WORK * split.own else _batched(split, seconds))
         if compiled:
-            yield _compiled(material, fused, compiled)
+            yield _compiled(material, seconds_called * _fusible(split, of_modules=True), compiled)
             fused *= looped
     yield Finding(
         "launch",
@@ -240,7 +241,7 @@ def looped_share(material: Material) -> tuple[float, float]:
         if not place and any(frame.file.endswith("/torch/nn/modules/module.py") for frame in sample.stack):
             place = "module"
         inside = loop_around(sample.stack) not in training
-        return "loop" if inside and place in ("", "module") else place
+        return "loop" if inside and place != "optimizer" else place
 
     times = weighed(calling, name)
     loop, once = times.get("loop", 0.0), times.get("", 0.0) + times.get("module", 0.0)
@@ -267,8 +268,17 @@ def _around_most(calling: Sequence[Sample]) -> float:
 
 
 def training_loops(material: Material) -> set[tuple[str, int]]:
-    """Return the innermost loops with a backward pass or an optimizer, by file and first line."""
-    return {loop_around(sample.stack) for sample in material.stacks if _place(sample.stack)}
+    """Return the innermost loops with a backward pass or an optimizer, by file and first line. A loop of backward
+    passes inside of one with an optimizer is none: it accumulates gradients, and a batch replaces it."""
+    updating = {loop_around(sample.stack) for sample in material.stacks if _place(sample.stack) == "optimizer"}
+    found = {loop_around(sample.stack) for sample in material.stacks if _place(sample.stack)}
+    return {each for each in found if each in updating or not _inside(each, updating)}
+
+
+def _inside(loop: tuple[str, int], others: set[tuple[str, int]]) -> bool:
+    """Return True if a loop is inside of one of the others."""
+    file, first = loop
+    return bool(file) and any((file, begin) in others for begin in loops_around(file, first))
 
 
 def _place(stack: tuple[Frame, ...]) -> str:
@@ -278,14 +288,25 @@ def _place(stack: tuple[Frame, ...]) -> str:
     return "optimizer" if any("/torch/optim/" in frame.file for frame in stack) else ""
 
 
-def _fusible(split: Split) -> float:
-    """Return the share of calls that a compiler removes: it fuses operators between two products."""
+def _fusible(split: Split, of_modules: bool = False) -> float:
+    """Return the share of calls that a compiler removes: it fuses operators between two products.
+
+    Args:
+        of_modules: count only operators that autograd recorded, and those of backward passes, if one ran on a host.
+    """
     trace = split.trace
     if split.on_gpu:
         launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
         called = [launcher[link] for i in trace.where(KERNEL) if (link := int(trace.link[i])) in launcher]
     else:
-        called = [int(i) for i in trace.where(OP) if trace.lane[i] == split.lane]
+        ops = np.flatnonzero((trace.kind == OP) & (trace.lane == split.lane))
+        nodes = ops[np.isin(trace.key[ops], [i for i, key in enumerate(trace.keys) if key.name.startswith(NODES)])]
+        if of_modules and len(nodes):
+            recorded = np.array([bool(key.nodes) for key in trace.keys])[trace.key[ops]]
+            before = np.searchsorted(trace.ts[nodes], trace.ts[ops], side="right") - 1
+            ends = trace.ts[nodes] + trace.dur[nodes]
+            ops = ops[recorded | ((before >= 0) & (ends[before] >= trace.ts[ops]))]
+        called = ops.tolist()
     products = [_is_product(key.name) for key in trace.keys]
     counted = [key.name not in FREE | SYNC for key in trace.keys]
     numbers = [number for i in called if counted[number := int(trace.key[i])]]

@@ -47,11 +47,12 @@ class Named:
     """Contiguous stretches of samples."""
 
 
-def name_gaps(split: Split, samples: StackSamples | None = None) -> list[Named]:
+def name_gaps(split: Split, samples: StackSamples | None = None, *, steady: bool = False) -> list[Named]:
     """Move the time of gaps to their parts; returns the host's work in them.
 
     Args:
         samples: of the main thread, on the trace's clock.
+        steady: the trace has only steps that repeat: looking for modules in them is Python work, and no start-up.
     """
     trace = split.trace
     if split.on_gpu:
@@ -67,7 +68,7 @@ def name_gaps(split: Split, samples: StackSamples | None = None) -> list[Named]:
             split.parts[part] -= moved
             split.parts["profiler"] += moved
             left -= moved
-        return _moved(split, _named(split, samples)) + _inside_calls(split, samples)
+        return _moved(split, _named(split, samples), steady) + _inside_calls(split, samples)
     groups = _alike(split)
     _leave_interruptions_out(split, samples, groups)
     _find_python(split, samples, groups)
@@ -85,7 +86,7 @@ def name_gaps(split: Split, samples: StackSamples | None = None) -> list[Named]:
         # Rare and not very long: the loop was interrupted by other work on the machine.
         loop = Doing("launch", "loop", None)
         named = [replace(each, doing=loop) if each.doing.kind == "python" else each for each in named]
-    return _moved(split, named) + _inside_calls(split, samples)
+    return _moved(split, named, steady) + _inside_calls(split, samples)
 
 
 def _alike(split: Split) -> list[list[IdleGap]]:
@@ -193,8 +194,11 @@ def _inside_calls(split: Split, samples: StackSamples | None) -> list[Named]:
     return named
 
 
-def _moved(split: Split, named: list[Named]) -> list[Named]:
+def _moved(split: Split, named: list[Named], steady: bool) -> list[Named]:
     """Move the time of gaps that are not Python work to their parts."""
+    if steady:
+        python = [replace(each.doing, kind="python") if each.doing.kind == "import" else each.doing for each in named]
+        named = [replace(each, doing=doing) for each, doing in zip(named, python, strict=True)]
     for each in named:
         part = "startup" if each.doing.kind == "import" else each.doing.part
         if part != "host":

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ...costs.ceilings import Ceilings
-from .op_floor import floor, own_floors
+from .op_floor import FREE, floor, own_floors
 from .overhead import IdleGap, idle_seconds, late_start, own_overhead, segment_costs, without
 from .stretches import COMPILING, LOADING, pieces, self_segments, stretches
 from .trace import COPY, KERNEL, OP, RANGE, RUNTIME, SET, Key, Trace
@@ -209,19 +209,20 @@ class Split:
     def issued(self, blocked: float) -> float:
         """Return ``issuing``, without what launches take above ``blocked`` seconds, where the queue may be full. If a
         program was timed and the GPU was idle for long, the host decided how long it took."""
-        calls, end = self._calls(WAITS), self.begin + self.wall
+        calls, end = self.calls(WAITS), self.begin + self.wall
         firsts = np.maximum(self.trace.ts[calls], self.begin)
         lasts = np.minimum(self.trace.ts[calls] + self.trace.dur[calls], end)
         waited = float(np.maximum(0.0, lasts - firsts).sum())
-        launches = self.trace.dur[self._calls("Launch")]
+        launches = self.trace.dur[self.calls("Launch")]
         waited += float((launches[launches > blocked] - blocked).sum())
+        seen = (1.0 - self.waiting) * self.own
         if self.measured and self.own - self.busy > IDLE * self.own:
-            return max(0.0, self.own - waited)
+            return min(max(0.0, self.own - waited), seen)
         profiling = max(self.profiling, self.recording) if self.measured else self.profiling
         issuing = max(0.0, self.wall - waited - profiling - self.held_host)
-        return min(issuing, (1.0 - self.waiting) * self.own)
+        return min(issuing, seen)
 
-    def _calls(self, pattern: str) -> np.ndarray:
+    def calls(self, pattern: str) -> np.ndarray:
         """Return the driver calls whose names match a pattern, in the explained time."""
         trace = self.trace
         numbers = [number for number, key in enumerate(trace.keys) if re.search(pattern, key.name)]
@@ -463,7 +464,7 @@ def _device(
 
 def on_the_host(trace: Trace) -> list[int]:
     """Return the operators that take long without using the GPU, excluding nested ones. Compiling and loading data are
-    excluded, because they are parts of their own."""
+    excluded, because they are parts of their own, and operators that only make views."""
     calls = np.sort([float(trace.ts[i]) for i in trace.where(RUNTIME) if re.search(ISSUES, trace.key_of(int(i)).name)])
     found: list[int] = []
     ends: dict[int, float] = {}
@@ -472,7 +473,7 @@ def on_the_host(trace: Trace) -> list[int]:
         if end - begin < HOST_OP_S or begin < ends.get(lane, 0.0):
             continue
         name = trace.key_of(int(index)).name
-        if COMPILING.search(name) or LOADING.search(name):
+        if COMPILING.search(name) or LOADING.search(name) or name in FREE:
             ends[lane] = end
         elif np.searchsorted(calls, begin) == np.searchsorted(calls, end):
             found.append(int(index))

@@ -210,7 +210,8 @@ class Steady:
         self._taken.add(mark)
         if self._state == "plain":
             self._before = UnprofiledSteps(self._least_s)
-        self._inside.clear()
+        if self._state in ("plain", "window"):  # afterwards the window's steps are known
+            self._inside.clear()
         self._after.restart()
 
     def _replaced(self, mark: Mark) -> bool:

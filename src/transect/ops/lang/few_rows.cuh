@@ -51,6 +51,13 @@ __device__ __forceinline__ void read_matrices(uint32_t (&v)[4], uint32_t from) {
                : "r"(from));
 }
 
+// As ``read_matrices``, of the transposed matrices.
+__device__ __forceinline__ void read_transposed(uint32_t (&v)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(from));
+}
+
 // c += a b: a is 16 rows of the weight by 16 k, b 16 k by 8 rows of x, bfloat16; c float32: of lane l, rows l / 4
 // (c[0], c[1]) and l / 4 + 8 of the weight, rows 2 (l % 4) and 2 (l % 4) + 1 of x. The weight is the left operand
 // because that is the wide one: few rows of x would leave most of it empty.
@@ -118,6 +125,14 @@ __device__ __forceinline__ void inverse_rms(float* to, const float* squares, flo
       if (sixteenth == 0 && row0 + r * group < rows) to[row0 + r * group] = rsqrtf(sum[r] / K + eps);
     }
   }
+}
+
+// silu(gate) up, by the instructions of many_rows/triton.py, so that both give the same bits.
+__device__ __forceinline__ float gated(float gate, float up) {
+  float power, root;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(-(1.4426950408889634f * gate)));
+  asm("rsqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(1 + power));
+  return up * gate * (root * root);
 }
 
 // Dependent launch (Hopper): the next kernel on the stream may begin; everything before this one is done and visible.

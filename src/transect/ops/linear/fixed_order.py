@@ -24,19 +24,24 @@ if TYPE_CHECKING:
     from .many_rows.tiling import ManyRowsTiling
 
 PARTS, NARROW = 4, 8192
-"""Parts of K of a narrow weight (``parts_of``), and its most outputs."""
+"""Most parts of K of a narrow weight (``parts_of``), and its most outputs."""
+FEWER, SHORT = 4096, 8192
+"""A narrow weight of more outputs than the one and fewer inputs than the other has half as many parts."""
 
 
 def parts_of(x: Tensor, outputs: int) -> int:
     """Return the number of parts of K that invariant products of x ``[T, I]`` sum apart and then add in order.
 
     It depends on the weight's shape, the dtype and the GPU, not on the number of rows. On Hopper a narrow weight has
-    four, which as many blocks can share: with one, the blocks for 64 rows would take in X too often.
+    several, which as many blocks can share: with one, the blocks for 64 rows would take in X too often. Tiles of many
+    rows are then smaller, because they hold two sums; and two parts are enough to keep all blocks busy if there are
+    more than 64 sixty-fours of outputs.
     """
     inputs = x.shape[1]
     if INTERPRETED or x.dtype != torch.bfloat16 or not on_hopper(x.device):
         return 1
-    return PARTS if outputs <= NARROW and inputs % (64 * PARTS) == 0 else 1
+    parts = PARTS // 2 if outputs > FEWER and inputs < SHORT else PARTS
+    return parts if outputs <= NARROW and inputs % (64 * parts) == 0 else 1
 
 
 def on_hopper(device: torch.device) -> bool:

@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from .bounds import LONG_NUMBER, TOO_DEEP, check_depth, check_numbers, check_values
+from .bounds import TOO_DEEP, check_depth, check_numbers, check_values, may_have_long_numbers
 from .errors import ApiError, from_validation
 
 # A client that is still sending cannot read the answer, so an oversized body is read on and thrown away up to this
@@ -90,12 +90,12 @@ def _checked(body: bytes, model: type[BaseModel] | None) -> Any:
 def _parsed(body: bytes) -> Any:
     """Parse a body as plain values. Raises ApiError as ``BoundedRequest.json`` does."""
     try:
-        value = pydantic_core.from_json(body, allow_inf_nan=False)
+        value = pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         if "recursion limit" not in str(error):
             raise _refusal(body, str(error)) from None
         value = _nested(body)
-    if LONG_NUMBER.search(body):
+    if may_have_long_numbers(body):
         check_numbers(value)
     return value
 

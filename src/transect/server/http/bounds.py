@@ -7,7 +7,6 @@ ids is checked as a whole.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -35,8 +34,7 @@ MAX_MESSAGES = 10_000
 MAX_TEMPLATE_ARGUMENTS = 1_000
 MAX_DEPTH = 400
 """Deepest nesting of lists and objects; a schema uses two levels for each level of its objects."""
-LONG_NUMBER = re.compile(rb"[0-9]{19}")
-"""Pattern of whole numbers that may exceed 64 bits; a body without a match has none."""
+_DIGITS = bytes(ord("0") if chr(byte).isascii() and chr(byte).isdigit() else ord(" ") for byte in range(256))
 TOO_DEEP = ApiError(
     400,
     f"the JSON of the body is nested too deeply: send at most {MAX_DEPTH} levels of lists and objects",
@@ -44,6 +42,12 @@ TOO_DEEP = ApiError(
 )
 TOO_MANY = "the body holds more than {} {}: send fewer values in one request"
 PROMPT_FORMS = "must be a string, a list of strings, a list of token ids or a list of lists of token ids"
+
+
+def may_have_long_numbers(body: bytes) -> bool:
+    """Return True if ``body`` has 19 digits in a row: whole numbers that exceed 64 bits have as many. Python's other
+    work waits meanwhile; a regular expression takes eight times as long."""
+    return b"0" * 19 in body.translate(_DIGITS)
 
 
 def check_values(body: bytes) -> None:

@@ -10,12 +10,12 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ...text.chat_template import ChatTemplate
 from ...text.inert import ChatRendering
 from ...text.tokenizer import Tokenizer
-from ...text.tools.registry import for_template
 from .files import DataFile, Row
 from .layouts import (
     ALIKE,
@@ -116,8 +116,7 @@ class Forms:
     ) -> None:
         self._skip, self._some, self._columns = skip, some, columns or {}
         check_columns(self._columns)
-        self._template = "" if template is None else template.sources
-        self._thoughts = template is not None and prints_thoughts(template)
+        self._template = template
         self.tallies: list[RowCounts] = []
 
     def read(self, name: str, rows: Iterable[Row], use: Callable[[Form], Any]) -> Iterator[Any]:
@@ -149,36 +148,39 @@ class Forms:
             tally.read += 1
             tally.ignored.update(found.ignored(row))
             tally.ignored.update(replaced)
-            tally.ignored.update(f"{key} of messages" for key in unread_keys(form, self._template, self._thoughts))
+            tally.ignored.update(f"{key} of messages" for key in self._unread_keys(form))
             yield made
         if layout is None and tally.left_out and self._some:
             raise ValueError(str(tally))
 
+    @cached_property
+    def _thoughts(self) -> bool:
+        """True if the template prints the thoughts of an answer without calls."""
+        return self._template is not None and prints_thoughts(self._template)
 
-def unread_keys(form: Form, template: str, thoughts: bool) -> set[str]:
-    """Find nonempty keys of a form's messages that a template of this text does not print.
-
-    Args:
-        thoughts: as ``prints_thoughts``.
-    """
-    if isinstance(form, Text | CompletionExample):
-        return set()
-    if isinstance(form, ChatExample):
-        messages = form.messages
-    else:
-        answers = (form.completion,) if isinstance(form, Rated) else (form.chosen, form.rejected)
-        messages = [*form.prompt, *(message for answer in answers for message in answer)]
-    keys = {key for message in messages for key, value in message.items() if value not in (None, "", [], {})} - USED
-    found = {key for key in keys - {THOUGHTS} if key not in template}
-    thinking = [message for message in messages if message.get(THOUGHTS)]
-    beside_calls = thoughts or any(mark in template for mark in (THOUGHTS, "thinking", THOUGHTS_END))
-    if any(not (beside_calls if message.get("tool_calls") else thoughts) for message in thinking):
-        found.add(THOUGHTS)
-    return found
+    def _unread_keys(self, form: Form) -> set[str]:
+        """Find nonempty keys of a form's messages that the template does not print."""
+        if isinstance(form, Text | CompletionExample):
+            return set()
+        if isinstance(form, ChatExample):
+            messages = form.messages
+        else:
+            answers = (form.completion,) if isinstance(form, Rated) else (form.chosen, form.rejected)
+            messages = [*form.prompt, *(message for answer in answers for message in answer)]
+        template = "" if self._template is None else self._template.sources
+        keys = {key for message in messages for key, value in message.items() if value not in (None, "", [], {})} - USED
+        found = {key for key in keys - {THOUGHTS} if key not in template}
+        thinking = [message for message in messages if message.get(THOUGHTS)]
+        beside_calls = self._thoughts or any(mark in template for mark in (THOUGHTS, "thinking", THOUGHTS_END))
+        if any(not (beside_calls if message.get("tool_calls") else self._thoughts) for message in thinking):
+            found.add(THOUGHTS)
+        return found
 
 
 def prints_thoughts(template: ChatTemplate) -> bool:
     """Return True if a template prints the thoughts of an answer without calls."""
+    from ...text.tools.registry import for_template
+
     probe = "thoughts of a probe"
     messages = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "1", THOUGHTS: probe}]
     told, variables = for_template(template.source, with_thoughts(messages, template.source), {}, apart=False)
@@ -378,6 +380,8 @@ class _Rendered:
     """A chat in which messages cannot spell special tokens, and the texts of its beginnings."""
 
     def __init__(self, messages: Any, tokenizer: Tokenizer, template: ChatTemplate, tools: list[Any] | None) -> None:
+        from ...text.tools.registry import for_template
+
         source = template.tool_source if tools else template.source
         messages = with_thoughts(messages, source)
         told, variables = for_template(source, messages, {"tools": tools} if tools else {}, apart=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ...parallel.pulse import Pulse, default_store
 from ...parallel.world import Failure, SharedValueError, Solo, World
@@ -22,8 +22,10 @@ from ..config import TrainConfig
 from ..config.parallel import ParallelConfig
 from ..objectives.base import StepFailed
 from ..objectives.share import RolloutShare, Sums
-from ..optim import Offload
 from .strategies import strategy_for
+
+if TYPE_CHECKING:
+    from ..optim.offloaded import Offload
 
 Made = TypeVar("Made")
 
@@ -85,6 +87,8 @@ class Crew:
         parallel = self.config.parallel
         if parallel.offload == "none":
             return None
+        from ..optim.offloaded import Offload
+
         cores = self.config.threads or len(os.sched_getaffinity(0)) // self.world.on_host
         return Offload(
             folder=self.strategy.folder,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from ...models.decoder import Decoder
 from ...models.stored import StoredWeights
 from ...models.weights.dropout import Moment
 from ...ops.opset import OpSet, resolve_ops
-from ...parallel.parallelize import Parallel
 from ...spec.model import ModelConfig
 from ...text.chat_template import ChatTemplate
 from ...text.export import export_tokenizer
@@ -33,6 +33,9 @@ from ..config.adapters import LoRAConfig
 from ..config.objectives import objective_kind
 from ..data.chat import run_template
 from .new_tokens import grown_tables, write_with_tokens
+
+if TYPE_CHECKING:
+    from ...parallel.parallelize import Parallel
 
 log = logging.getLogger(__name__)
 

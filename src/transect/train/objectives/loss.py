@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,10 +15,12 @@ from ...models.decoder import Decoder
 from ...ops.loss.linear_cross_entropy_cpu import LinearCrossEntropy
 from ...ops.loss.linear_cross_entropy_torch import linear_cross_entropy
 from ...ops.registry import Unavailable, get
-from ...parallel.parallelize import Parallel
-from ...parallel.pipeline import StagedBatch
 from ..data.batches import IGNORE, Batch, padded
 from .share import WHOLE, RolloutShare
+
+if TYPE_CHECKING:
+    from ...parallel.parallelize import Parallel
+    from ...parallel.pipeline import StagedBatch
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,8 @@ def _shared_loss(model: Decoder, batch: Batch, loss: TokenLoss, parallel: Parall
 
 def piece(parallel: Parallel, batch: Batch, loss: TokenLoss, share: float = 1.0) -> StagedBatch:
     """Compute this rank's part of a micro-batch, with its mean loss multiplied by ``share``."""
+    from ...parallel.pipeline import StagedBatch
+
     whole = padded(batch, parallel.token_multiple)
     parallel.meet(whole.num_tokens)
     tokens, positions, labels = map(parallel.own_tokens, (whole.tokens_T, whole.positions_T, whole.labels_T))

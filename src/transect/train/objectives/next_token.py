@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -12,12 +12,14 @@ from torch import Tensor
 from ..config import TrainConfig
 from ..data.batches import IGNORE, Batch
 from ..data.loader import Loader, Position, load_stream
-from ..data.streaming import StreamingLoader
 from ..model.build import Trainable
 from .balance import Balance
 from .base import Evaluation, Objective, StepFailed
 from .loss import batch_loss, evaluate, token_loss
 from .share import WHOLE, RolloutShare, Sums
+
+if TYPE_CHECKING:
+    from ..data.streaming import StreamingLoader
 
 
 class NextToken(Objective):
@@ -42,6 +44,8 @@ class NextToken(Objective):
         self.loader: Loader | StreamingLoader
         self.outside = config.data.streaming
         if config.data.streaming:
+            from ..data.streaming import StreamingLoader
+
             self.loader = StreamingLoader(config.data, config.seed, *tools, tell=tell)
         else:
             stream = load_stream(config.data.train, *tools, **reading)

@@ -10,42 +10,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ..config import OptimizerConfig
-from .adamw import AdamW
-from .adamw8bit import AdamW8bit
 from .base import Optimizer
-from .lamb import Lamb
-from .muon import Muon
-from .offloaded import Offload, OffloadedAdamW
-from .onebit import OneBitAdam
-from .onebit_lamb import OneBitLamb
-from .zero_one import ZeroOneAdam
 
-__all__ = [
-    "AdamW",
-    "AdamW8bit",
-    "Lamb",
-    "Muon",
-    "Offload",
-    "OffloadedAdamW",
-    "OneBitAdam",
-    "OneBitLamb",
-    "Optimizer",
-    "ZeroOneAdam",
-    "build",
-]
-KINDS: Mapping[str, type[Optimizer]] = {
-    "adamw": AdamW,
-    "adamw8bit": AdamW8bit,
-    "lamb": Lamb,
-    "muon": Muon,
-    "onebit_adam": OneBitAdam,
-    "onebit_lamb": OneBitLamb,
-    "zero_one_adam": ZeroOneAdam,
+if TYPE_CHECKING:
+    from .offloaded import Offload
+
+__all__ = ["Optimizer", "build"]
+KINDS: Mapping[str, str] = {
+    "adamw": "adamw.AdamW",
+    "adamw8bit": "adamw8bit.AdamW8bit",
+    "lamb": "lamb.Lamb",
+    "muon": "muon.Muon",
+    "onebit_adam": "onebit.OneBitAdam",
+    "onebit_lamb": "onebit_lamb.OneBitLamb",
+    "zero_one_adam": "zero_one.ZeroOneAdam",
 }
+"""Modules and classes by name. A run loads only the module of its optimizer."""
 
 
 def build(
@@ -60,5 +46,9 @@ def build(
     """Build the optimizer that ``config`` names, over the parameters to be updated; ``seed`` is that of the run, and
     ``shapes`` are as in ``Optimizer``. With ``offload`` it is AdamW with offloaded states."""
     if offload is not None:
+        from .offloaded import OffloadedAdamW
+
         return OffloadedAdamW(config, parameters, offload, master_weights=master_weights, seed=seed, shapes=shapes)
-    return KINDS[config.name](config, parameters, master_weights=master_weights, seed=seed, shapes=shapes)
+    module, _, name = KINDS[config.name].partition(".")
+    kind: type[Optimizer] = getattr(import_module(f".{module}", __package__), name)
+    return kind(config, parameters, master_weights=master_weights, seed=seed, shapes=shapes)

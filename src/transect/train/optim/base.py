@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ...ops.optim.rounding import WEIGHT, Draws, round_into
-from ...parallel.sharded_unit import Sink
 from ..config import OptimizerConfig
+
+if TYPE_CHECKING:
+    from ...parallel.sharded_unit import Sink
 
 
 class Optimizer:

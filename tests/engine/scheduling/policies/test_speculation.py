@@ -1,9 +1,13 @@
 """Choose the number of drafts, given step times and acceptance."""
 
+import itertools
 import math
 import random
+from collections import Counter
+from itertools import repeat
 
 import pytest
+from effort import quick_first
 from small_engine import lengths, make, recorded_batches, request, tokens_of
 from timed_device import engine
 
@@ -12,8 +16,11 @@ from transect.costs.steps import StepLoad
 from transect.engine.scheduling.arrivals import Arrivals
 from transect.engine.scheduling.drafters.drafter import Guess
 from transect.engine.scheduling.drafters.registry import SpeculativeConfig
-from transect.engine.scheduling.policies.speculation import Speculation
+from transect.engine.scheduling.policies.speculation import EACH_SECONDS, Speculation
+from transect.engine.scheduling.request import Request
+from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
+from transect.engine.scheduling.simulation import SimulatedEngine
 
 MOST = 8
 
@@ -84,9 +91,10 @@ def tokens_per_second(
     return made / seconds
 
 
-@pytest.mark.parametrize("rows", [1, 6])
-@pytest.mark.parametrize("each", [0.02, 0.2, 1.0])
-@pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.9, 1.0])
+CHANCES = list(itertools.product([0.0, 0.3, 0.6, 0.9, 1.0], [0.02, 0.2, 1.0], [1, 6]))
+
+
+@pytest.mark.parametrize(("chance", "each", "rows"), quick_first(CHANCES, CHANCES[::5]))
 def test_never_below_off_and_near_the_best_fixed_number(chance: float, rows: int, each: float):
     """Times are those of a model, so they are exact; the fixed numbers know nothing but are the best of eight."""
     chosen = tokens_per_second(chance, rows, each)
@@ -140,6 +148,31 @@ def test_where_drafts_do_not_pay_steps_are_those_without(rows: int):
         last = core.executor.batches[-40:]
         found.append([(round(began - last[0][0], 9), batch.again, lengths(batch)) for began, batch in last])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("rows", [4, 64])
+def test_a_head_that_does_not_pay_takes_one_percent_of_the_time_and_hardly_any_choices(rows: int):
+    """Steps of 1 ms on a device, which the host must not hold up; a step of the head takes half of that."""
+    config = SchedulerConfig(
+        num_blocks=4096,
+        max_num_seqs=4 * rows,
+        max_model_len=1024,
+        seed=0,
+        speculation={"method": "eagle3", "model": "head"},
+    )
+    simulated = SimulatedEngine(config, lambda batch: 1e-3, lag=1, acceptance=0.2, drafter=lambda load: 5e-4)
+    core, speculation, calls = simulated.core, simulated.scheduler.speculation, Counter()
+    for owner, name in ((speculation, "_chosen"), (speculation, "timed"), (core, "_learn")):
+        inner = getattr(owner, name)
+        setattr(owner, name, lambda *given, inner=inner, name=name: calls.update([name]) or inner(*given))
+    for number in range(rows):
+        simulated.add(Request(str(number), (number + 1,) * 9, SamplingParams(max_tokens=900)), [repeat(5)])
+    simulated.run()
+    steps = simulated.device.steps
+    assert steps > 850 and speculation.drafted > 0
+    assert calls["_chosen"] * EACH_SECONDS * speculation._considered < 0.01 * simulated.clock.time
+    assert calls["timed"] <= calls["_learn"] < 0.4 * steps
+    assert 0 < speculation._probes <= 3 + 0.01 * steps / 2
 
 
 def test_acceptance_is_known_before_the_first_draft():

@@ -4,6 +4,7 @@ every run."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -274,6 +275,18 @@ def test_few_items_go_to_clusters() -> None:
     assert choose(8, 5000, 128) == choose(512, 640, 128) == DecodeHopperTiling(8, 2)
 
 
+class Streaming:
+    """A kernel that takes what ``PagedDecode`` does, and only notes the call."""
+
+    mixed_refusal = staticmethod(module.PagedDecode.mixed_refusal)
+
+    def __init__(self, note: Callable[..., None]) -> None:
+        self._note = note
+
+    def __call__(self, *_: object, **named: object) -> None:
+        self._note(**named)
+
+
 @pytest.mark.parametrize(("heads", "d", "kernel"), [(16, 64, "streams"), (18, 64, "triton"), (16, 128, "triton")])
 def test_heads_with_sinks_are_streamed_where_the_kernel_takes_them(
     monkeypatch: pytest.MonkeyPatch, heads: int, d: int, kernel: str
@@ -284,7 +297,7 @@ def test_heads_with_sinks_are_streamed_where_the_kernel_takes_them(
     monkeypatch.setattr(dispatch.paged_decode, "tuned", lambda *_: None)
     q, k_cache, v_cache, batch = poisoned([20, 3], heads, 2, d, "cpu")
     sinks = torch.zeros(heads, dtype=torch.bfloat16)
-    attend = PagedTriton(decode=lambda *_, sinks, **__: ran.append(("streams", sinks)))  # type: ignore
+    attend = PagedTriton(decode=Streaming(lambda sinks, **_: ran.append(("streams", sinks))))  # type: ignore[arg-type]
     attend(q, k_cache, v_cache, batch, d**-0.5, sinks=sinks)
     assert [name for name, given in ran if given is not None] == [kernel]
     refused = module.refusal(q, k_cache, v_cache, batch, d**-0.5, sinks=sinks)
@@ -300,7 +313,7 @@ def test_prompts_attend_beside_decodes_only_where_there_are_such(
     monkeypatch.setattr(dispatch, "require", lambda *_: None)
     ran: list[tuple[str, object]] = []
 
-    def decode(*_: object, beside: bool = False, **__: object) -> None:
+    def decode(beside: bool = False, **_: object) -> None:
         ran.append(("decode", beside))
 
     def prefill(*_: object, beside: bool = False, **__: object) -> None:
@@ -309,5 +322,5 @@ def test_prompts_attend_beside_decodes_only_where_there_are_such(
     monkeypatch.setattr(dispatch.paged_prefill, "prefill", prefill)
     q, k_cache, v_cache, batch = poisoned([20] * 32, 4, 2, 64, "cpu")
     batch = PagedBatch(batch.block_tables, batch.query_starts, batch.seq_lens, 16, chunk_rows=prompts)
-    PagedTriton(decode=decode)(torch.cat([q] * 2), k_cache, v_cache, batch, 0.125)  # type: ignore[arg-type]
+    PagedTriton(decode=Streaming(decode))(torch.cat([q] * 2), k_cache, v_cache, batch, 0.125)  # type: ignore[arg-type]
     assert ran == ([("decode", True), ("prefill", True)] if beside else [("prefill", False), ("decode", False)])

@@ -1,6 +1,11 @@
 """Attention in spans of positions: the values, and on a GPU the same bits in a prompt, a chunk of it, and as decode
 rows, of any cache, with and without room for the parts of all rows."""
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -58,21 +63,40 @@ def test_values_in_prompts_chunks_and_decode_rows(name):
         torch.testing.assert_close(sequence.attend(call, rows), sequence.wanted(whole, rows), rtol=2e-5, atol=2e-6)
 
 
+COMPILE = """
+from transect.ops.attention.paged import decode_spans, prefill
+from transect.ops.tools.compile import compile_kernel
+for kernel in (*decode_spans.kernels(), *prefill.kernels()):
+    if "in spans" in kernel.name and "sm_120" in kernel.targets:
+        print(compile_kernel(kernel, "sm_120", sass=False).stages["ttgir"])
+"""
+
+
+def test_warps_do_not_share_the_columns_of_a_tile_where_products_are_of_single_warps():
+    """Else the warps of a decode row would add weights of positions in another order than those of a prompt."""
+    compiler = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=compiler)
+    assert done.returncode == 0, done.stderr[-3000:]
+    across = re.findall(r"nvidia_mma<.*warpsPerCTA = \[\d+, (\d+)\]", done.stdout)
+    assert len(across) >= 3 and set(across) == {"1"}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn, torch.int8])
-@pytest.mark.parametrize(("kv_heads", "group", "d"), [(8, 4, 128), (4, 7, 128), (2, 2, 64)])
-@pytest.mark.parametrize("window", [None, 300])
-def test_bits_are_those_of_the_whole_prompt(monkeypatch, window, kv_heads, group, d, cache):
+@pytest.mark.parametrize(("kv_heads", "group", "d"), [(8, 4, 128), (4, 7, 128), (2, 2, 64), (2, 16, 128)])
+@pytest.mark.parametrize(("window", "load"), [(None, "uniform"), (300, "uniform"), (None, "uniform_on_hopper")])
+def test_bits_are_those_of_the_whole_prompt(monkeypatch, window, load, kv_heads, group, d, cache):
     sequence = Sequence(1500, kv_heads, group, d, "cuda", torch.bfloat16, cache, window=window)
-    call = dispatch.uniform()
-    whole = sequence.attend(call, [(0, 1500)])
+    call = getattr(dispatch, load)()
+    whole = sequence.attend(dispatch.uniform(), [(0, 1500)])
     exact = sequence.attend(reference, [(0, 1500)])
     assert (whole.double() - exact.double()).norm() < 0.02 * exact.double().norm()
     singles = [(at, at + 1) for at in (0, 15, 63, 64, 255, 256, 257, 511, 700, 1023, 1024, 1499)]
     many = [(at, at + 1) for at in range(0, 1500, 3)]  # a sum in another order changes few results in bfloat16
     chunks = [[(0, 1)], [(0, 333)], [(333, 1500)], [(700, 933), (1499, 1500), (5, 6)], singles, many]
-    for room in (decode_spans.ROOM, 8):
+    for room in (decode_spans.PagedSpans.ROOM, 8):
         monkeypatch.setattr(decode_spans, "ROOM", room)
+        monkeypatch.setattr(decode_spans.PagedSpans, "ROOM", room)
         for rows in chunks:
             assert torch.equal(sequence.attend(call, rows), sequence.wanted(whole, rows)), (room, rows[:3])

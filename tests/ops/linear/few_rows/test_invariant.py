@@ -1,8 +1,12 @@
 """Products of few rows in one order of sums: which tilings keep it, and on a GPU the same bits by all of them."""
 
+from types import SimpleNamespace
+
+import cuda_host
 import pytest
 import torch
 
+from transect.ops.lang import cuda_build
 from transect.ops.linear import fixed_order
 from transect.ops.linear.few_rows import invariant
 from transect.ops.linear.few_rows.cuda import CudaRows, CudaTiling
@@ -16,12 +20,12 @@ SIZES = [(6144, 4096), (4096, 14336), (3584, 18944), (128256, 4096), (1024, 3072
 def test_there_is_a_tiling_for_any_number_of_rows_and_all_keep_the_order(n, k, gated):
     columns = n // 2 if gated else n
     for m in (1, 7, 16, 33, 64, 100, 128, 200, 256):
-        for parts in (1,) if gated else (1, 4):
+        for parts in (1,) if gated else (1, 2, 4):
             found = list(invariant.candidates(m, n, k, parts, gated=gated))
             assert invariant.tiling_of(m, n, k, parts, gated, torch.device("cpu")) in found
             for tiling in found:
                 if isinstance(tiling, CudaTiling):
-                    assert (tiling.warps, tiling.ranks) == (parts, 0) and tiling.refusal(m) is None
+                    assert tiling.ranks == -parts and tiling.refusal(m, gated) is None
                     continue
                 assert tiling.refusal(m, columns, k, kernels=invariant.KERNELS) is None
                 if parts == 1:
@@ -39,7 +43,7 @@ def test_bits_are_the_same_by_every_tiling(n, k):
         torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in ((300, k), (n, k), (n,))
     )
     parts = fixed_order.parts_of(x, n)
-    assert parts == (1 if n > fixed_order.NARROW else fixed_order.PARTS)
+    assert parts == (1 if n > fixed_order.NARROW else 2 if (n, k) == (6144, 4096) else fixed_order.PARTS)
     kernels, own = (CudaRows(), HopperRows()), invariant.InvariantRows()
     exact = x.double() @ weight.double().T + bias.double()
     whole, gated = own.linear(x, weight, bias), own.gated(x, weight)
@@ -51,3 +55,33 @@ def test_bits_are_the_same_by_every_tiling(n, k):
         assert torch.equal(fixed_order.gated(x[:m], weight), gated[:m]), m
         for tiling in invariant.candidates(m, n, k, parts):
             assert torch.equal(invariant.run(*kernels, x[:m], weight, bias, tiling, parts), whole[:m]), (m, tiling)
+        for tiling in invariant.candidates(m, n, k, gated=True):
+            y = invariant.run(*kernels, x[:m], weight, None, tiling, 1, gated=True)
+            assert torch.equal(y, gated[:m]), (m, tiling)
+
+
+WAYS = [(4, 4, False), (4, 2, False), (6, 2, False), (3, 1, True), (7, 1, True)]
+
+
+@pytest.mark.parametrize(("warps", "parts", "gated"), WAYS)
+def test_warps_that_take_parts_and_groups(monkeypatch, warps, parts, gated):
+    """``small_matmul.cu`` on this processor (``cuda_host``); groups are not a multiple of those taken at a time."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    lines = cuda_build.source("small_matmul.cu").read_text().splitlines()
+    rows: CudaRows = object.__new__(CudaRows)
+    rows._dependent = True
+    rows._launch = cuda_host.Launcher(
+        "small_matmul", "transect_small_matmul", "ppppiiill" + "i" * 6 + "pppppf" + "ip", None,
+        "-DTRANSECT_OF=100000", f"-DTRANSECT_PART={lines.index('  TRANSECT_ROWS(1, 4)') + 1}", "-D__CUDA_ARCH__=900",
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    m, n, k = 5, 208, 64 * parts * 3
+    x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((m, k), (n, k)))
+    tiling = CudaTiling(1, 4, 7, warps, -parts)
+    assert tiling.refusal(m, gated) is None
+    y = rows(x, weight, tiling=tiling, gated=gated)
+    exact = x.double() @ weight.double().T
+    if gated:
+        gate, up = exact.chunk(2, 1)
+        exact = torch.nn.functional.silu(gate) * up
+    assert (y.double() - exact).norm() < 0.005 * exact.norm()

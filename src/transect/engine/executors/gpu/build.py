@@ -15,7 +15,6 @@ from ....checkpoints.eagle import HeadSource
 from ....checkpoints.layouts import held_layouts
 from ....checkpoints.resolve import ModelSource
 from ....costs.storage import Storage
-from ....parallel.load import shard_of
 from ....parallel.mesh import Mesh
 from ...config import EngineConfig
 from ...kv_size import KVSize
@@ -70,7 +69,7 @@ def build_gpu(
     times = StartupTimes() if began is None else StartupTimes(_last=began)
     if began is not None:
         times.done("torch")
-    shard = None if mesh is None else shard_of(source.config, mesh)
+    shard = None if mesh is None else mesh.shard(source.config)
     on_host = 1 if mesh is None else mesh.world.on_host
     model = source.config if shard is None else shard.local
     setup = set_up(config, model, device, shard, ranks=on_host, layouts=held_layouts(source))

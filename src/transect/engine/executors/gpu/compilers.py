@@ -54,8 +54,8 @@ ANSWER = b'{"done": '
 """First bytes of an answer from the compiler processes."""
 MOST_BYTES = 2**17
 """Size limit of one job's message; a kernel's description is 3 KB."""
-CUDA_SOURCES = {"small_matmul": 80, "small_matmul_hopper": 90, "paged_decode_hopper": 90}
-"""Sources for nvcc, each with its minimum compute capability (90: that one alone)."""
+PRODUCTS = ("small_matmul", "small_matmul_hopper")
+"""Sources for nvcc of products; those named after Hopper are for it alone."""
 
 
 class Compilers:
@@ -74,7 +74,9 @@ class Compilers:
             return None
         if find_spec("triton") is None or usable_cores() < FEWEST_CORES:
             return None
-        command = [sys.executable, "-m", __spec__.name, repr(config), str(int(config.dtype != "float32"))]
+        attention = "paged_spans_hopper" if config.deterministic else "paged_decode_hopper"
+        sources = "" if config.dtype == "float32" else ",".join((*PRODUCTS, attention))
+        command = [sys.executable, "-m", __spec__.name, repr(config), sources]
         pipe = subprocess.PIPE
         # A group of its own, to be ended together.
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, process_group=0)
@@ -189,8 +191,9 @@ def hint(config: str) -> Path:
 
 def main() -> None:
     """Run the compiler processes."""
-    config, build = sys.argv[1:]
-    children = [_fork(_build_libraries if int(build) else _no_libraries)]
+    config, sources = sys.argv[1:]
+    names = sources.split(",") if sources else []
+    children = [_fork(lambda: _build_libraries(names))]
     first = None
     if hint(config).exists():  # perhaps nothing is to be done: wait until something is
         first = _next_message()
@@ -247,21 +250,18 @@ def _answer(done: int | str, started: float, error: Exception | None = None) -> 
         os.write(sys.stdout.fileno(), (json.dumps(answer) + "\n").encode())
 
 
-def _build_libraries() -> None:
+def _build_libraries(names: list[str]) -> None:
     started, failed = time.time(), None
     try:
-        acted = acted_target()
-        target = f"sm_{cuda_build.own_capability()}" if acted is None else acted.name
-        names = [name for name, first in CUDA_SOURCES.items() if first < 90 or target == f"sm_{first}"]
-        with ThreadPoolExecutor(len(CUDA_SOURCES)) as pool:
-            list(pool.map(lambda name: cuda_build.build(name, target), names))
+        if names:
+            acted = acted_target()
+            target = f"sm_{cuda_build.own_capability()}" if acted is None else acted.name
+            names = [name for name in names if "hopper" not in name or target == "sm_90"]
+            with ThreadPoolExecutor(len(names)) as pool:
+                list(pool.map(lambda name: cuda_build.build(name, target), names))
     except Exception as error:  # no nvcc, for example; the engine says so when it needs one
         failed = error
     _answer("libraries", started, failed)
-
-
-def _no_libraries() -> None:
-    _answer("libraries", time.time())
 
 
 def _build_driver() -> None:

@@ -16,7 +16,7 @@ from ....checkpoints.resolve import ModelSource
 from ....models.decoder import Decoder
 from ....models.fused_stack import Fusions
 from ....models.weights.kinds import kinds_for
-from ....parallel.load import GROUP, load_shard_on_device, shard_of
+from ....parallel.load import GROUP, load_shard_on_device
 from ....parallel.mesh import Mesh
 from ....spec.numbers.layouts import BlockLayout
 from ....spec.numbers.registry import takes_scales
@@ -112,7 +112,7 @@ def load(
         stream=setup.stream,
     )
     if takes_scales(config.kv_cache_dtype):
-        take_scales(model, source, slice(None) if mesh is None else shard_of(source.config, mesh).layers)
+        take_scales(model, source, slice(None) if mesh is None else mesh.shard(source.config).layers)
     times.done("weights")
     allocated = torch.cuda.memory_allocated(setup.device) - setup.allocated
     compiled = warming.wait()

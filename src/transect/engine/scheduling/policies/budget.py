@@ -6,8 +6,9 @@ The first rule that applies is used:
   (``step_time``). If many steps have prompts, fewer, if each token then costs much less. The target grows with the
   queue, if prompts would wait for more than ``PATIENCE`` such steps. (Sarathi-Serve, Agrawal et al. 2024, bounds tokens
   instead of time.) Deep in a long prompt each chunk reads much context, however few tokens it has. Where that takes
-  more than half of the room for prompts, chunks have as many tokens as take as long as their context, and steps without
-  prompts lie between them, so that steps take no longer than the target in the mean.
+  most of the room for prompts, chunks have as many tokens as take as long as their context (a third of that beside
+  streams of other clients), and steps without prompts lie between them, so that steps take no longer than the target
+  in the mean.
 * ``fill_tokens``: as many tokens as cost little more than the decodes alone, as long as nothing ends later for that
   (``filling``).
 * ``max_mixed_tokens``: that number.
@@ -60,8 +61,8 @@ SMOOTHING = 1 / 128
 """Weight of the newest step in the share of steps with prompts."""
 KEPT = 0.75
 """Share of a step's room for prompts that must remain when its tokens are rounded down (``even``)."""
-DEAR = 1.5
-"""Time of a chunk, in units of its client's part, above which the client gets a whole room and then waits."""
+READS, READS_BESIDE = 2.0, 4 / 3
+"""Least time of a chunk in units of the read of its context; the second if others than its client feel the step."""
 PAUSES = 32
 """Most steps without prompts for each step with prompts that is longer than the target: where the decodes alone take
 almost as long as the target, prompts would wait until they end."""
@@ -281,13 +282,14 @@ class StepBudget:
         waits, longest = _felt(felt, waiting)
         most = self._graph if waits < LARGE * self._graph else self._mixed
         if here and alone < seconds:
-            usual, seconds = seconds, max(seconds, alone + 2 * (self._least(beside, context, scored) - alone))
+            read = self.times.with_chunk(beside, rows + 1, context, scored=scored) - alone
+            usual, seconds = seconds, max(seconds, alone + (READS_BESIDE if self.rooms.charged else READS) * read)
             self._next = seconds - usual, max(usual - alone, (seconds - usual) / PAUSES)
             if self._debt > 0.0 and seconds > usual and decodes.tokens and self._config.pipeline_depth == 1:
                 return Budget(decodes.tokens, self._chunk, pause=True)
         tokens = even(self.times.most_tokens(seconds, beside, context, most, scored=scored), rows)
         if self._share > MANY:
-            cheap = self._cheap(tokens, beside)
+            cheap = self._cheap(tokens, beside, context, scored)
             tokens = cheap if waits <= SHORT * (cheap - rows) else tokens  # more that waits would wait too long
         usual = tokens - rows
         steps = (waits - longest) / max(usual, 1) * (1 - _share_of_one(running, waiting, self.recent))
@@ -304,21 +306,19 @@ class StepBudget:
         return Budget(tokens, self._chunk, shares, rooms=rooms, held=len(running) - rows)
 
     def _tokens_of(self, part: float, room: int, done: int) -> int:
-        """Return the prompt tokens for ``part`` of a step's ``room``. If so few would take much longer than their part,
-        since any chunk reads its context of ``done`` tokens and weights, all of the room: their client then waits."""
-        tokens = max(1, int(room * part)) if part > 0.0 else 0
+        """Return the prompt tokens for ``part`` of a step's ``room``, in time. A chunk also reads its context of
+        ``done`` tokens, and weights: it has at least as many tokens as take the time of that, and its client then
+        waits."""
+        if part <= 0.0:
+            return 0
         decodes, seconds = self._room
-        load = joined(decodes, StepLoad.of([(done, max(2, tokens))]))
-        dear = self.times.predict(load) - self.times.predict(decodes) > DEAR * part * seconds
-        return room if tokens and dear else tokens
-
-    def _least(self, beside: StepLoad, context: int, scored: bool) -> float:
-        """Predict the seconds of the shortest useful step with prompts: one token beyond those that are fixed."""
-        return self.times.predict(
-            beside._replace(
-                tokens=beside.tokens + 1, pairs=beside.pairs + context + 1, context=context + 1, scored=int(scored)
-            )
-        )
+        alone = self.times.predict(decodes)
+        read = self.times.with_chunk(decodes, decodes.tokens + 2, done) - alone
+        wanted = max(part * seconds, READS * read)
+        if wanted >= seconds:
+            return room
+        tokens = self.times.most_tokens(alone + wanted, decodes, done, decodes.tokens + room) - decodes.tokens
+        return max(1, tokens)
 
     def _shares(
         self, room: int, long: int, prompts: Listed[int], waiting: WaitingQueue, barred: bool
@@ -357,12 +357,14 @@ class StepBudget:
             room, parts = room - tokens, parts - mine
         return tuple(shares) if len(shares) > 1 else ()
 
-    def _cheap(self, most: int, beside: StepLoad) -> int:
-        """Return ``most``, or the largest smaller number of tokens at which each prompt token costs much less."""
+    def _cheap(self, most: int, beside: StepLoad, context: int, scored: bool) -> int:
+        """Return ``most``, or the largest smaller number of tokens at which each prompt token costs much less, its part
+        of the read of the ``context`` included."""
         alone = self.times.predict(beside)
 
         def each(tokens: int) -> float:
-            return (self.times.with_tokens(beside, tokens) - alone) / (tokens - beside.tokens)
+            whole = self.times.with_chunk(beside, tokens, context, scored=scored)
+            return (whole - alone) / (tokens - beside.tokens)
 
         sizes = [knot for knot in KNOTS if beside.tokens < knot < most]
         limit = CHEAP * each(most) if sizes else 0.0

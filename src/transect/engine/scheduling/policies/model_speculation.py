@@ -20,16 +20,25 @@ from ..drafters.drafter import Timed
 from ..drafters.drawn import DrawnDrafts
 from ..drafters.registry import SpeculativeConfig
 from ..request import Sequence
-from .speculation import COMMON_DECAY, LEARN_STEPS, Acceptance, Speculation, Track, in_order, next_count
+from .speculation import (
+    COMMON_DECAY,
+    LEARN_STEPS,
+    LEAST_CHANCE,
+    Acceptance,
+    Speculation,
+    Track,
+    in_order,
+    next_count,
+)
 
 PROBE_SHARE = 0.01
 """Share of the time that probes may take."""
 FIRST_PROBES = 3
 """Probes that need not be paid for: nothing is known of a new engine."""
 PROBE_TOKENS = 2
-REST = 16
-"""Steps after one without drafts in which none is considered, as long as the same number of sequences decodes: nothing
-is learned of drafts meanwhile, and the choice would take time in each step."""
+LEAST_REST, MOST_REST = 16, 512
+"""Fewest and most steps after one without drafts in which none is considered: nothing is learned of drafts meanwhile,
+and the choice would take time in each step."""
 HORIZON = 64
 """Most steps over which the time to catch up with a sequence is spread."""
 PRIOR = 0.6
@@ -61,6 +70,18 @@ class ModelSpeculation(Speculation):
         self._credit = 0.0
         """Seconds that probes may take."""
         self._probes = 0
+        self._expected = self._drafting = 0.0
+        """Expected seconds of the probe in flight, and measured seconds of its drafts."""
+        self._considered = 0
+        """Drafts that the last choice has considered."""
+        self._unlearned = 0
+        """Steps since one that was learned from."""
+
+    def rests(self, running: int) -> bool:
+        """Return True if no drafts are considered for the next step; see ``Speculation.rests``."""
+        found = super().rests(running)
+        self._unlearned += not self.wants_times
+        return found
 
     def drafts(self, sequences: Listed[Sequence], room: int, *, known: bool = True) -> dict[int, tuple[int, ...]]:
         """Return drafts by seq_id; see ``Speculation.drafts``."""
@@ -79,11 +100,15 @@ class ModelSpeculation(Speculation):
         if not counts and self.config.adaptive:
             counts, probe = self._probe(sequences, most, room, model)
         self.worthwhile = bool(counts)
-        self._resting = REST if self.config.adaptive and not counts else 0, len(sequences)
+        rest = 0
+        if self.config.adaptive and not counts:
+            rest = min(max(LEAST_REST, self._rest(sequences, self._considered)), MOST_REST)
+        self._resting = rest, len(sequences)
         if not counts or not known:
             return {}
         self._credit -= probe
         self._probes += probe > 0
+        self._expected = probe
         found = model.draft((sequences[at], count) for at, count in counts.items())
         self.seconds_spent = model.seconds_spent
         return found
@@ -104,10 +129,14 @@ class ModelSpeculation(Speculation):
             self.model.ended(seq.seq_id, seq.output_token_ids)
 
     def timed(self, load: StepLoad, seconds: float, drafted: bool) -> None:
-        """Learn from a decode step, see ``Speculation``; a step without drafts pays for probes."""
+        """Learn from a decode step, see ``Speculation``; steps without drafts pay for probes, those of a rest too."""
         super().timed(load, seconds, drafted)
+        if drafted and self._expected:
+            self._credit -= max(seconds + self._drafting - self._expected, 0.0)
+            self._expected = 0.0
         if not drafted:
-            self._credit += PROBE_SHARE * seconds
+            self._credit += PROBE_SHARE * seconds * (1 + self._unlearned)
+            self._unlearned = 0
 
     def take_measured(self) -> list[Timed]:
         """Return the measured steps of the small model since the last call."""
@@ -115,6 +144,7 @@ class ModelSpeculation(Speculation):
 
     def learn(self, measured: Listed[Timed]) -> None:
         """Learn the times of the small model."""
+        self._drafting = sum(seconds for _, seconds in measured)
         if self.model is not None:
             self.model.learn(measured)
 
@@ -156,8 +186,11 @@ class ModelSpeculation(Speculation):
             chance, rate = 1.0, self._rate_of(seq)
             for _ in range(most[at]):
                 chance *= rate
+                if chance < LEAST_CHANCE:
+                    break
                 gains.append((chance, at))
-        gains.sort(key=lambda gain: in_order(gain, sequences))
+        self._considered = len(gains)
+        gains = in_order(gains, sequences)
         best_rate, best, expected = self._least_gain(rows) * rows / verify(0), 0, float(rows)
         depths: dict[int, int] = {}
         drafting: list[int] = []  # sequences that draft a first, a second, ... token
@@ -201,7 +234,8 @@ class ModelSpeculation(Speculation):
         tokens, at = min(behind)
         count = min(most[at], room, PROBE_TOKENS)
         verify = self._seconds_of(sequences)
-        seconds = model.seconds([1] * count, tokens, sequences[at].length) + max(verify(count) - verify(0), 0.0)
+        # The whole step counts: the host's work for it, and for the one after, is not hidden behind the device.
+        seconds = model.seconds([1] * count, tokens, sequences[at].length) + verify(count)
         if self._probes >= FIRST_PROBES and seconds > self._credit:
             return {}, 0.0
         return {at: count}, max(seconds, 1e-9)

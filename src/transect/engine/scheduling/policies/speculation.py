@@ -59,8 +59,18 @@ a few noisy measurements of each, that would be the one that was measured at a l
 ALL_COUNTS, COARSE = 16, 8
 """Numbers of drafts of a step that are compared: each up to the first, then larger ones an eighth apart. With many
 sequences the choice would take longer than the step."""
-RESTS, REST_ROWS = 8, 16
-"""Most steps after one without drafts in which none is considered, and the sequences that add one such step."""
+CHOICE_SHARE = 0.005
+"""Share of the time that choices of no drafts may take: none is made in as many of the next steps as that needs."""
+CHOICE_SECONDS, EACH_SECONDS = 1e-4, 2e-6
+"""Assumed seconds of a choice, and of each draft that it considers: all ranks must rest for the same steps, so these
+are not measured."""
+MOST_RESTS, REST_ROWS = 16, 16
+"""Most steps in a row in which no drafts are considered, and the sequences that add one such step: guesses are then not
+marked either."""
+RECENT = 4
+"""Last steps of a rest whose times are learned."""
+LEAST_CHANCE = 0.01
+"""Chance of a draft below which it is not considered."""
 MOST_KEPT = 4096
 MATCHES = (2, 4, 8)
 """Lengths of matches whose acceptance is estimated separately."""
@@ -200,6 +210,8 @@ class Speculation:
         """True if drafts pay for the sequences of the last ``drafts`` call."""
         self.seconds_spent = 0.0
         """Seconds that a draft model took for the last ``drafts``."""
+        self.wants_times = True
+        """False during most of a rest: times of steps are not learned, which would take time in each."""
         self._times = times
         self._tracks: dict[int, Track] = {}
         self._common = [Acceptance(1.0, 2.0, COMMON_DECAY, UNLIKELY_FOR_ALL) for _ in range(len(MATCHES) + 1)]
@@ -219,11 +231,14 @@ class Speculation:
 
     def rests(self, running: int) -> bool:
         """Return True if no drafts are considered for the next step of ``running`` sequences: the choice takes time,
-        and its last result was that drafts do not pay for as many."""
+        and its last result was that drafts do not pay for about as many."""
         left, rows = self._resting
-        if not left or rows != running:
+        if not left or 4 * abs(running - rows) > rows:
+            self.wants_times = True
             return False
         self._resting = left - 1, rows
+        self.wants_times = left <= RECENT or self._corrections[False].measured(running) < FIRST_STEPS
+        self.worthwhile, self.seconds_spent = False, 0.0
         return True
 
     def drafts(self, sequences: Listed[Sequence], room: int, *, known: bool = True) -> dict[int, tuple[int, ...]]:
@@ -242,10 +257,13 @@ class Speculation:
             chance, rate = 1.0, self._rate(seq, guess)
             for share in guess.shares[: seq.max_length - 1 - seq.length]:
                 chance *= rate * share
+                if chance < LEAST_CHANCE:
+                    break
                 gains.append((chance, at))
         counts = self._best_counts(gains, sequences, room)
         self.worthwhile = bool(counts)
-        self._resting = 0 if counts else min(RESTS, len(sequences) // REST_ROWS), len(sequences)
+        rest = min(MOST_RESTS, len(sequences) // REST_ROWS, self._rest(sequences, len(gains)))
+        self._resting = 0 if counts else rest, len(sequences)
         chosen = {seq.seq_id: guess.tokens[: counts[at]] for at, (seq, guess) in enumerate(guesses) if counts.get(at)}
         return _allowed(sequences, chosen) if known else chosen
 
@@ -337,7 +355,7 @@ class Speculation:
         rows = len(sequences)
         best_rate, best = self._least_gain(rows) * rows / seconds(0), 0
         # Chances fall from draft to draft of a sequence, so the most likely drafts of all are prefixes of each.
-        gains.sort(key=lambda gain: in_order(gain, sequences))
+        gains = in_order(gains, sequences)
         expected, coming, last = float(rows), 1, min(len(gains), max(room, 0))
         for count, (chance, _) in enumerate(gains[:last], 1):
             expected += chance
@@ -351,6 +369,11 @@ class Speculation:
         for _, at in gains[:best]:
             counts[at] = counts.get(at, 0) + 1
         return counts
+
+    def _rest(self, sequences: Listed[Sequence], considered: int) -> int:
+        """Return the number of steps without a choice that follow a choice of no drafts among ``considered`` ones."""
+        alone = self._seconds_of(sequences)(0)
+        return int((CHOICE_SECONDS + EACH_SECONDS * considered) / (CHOICE_SHARE * alone))
 
     def _least_gain(self, rows: int) -> float:
         """Return the gain of a step with drafts over one without from which on drafts are made."""
@@ -375,11 +398,13 @@ class Speculation:
         return lambda drafts: max(seconds(drafts), alone)  # measured as shorter, it was by chance
 
 
-def in_order(gain: tuple[float, int], sequences: Listed[Sequence]) -> tuple[float, int, int]:
-    """Return the key that sorts drafts, (chance, sequence), by chance. Of about equal ones those of the sequence with
-    the shortest answer so far come first: always drafting for the same sequences would leave others to end alone."""
-    chance, at = gain
-    return -round(chance, 2), len(sequences[at].output_token_ids), at
+def in_order(gains: list[tuple[float, int]], sequences: Listed[Sequence]) -> list[tuple[float, int]]:
+    """Sort drafts, (chance, sequence), by chance. Of about equal ones those of the sequence with the shortest answer so
+    far come first: always drafting for the same sequences would leave others to end alone."""
+    lengths = [len(seq.output_token_ids) for seq in sequences]
+    keyed = [(-round(chance, 2), lengths[at], at, -chance) for chance, at in gains]
+    keyed.sort()
+    return [(-chance, at) for _, _, at, chance in keyed]
 
 
 def next_count(count: int) -> int:

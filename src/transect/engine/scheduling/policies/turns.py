@@ -29,9 +29,9 @@ from ..request import Sequence
 
 LEAST = 0.25
 """Least part of the room for one client."""
-FREE_STEPS = 8
+FREE_STEPS = 4
 """Room of whole steps that a client may take before it is limited."""
-MOST_OWED = 2 * FREE_STEPS
+MOST_OWED = 16
 """Most rooms that a client owes. Each step repays ``LEAST`` or more, so its prompts wait for fewer than 64 steps."""
 BESIDE_PROMPTS = 0.25
 """Share of their room that additional rows get if there are prompts, which need the rest."""

@@ -4,7 +4,7 @@
                                 kernel runs
 * ``prefill.py``                prefill chunks; ``prefill_hopper.py``: for Hopper, with ``prefill_copies.py``
 * ``decode.py``                 rows of one query; ``decode_hopper.py`` (``paged_decode_hopper.cu``): for Hopper
-* ``decode_spans.py``           the same with sums that do not depend on the batch
+* ``decode_spans.py``           the same with sums that do not depend on the batch (``paged_spans_hopper.cu``)
 * ``tile.py``                   what the Triton kernels share; ``launch.py``: arguments of their launches
 * ``batch.py``                  the ragged batch of a step, and what is worked out from it once a step
 * ``kv_cache_write.py``         keys and values into the cache

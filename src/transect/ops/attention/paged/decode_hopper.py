@@ -101,13 +101,8 @@ def refusal(
     chunk: int | None = None,
 ) -> str | None:
     """Return the reason why this kernel does not take these inputs; None if it does."""
-    if softcap is not None or chunk is not None:
-        return "it attends without caps on scores and chunks"
-    if sinks is not None and sinks_refusal(q, k_cache, sinks) is not None:
-        return sinks_refusal(q, k_cache, sinks)
-    if not batch.decodes_only(len(q)):
-        return "it attends rows of one query"
-    return mixed_refusal(q, k_cache, v_cache, batch)
+    reason = PagedDecode.mixed_refusal(q, k_cache, v_cache, batch, window, softcap=softcap, sinks=sinks, chunk=chunk)
+    return reason or (None if batch.decodes_only(len(q)) else "it attends rows of one query")
 
 
 def sinks_refusal(q: Tensor, k_cache: Tensor, sinks: Tensor) -> str | None:
@@ -156,6 +151,25 @@ class PagedDecode:
     def __init__(self, device: torch.device | None = None) -> None:
         self._launch = cuda.bind_on_hopper("paged_decode_hopper", "transect_paged_decode", SIGNATURE, device)
         self._parts = torch.full((PARTS,), NOTHING, dtype=torch.int32, device=device or "cuda")
+
+    @staticmethod
+    def mixed_refusal(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        window: int | None = None,
+        *,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        chunk: int | None = None,
+    ) -> str | None:
+        """Return ``refusal`` for batches in which other rows may have several queries."""
+        if softcap is not None or chunk is not None:
+            return "it attends without caps on scores and chunks"
+        if sinks is not None and sinks_refusal(q, k_cache, sinks) is not None:
+            return sinks_refusal(q, k_cache, sinks)
+        return mixed_refusal(q, k_cache, v_cache, batch)
 
     def __call__(
         self,

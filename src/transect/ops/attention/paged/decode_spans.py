@@ -9,7 +9,8 @@ numbered, one row after the other, and every program finds its own from the leng
 a captured step can be replayed with other lengths. The piece of a row that finishes last adds all. Rows for whose parts
 there is no room are summed by one program each, with the same bits; its sum so far is in memory, not in registers.
 
-Bound by bytes: 4 H d FLOPs for each 2 K d cached elements.
+Bound by bytes: 4 H d FLOPs for each 2 K d cached elements. On Hopper ``paged_spans_hopper.cu`` has the same bits
+faster, of a cache in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,14 +22,20 @@ import torch
 from torch import Tensor
 
 from ....hardware.device import target_of
+from ....hardware.targets import TARGETS
+from ...lang import cuda
 from ...lang.jit import INTERPRETED, TRITON_TARGETS, kernel, multiprocessors, next_power_of_2, tl
 from ...lang.tiles import let_next_begin, wait_for_previous
 from ...registry import Kernel
+from ..packed.tiling import LOG2E
 from .batch import PagedBatch
+from .decode_hopper import AT_ONCE, BLOCK_SIZE, mixed_refusal
 from .launch import PLAIN, STRIDES, arguments_of, types_of
 from .prefill import SPAN
 from .tile import merged, walk, with_sink
 
+MOST_WARPS = 4
+"""Most warps of a block of ``paged_spans_hopper.cu``."""
 ROOM = 2048
 """Most parts of rows that a launch keeps for adding."""
 
@@ -186,19 +193,21 @@ class SpansTiling:
 
 TILING = SpansTiling()
 NARROW = replace(TILING, bm=16, warps=1, programs=14, registers=0)
-"""The tiling for rows that keep all multiprocessors busy: programs of one warp, whose products (mma.sync) round, and
-whose threads add, as those of warpgroups do. (Of two warps each has other columns, and adds in another order.)"""
+"""The tiling for rows that keep all multiprocessors busy, and for every GPU without products of warpgroups: programs of
+one warp, whose products (mma.sync) round, and whose threads add, as those of warpgroups do. (Of two or four warps each
+has other columns, and adds in another order.)"""
 BUSY = 2
 """From this number of (row, key head) pairs for each multiprocessor on, ``NARROW`` is taken."""
 
 
-def choose_tiling(rows: int, kv_heads: int, units: int, cache_bytes: int = 2) -> SpansTiling:
-    """Return the tiling of ``rows`` rows of one query on a GPU of ``units`` multiprocessors.
+def choose_tiling(rows: int, kv_heads: int, units: int, cache_bytes: int = 2, warpgroups: bool = True) -> SpansTiling:
+    """Return the tiling of ``rows`` rows of one query on a GPU of ``units`` multiprocessors, with or without products
+    of ``warpgroups``.
 
     On an H200 256 rows of 640 positions take 202 us with ``NARROW`` and 217 without, one row of 1024 17 and 8. One
     warp's registers do not hold a tile in 8 bits and in 16.
     """
-    return NARROW if rows * kv_heads >= BUSY * units and cache_bytes > 1 else TILING
+    return NARROW if not warpgroups or (rows * kv_heads >= BUSY * units and cache_bytes > 1) else TILING
 
 
 def decode(
@@ -216,7 +225,9 @@ def decode(
     group = heads // kv_heads
     if not rows:
         return
-    tiling = tiling or choose_tiling(rows, kv_heads, multiprocessors(q.device), k_cache.element_size())
+    if tiling is None:
+        wide = INTERPRETED or not target_of(q.device).single_warps
+        tiling = choose_tiling(rows, kv_heads, multiprocessors(q.device), k_cache.element_size(), wide)
     if INTERPRETED:
         tiling = replace(tiling, bm=16, bn=16, warps=1, stages=1, at_once=2, span=32)
     spans = rows * -(-batch.max_seq_len // tiling.span)
@@ -240,8 +251,95 @@ def decode(
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class SpansHopperTiling:
+    """Division of a batch into work items of ``paged_spans_hopper.cu``."""
+
+    ranks: int = 0
+    """Blocks of a cluster, at least 2, that share a row and a key head; 0: an even cut, by blocks of one warp."""
+    warps: int = 4
+    """Warps of a block, each of which takes one span; for an even cut, warps for each multiprocessor."""
+    stages: int = 3
+    """Buffers of a warp, of 32 positions each."""
+
+
+def choose(items: int, spans: int, d: int) -> SpansHopperTiling:
+    """Return a tiling for ``items`` rows times key heads of up to ``spans`` spans.
+
+    A cluster takes an item where all clusters run at once, as in ``decode_hopper.choose``; of pairs of blocks with two
+    warps twice as many do. Adding its sums takes less time in shared memory than the sums of an even cut do in memory.
+    """
+    for ranks in (8, 4, 2):
+        warps = -(-spans // ranks)
+        at_once = AT_ONCE[ranks] * (2 if ranks == 2 and warps <= 2 else 1)
+        if items <= at_once and ranks < 2 * spans and warps <= MOST_WARPS:
+            return SpansHopperTiling(ranks, warps, 6 if d < 128 else 8 if warps == 1 else 3)
+    return SpansHopperTiling(stages=6 if d < 128 else 3)
+
+
+class PagedSpans:
+    """``decode`` by ``paged_spans_hopper.cu``, with the same bits, on one device.
+
+    Raises:
+        Unavailable: not a Hopper GPU, or no nvcc to build the kernels with.
+        RuntimeError: made inside a CUDA graph capture.
+    """
+
+    SIGNATURE = "p" * 10 + "i" * 6 + "liif" + "i" * 7 + "p"
+    """The types of the launcher's arguments, see ``cuda.bind``."""
+    ROOM = 1 << 24
+    """Most numbers of parts of rows. Where there could be more, a warp keeps rows whole."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._launch = cuda.bind_on_hopper("paged_spans_hopper", "transect_paged_spans", self.SIGNATURE, device)
+
+    @staticmethod
+    def mixed_refusal(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, window: int | None = None, **scores: object
+    ) -> str | None:
+        """Return the reason why this kernel does not take these inputs; None if it does. ``scores``: see ``decode``."""
+        if window is not None or k_cache.dtype != torch.bfloat16 or any(each is not None for each in scores.values()):
+            return "it attends to all positions, cached in bfloat16, without sinks, caps and chunks"
+        return mixed_refusal(q, k_cache, v_cache, batch)
+
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None,
+        *, sinks: Tensor | None = None, out: Tensor, dependent_launch: bool = False, beside: bool = False,
+        tiling: SpansHopperTiling | None = None,
+    ) -> None:  # fmt: skip
+        """Compute ``decode``. ``dependent_launch`` and ``beside``: see ``PagedDecode``.
+
+        Raises:
+            RuntimeError: the launch failed.
+        """
+        tokens, heads, d = q.shape
+        kv_heads, rows = k_cache.shape[1], batch.num_rows
+        if not rows:
+            return
+        group, items, longest = heads // kv_heads, rows * kv_heads, -(-batch.max_seq_len // SPAN)
+        tiling = tiling or choose(items, longest, d)
+        whole = items * longest * group * d > self.ROOM
+        kept = 0 if whole or tiling.ranks else items * longest
+        parts = q.new_empty((kept, group, d), dtype=torch.float32)
+        parts_ml = q.new_empty((kept, group, 2), dtype=torch.float32)
+        blocks, warps = (1, tiling.warps) if tiling.ranks else (tiling.warps * multiprocessors(q.device), 1)
+        tables = batch.block_tables
+        code = self._launch(
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tables.data_ptr(),
+            0 if batch.decodes_only(tokens) else batch.query_starts.data_ptr(), batch.seq_lens.data_ptr(),
+            out.data_ptr(), parts.data_ptr(), parts_ml.data_ptr(), batch.arrivals(items).data_ptr(), rows,
+            tables.shape[1], tables.stride(0), kv_heads, group, d, q.stride(0), q.stride(1),
+            k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, blocks, warps, tiling.stages, tiling.ranks,
+            int(whole), 2 if dependent_launch and not batch.fresh else 1, int(beside),
+            torch.cuda.current_stream(q.device).cuda_stream,
+        )  # fmt: skip
+        if code:
+            raise RuntimeError(f"paged_spans_hopper.cu: the launch of {tiling} for {rows} rows returned {code}")
+
+
 def kernels() -> Sequence[Kernel]:
     """Return the kernels to compile ahead of time."""
+    wide = tuple(name for name in TRITON_TARGETS if not TARGETS[name].single_warps)
     own = {"part_o": "*fp32", "part_l": "*fp32", "arrivals": "*i32", "room": "i32"}
     return [
         Kernel(
@@ -259,7 +357,7 @@ def kernels() -> Sequence[Kernel]:
             targets=targets,
         )
         for name, tiling, cache, targets, scores in (
-            ("decode in spans", TILING, "*bf16", TRITON_TARGETS, PLAIN),
+            ("decode in spans", TILING, "*bf16", wide, PLAIN),
             ("decode in spans, many rows", NARROW, "*bf16", TRITON_TARGETS, PLAIN),
             ("decode in spans, cache in int8", TILING, "*i8", ("sm_90",), PLAIN),
             ("decode in spans with sinks, a cap and chunks", TILING, "*bf16", ("sm_90",), dict.fromkeys(PLAIN, True)),

@@ -22,7 +22,6 @@ from . import prefill_hopper as hopper
 from .batch import PagedBatch
 from .cache_codes import stored_width
 from .decode import DECODE_CHOICES, decode_rule
-from .decode_hopper import PagedDecode
 from .kv_cache_write import numbers
 from .prefill import BESIDE_TILING, PREFILL_TILING, SPAN_TILING
 
@@ -43,8 +42,8 @@ class PagedTriton:
     """Tiling of decode rows; None for the one tuned for the device."""
     bulk: bool = False
     """Run prefill chunks by the kernel of ``paged/prefill_hopper.py``, where it takes the inputs."""
-    decode: PagedDecode | None = None
-    """Run decode rows by this kernel, where it takes the inputs."""
+    decode: paged_decode_hopper.PagedDecode | decode_spans.PagedSpans | None = None
+    """Run decode rows by this kernel, where it takes the inputs; with ``in_spans`` by ``PagedSpans``."""
     in_spans: bool = False
     """Sum spans of positions apart, in prefill chunks (by a tiling that does so) and in decode rows. A query's sums are
     then the same to the bit whatever the batch is, and however its prompt is cut into chunks."""
@@ -90,15 +89,13 @@ class PagedTriton:
         some, ones = (q, k_cache, v_cache, chunks, scale, window), (q, k_cache, v_cache, singles, scale, window)
         how: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "chunk": chunk}
         plain = all(each is None for each in how.values())
-        sunk = sinks is not None and softcap is None and chunk is None
-        sunk = sunk and paged_decode_hopper.sinks_refusal(q, k_cache, sinks) is None  # type: ignore[arg-type]
-        streams = self.decode is not None and (plain or sunk)
-        streams = streams and not paged_decode_hopper.mixed_refusal(q, k_cache, v_cache, singles)
+        streams = self.decode is not None and not self.decode.mixed_refusal(q, k_cache, v_cache, singles, window, **how)
         # The prompts' kernel does not wait by itself: without a decode row before it, it would read too early.
         beside = chunks is not singles and singles.num_rows > 0 and tokens <= FEW_TOKENS
         if self.decode is not None and streams and plain and beside:
             self.decode(*ones, out=out, dependent_launch=dependent_launch, beside=True)
-            paged_prefill.prefill(*some, out, tiling=BESIDE_TILING, singles=False, dependent_launch=True, beside=True)
+            small = replace(BESIDE_TILING, span=self.chunks.span)
+            paged_prefill.prefill(*some, out, tiling=small, singles=False, dependent_launch=True, beside=True)
             return out
         bulk = self.bulk and plain and not hopper.refusal(*some)
         if bulk:
@@ -131,12 +128,17 @@ def knobs() -> tuple[Knobs, ...]:
 
 def best_on_hopper() -> Callable[..., Any]:
     """Load the kernels that are fastest on Hopper."""
-    return available(PagedTriton(bulk=True, decode=PagedDecode()))()
+    return available(PagedTriton(bulk=True, decode=paged_decode_hopper.PagedDecode()))()
 
 
 def uniform() -> Callable[..., Any]:
     """Load the kernels whose sums do not depend on the batch."""
     return available(PagedTriton(SPAN_TILING, in_spans=True))()
+
+
+def uniform_on_hopper() -> Callable[..., Any]:
+    """Load those of ``uniform`` that are fastest on Hopper."""
+    return available(PagedTriton(SPAN_TILING, decode=decode_spans.PagedSpans(), in_spans=True))()
 
 
 def _launch(q: Tensor, batch: PagedBatch, config: Mapping[str, Any], **others: Any) -> Tensor:

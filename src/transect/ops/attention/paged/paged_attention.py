@@ -269,17 +269,17 @@ register(
             "triton": Implementation("triton", lambda: available(_dispatch().PagedTriton(bulk=True))(), TRITON_TARGETS),
             "cuda_hopper": Implementation(
                 "cuda",
-                lambda: _dispatch().PagedDecode(),
+                lambda: _dispatch().paged_decode_hopper.PagedDecode(),
                 ("sm_90",),
                 dtypes=("bfloat16",),
                 refusal=lambda *inputs, **named: _dispatch().paged_decode_hopper.refusal(*inputs, **named),
                 source="paged_decode_hopper.cu",
             ),
+            "hopper_uniform": Implementation(
+                "triton", lambda: _dispatch().uniform_on_hopper(), ("sm_90",), batch_invariant=True
+            ),
             "triton_uniform": Implementation(
-                "triton",
-                lambda: _dispatch().uniform(),
-                TRITON_TARGETS,
-                batch_invariant=True,
+                "triton", lambda: _dispatch().uniform(), TRITON_TARGETS, batch_invariant=True
             ),
         },
         examples=_examples,

@@ -43,12 +43,6 @@ constexpr int kAtOnce = 4;      // blocks whose parts of an item it asks for bef
 // What a warp knows of a unit: bits of Unit::what.
 constexpr int kHigh = 31, kLowShift = 5, kFirst = 1 << 9, kLast = 1 << 10, kItemShift = 11;
 
-__device__ __forceinline__ void read_transposed(uint32_t (&v)[4], uint32_t from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-               : "r"(from));
-}
-
 // Numbers on their way to another block: written over a pattern that no sum is (arithmetic makes no such NaN), so that
 // the reader sees which ones are there, and leaves the pattern behind.
 constexpr uint32_t kNothing = 0xFFFFFFFF;

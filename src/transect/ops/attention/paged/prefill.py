@@ -139,6 +139,9 @@ SPAN = 256
 PREFILL_TILING = PrefillTiling()
 SPAN_TILING = PrefillTiling(bn=32, span=SPAN)
 """The tiling whose sums are those of ``decode_spans.py``."""
+SPAN_WIDE_TILING = PrefillTiling(bm=16, bn=32, warps=1, stages=2, span=SPAN)
+"""The same for heads of 256 on GPUs without products of warpgroups: there the warps of a program that has fewer rows
+than a head has numbers share the columns of a tile, and add in another order than the single warp of a decode row."""
 SMALL_TILING = PrefillTiling(bm=64, bn=32, warps=8, stages=2)
 """The tiling of heads of 256 in 99 KiB of shared memory."""
 BESIDE_TILING = PrefillTiling(bm=64, bn=32, warps=4)
@@ -158,12 +161,15 @@ def prefill(
     padded_group = next_power_of_2(heads // kv_heads)
     if INTERPRETED:
         tiling = replace(tiling, bm=16, bn=16, warps=1, stages=1, span=min(tiling.span, 32))
-    bm = max(tiling.bm, padded_group)
     # AMD has 64 KB of shared memory; on NVIDIA three stages of heads of 256 do not fit.
     stages = min(tiling.stages, 2) if torch.version.hip or d > 128 else tiling.stages
-    if d > 128 and not INTERPRETED and not target_of(q.device).large_blocks:
-        tiling = replace(SMALL_TILING, span=tiling.span)
-        bm = max(tiling.bm, padded_group)
+    if d > 128 and not INTERPRETED:
+        target = target_of(q.device)
+        if tiling.span and target.single_warps:
+            tiling = SPAN_WIDE_TILING
+        elif not target.large_blocks:
+            tiling = replace(SMALL_TILING, span=tiling.span)
+    bm = max(tiling.bm, padded_group)
     inputs, sizes, scores, constants = arguments_of(
         q, k_cache, v_cache, batch, scale, window, out,
         softcap=softcap, sinks=sinks, chunk=chunk, dependent_launch=dependent_launch,
@@ -178,6 +184,7 @@ def kernels() -> Sequence[Kernel]:
     """Return the kernels to compile ahead of time."""
     every = dict.fromkeys(PLAIN, True)
     large = tuple(name for name in NVIDIA_TARGETS if TARGETS[name].large_blocks)
+    single = tuple(name for name in NVIDIA_TARGETS if TARGETS[name].single_warps)
     small = tuple(name for name in NVIDIA_TARGETS if not TARGETS[name].large_blocks)
     return [
         Kernel(
@@ -197,7 +204,8 @@ def kernels() -> Sequence[Kernel]:
         )
         for name, tiling, beside, targets, d, scores in (
             ("prefill", PREFILL_TILING, False, NVIDIA_TARGETS, 128, PLAIN),
-            ("prefill in spans", SPAN_TILING, False, ("sm_80", "sm_90"), 128, PLAIN),
+            ("prefill in spans", SPAN_TILING, False, NVIDIA_TARGETS, 128, PLAIN),
+            ("prefill in spans, heads of 256", SPAN_WIDE_TILING, False, single, 256, PLAIN),
             ("prefill beside decodes", BESIDE_TILING, True, ("sm_90",), 128, PLAIN),
             ("prefill_256", replace(PREFILL_TILING, stages=2), False, large, 256, PLAIN),
             ("prefill_256, small blocks", SMALL_TILING, False, small, 256, PLAIN),

@@ -30,15 +30,18 @@ class CudaTiling:
     """Groups of 16 rows of W for a block."""
     warps: int = 8
     ranks: int = 1
-    """Blocks of a cluster that share K; 0: one block, whose warps take consecutive parts of K (``invariant.py``)."""
+    """Blocks of a cluster that share K; -p: one block, which adds p parts of K in order (``invariant.py``)."""
 
     def refusal(self, m: int, gated: bool = False) -> str | None:
         """Return the reason why the kernels do not take this tiling for m rows of X; None if they do."""
-        if (self.columns, self.stages) not in KERNELS:
+        if (self.columns, self.stages) not in KERNELS + DEEP:
             return f"no kernel of {self.columns} columns and {self.stages} stages is compiled"
-        if self.warps not in (4, 8) or not 0 <= self.ranks <= 8 or self.per < 1:
-            return "warps must be 4 or 8, ranks 0 to 8, and per at least 1"
-        if gated and self.ranks != 1:
+        if self.ranks < 0:
+            if not 1 <= self.warps <= MOST_WARPS or self.warps % self.ranks or self.per < 1:
+                return "of parts in order, warps must be a multiple, 1 to 8, and per at least 1"
+        elif self.warps not in (4, 8) or not 1 <= self.ranks <= 8 or self.per < 1:
+            return "warps must be 4 or 8, ranks 1 to 8, and per at least 1"
+        if gated and self.ranks > 1:
             return "with a gate it takes one rank"
         taken = shared_bytes(self, m)
         return None if taken <= SHARED else f"it takes {taken} bytes of shared memory, of {SHARED} that there are"
@@ -89,6 +92,9 @@ SHARED = 227 * 1024
 
 KERNELS = ((3, 4), (3, 3), (2, 6), (2, 4), (3, 2), (2, 2), (2, 3), (1, 8), (1, 4))
 """The compiled pairs (columns, stages), better ones first."""
+MOST_WARPS = 8
+DEEP = ((3, 8), (2, 12))
+"""Pairs for blocks of few warps."""
 
 
 @cache
@@ -113,7 +119,7 @@ def shared_bytes(tiling: CudaTiling, m: int) -> int:
     """Return the shared memory of a block for ``m`` rows of X."""
     tile = 8 if m <= 8 else 16 if m <= 16 else CUDA_ROWS
     ring = tiling.warps * tiling.stages * (tiling.columns * 16 + min(m, tile)) * 128
-    turn = 32 * tiling.warps * tiling.ranks
+    turn = 32 * tiling.warps * max(tiling.ranks, 1)
     sent = -(-min(m, tile) * tiling.per * 16 // turn) * turn if tiling.ranks > 1 else 0
     return ring + 4 * (tiling.warps * tile * (tiling.columns * 16 + 4) + sent + tile) + 8
 

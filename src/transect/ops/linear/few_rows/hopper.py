@@ -90,6 +90,7 @@ INVARIANT: tuple[Compiled, ...] = (
     (0, 0, 96, 2, 1, 2, 1),
     (0, 0, 128, 2, 1, 2, 1),
     (0, 0, 192, 2, 1, 2, 1),
+    (1, 0, 256, 2, 1, 2, 1),
 )
 """Those that are compiled for ``invariant.py`` besides."""
 
@@ -158,6 +159,11 @@ class HopperTiling:
         """True if a block can add parts of K in the order in which ranks would."""
         return not self.swap and not self.gated and self.right <= 64 and self.groups == 1
 
+    @property
+    def over_memory(self) -> bool:
+        """True if blocks can only share a tile over memory: there are no registers for the other ways."""
+        return not self.gated and self.groups * self.right >= 512
+
     def splits(self, n: int) -> bool:
         """Return True if blocks share the k of a tile: sums for n columns of Y are then added in another order."""
         return abs(self.ranks) > 1 or (self.ranks == 0 and self.tiles(n) % self.clusters != 0)
@@ -179,6 +185,8 @@ class HopperTiling:
             return f"the tiling takes {self.most_rows} rows, not {m}"
         if not 2 <= self.stages <= MOST_STAGES or self.ring > SHARED:
             return f"its ring of {self.stages} stages has {self.ring} bytes, of {SHARED} that there are"
+        if self.over_memory and self.ranks > -2:
+            return "its tiles are shared over memory alone"
         if self.gated and (bias or self.ranks not in (0, 1)):
             return "with a gate it takes no bias, and no ranks"
         if self.ranks == 0 and not 1 <= self.clusters <= self.tiles(n) * chunks:

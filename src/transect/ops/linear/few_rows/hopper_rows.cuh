@@ -237,14 +237,6 @@ struct Out {
   }
 };
 
-// silu(gate) up, by the instructions of many_rows/triton.py, so that both give the same bits.
-__device__ __forceinline__ float gated(float gate, float up) {
-  float power, root;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(-(1.4426950408889634f * gate)));
-  asm("rsqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(1 + power));
-  return up * gate * (root * root);
-}
-
 __device__ __forceinline__ float4 add(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
@@ -282,6 +274,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
   constexpr bool BLOCKED = kBlocked<Number>, APART = BLOCKED || kWhole<Number>;
   static_assert(!BLOCKED || !SWAP);
   constexpr bool ORDERED = kOrdered<Number, SWAP, GATE, NB, WGS>;
+  constexpr bool GRID = !GATE && WGS * NB >= 512;  // there are registers for no way but to share a tile over memory
   constexpr bool EARLY = WGS * NB < 512;  // else there are no registers for scales that come while the chunks do
   constexpr int COLUMNS = (SWAP ? AR * PAIR : NB) / (GATE ? 2 : 1);
   constexpr int WIDTH = SWAP ? COLUMNS / PAIR : COLUMNS, PITCH = WIDTH * 2 + 16;  // of a block's results in shared memory
@@ -475,7 +468,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
           }
         }
       }
-      if (!GATE && sharers > 1) break;
+      if (GRID || (!GATE && sharers > 1)) break;
       if (!begins) {  // leave it for the block that has the tile's first k
         float4* to = parts + (size_t)blockIdx.x * (RM * J * WORKERS) + t;
 #pragma unroll
@@ -583,7 +576,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
       asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
       if (t == 0 && atomicAdd(counter, 1 << 16) >> 16 == sharers - 1) *counter = 0;  // ready for the next launch
     }
-    if (!GATE && ranks > 1) {  // nobody reads the ring any more: the sums take its place
+    if (!GATE && !GRID && ranks > 1) {  // nobody reads the ring any more: the sums take its place
       asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
 #pragma unroll
       for (int r = 0; r < RM; r++)
@@ -594,7 +587,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
                        : "memory");
     }
   }
-  if (!GATE && ranks > 1) {
+  if (!GATE && !GRID && ranks > 1) {
     __syncwarp();
     cluster_barrier();
     if (warp < WGS * 4) {

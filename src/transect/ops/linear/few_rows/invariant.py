@@ -28,15 +28,15 @@ from ...lang.jit import multiprocessors
 from ...registry import Unavailable
 from .. import fixed_order
 from . import choices, cuda, hopper, rule
-from .cuda import CUDA_ROWS, CudaRows, CudaTiling
+from .cuda import CUDA_ROWS, DEEP, CudaRows, CudaTiling, quicker
 from .hopper import CHUNK, COMPILED, INVARIANT, HopperRows, HopperTiling
 
 log = logging.getLogger(__name__)
 KERNELS = (*COMPILED, *INVARIANT)
 LEAST_ROWS = 32
 """Fewest rows to which the rule's times are fitted well enough to choose by."""
-WARPS = 4
-"""Warps of its blocks, each of which sums one part of K."""
+IN_FLIGHT = 64 * 1024
+"""Bytes of a weight that a block of ``small_matmul.cu`` asks for ahead, if it can."""
 
 
 Tiling = HopperTiling | CudaTiling
@@ -73,7 +73,7 @@ class InvariantRows:
         if kernels is None or not len(x) or weight.shape[0] % 16 or hopper.refusal(x, weight, bias):
             return None
         tiling = tiling_of(len(x), *weight.shape, parts, gated, device)
-        return None if tiling is None else run(*kernels, x, weight, bias, tiling, parts, dependent_launch)
+        return None if tiling is None else run(*kernels, x, weight, bias, tiling, parts, dependent_launch, gated)
 
 
 def run(
@@ -85,10 +85,11 @@ def run(
     tiling: Tiling,
     parts: int,
     dependent_launch: bool = False,
+    gated: bool = False,
 ) -> Tensor:
     """Launch one of ``candidates``."""
     if isinstance(tiling, CudaTiling):
-        return few(x, weight, bias, dependent_launch=dependent_launch, tiling=tiling)
+        return few(x, weight, bias, dependent_launch=dependent_launch, tiling=tiling, gated=gated)
     order = parts if tiling.ranks == 1 else 1
     return wide(x, weight, bias, dependent_launch=dependent_launch, tiling=tiling, order=order)
 
@@ -121,14 +122,14 @@ def tiling_of(m: int, n: int, k: int, parts: int, gated: bool, device: torch.dev
 def by_rule(m: int, n: int, k: int, parts: int, gated: bool, units: int = 132) -> Tiling | None:
     """Return the tiling for m rows by a weight of n x k that no choice is measured for; None if there is none.
 
-    Up to 32 rows ``small_matmul.cu`` is the fastest on an H200 for every narrow weight that was measured. Else
-    ``hopper.py`` runs by the tiling of least predicted time, the same for 1 to 32 rows.
+    ``small_matmul.cu`` runs for parts of K and where ``cuda.quicker`` says so, in wide groups. Else ``hopper.py`` runs
+    by the tiling of least predicted time, the same for 1 to 32 rows.
     """
     columns, rows = n // 2 if gated else n, max(m, LEAST_ROWS)
     found = list(candidates(m, n, k, parts, gated=gated, units=units))
-    few = next((tiling for tiling in found if isinstance(tiling, CudaTiling)), None)
-    if few is not None:
-        return few
+    few = [tiling for tiling in found if isinstance(tiling, CudaTiling)]
+    if few and (parts > 1 or quicker(m, n, k)):
+        return max(few, key=lambda tiling: (min(ahead(tiling), IN_FLIGHT), tiling.columns, -tiling.stages))
     wide = [tiling for tiling in found if isinstance(tiling, HopperTiling)]
     return min(wide, key=lambda tiling: rule.seconds(tiling, rows, columns, k, units), default=None)
 
@@ -136,11 +137,13 @@ def by_rule(m: int, n: int, k: int, parts: int, gated: bool, units: int = 132) -
 def candidates(m: int, n: int, k: int, parts: int = 1, *, gated: bool = False, units: int = 132) -> Iterator[Tiling]:
     """Yield the tilings for m rows by a weight of n x k that add ``parts`` of K in order."""
     columns = n // 2 if gated else n
-    if parts == WARPS and k % (CHUNK * WARPS) == 0 and m <= CUDA_ROWS:
+    if k % (CHUNK * parts) == 0 and n % 16 == 0 and m <= CUDA_ROWS:
         per = -(-n // (16 * units))
-        for across, stages in cuda.KERNELS:
-            few = CudaTiling(across, stages, per, WARPS, 0)
-            if across <= per and not few.refusal(m):
+        for across, stages in cuda.KERNELS + DEEP:
+            groups = -(-per // across)
+            at_once = -(-groups // -(-groups // (cuda.MOST_WARPS // parts)))
+            few = CudaTiling(across, stages, per, parts * at_once, -parts)
+            if across <= per and not few.refusal(m, gated):
                 yield few
     for compiled in hopper.fitting(m, gated, KERNELS):
         pair, blocks = compiled[5], compiled[6]
@@ -158,3 +161,8 @@ def candidates(m: int, n: int, k: int, parts: int = 1, *, gated: bool = False, u
             for tiling in found:
                 if not tiling.refusal(m, columns, k, kernels=KERNELS):
                     yield tiling
+
+
+def ahead(tiling: CudaTiling) -> int:
+    """Return the bytes of a weight that a block asks for ahead."""
+    return tiling.warps * (tiling.stages - 1) * tiling.columns * 16 * 2 * CHUNK

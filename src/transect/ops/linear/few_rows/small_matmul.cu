@@ -7,8 +7,8 @@
 
 // x [M, K] and weight [N, K] with the given strides between rows, out [M, N] contiguous, bias [N] or null; K and both
 // strides multiples of 8, x and weight on 16 bytes. ``columns``: sixteens of rows of W in a group, ``stages``: buffers
-// of a ring (the pairs listed below); ``per``: sixteens for a block; ``ranks``: blocks that share K (at most 8); 0:
-// one, whose warps take consecutive parts of K (a multiple of 64 for each).
+// of a ring (the pairs listed below); ``per``: sixteens for a block; ``ranks``: blocks that share K (at most 8); -p:
+// one, which adds p consecutive parts of K in order (a multiple of 64 for each; p divides ``warps``).
 // ``gate``: see above; N is then a multiple of 16, bias null and ranks 1. residual to eps: as in ``Norm``, null for
 // none. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that asks for W before the kernel before has ended
 // (which must not write W). Returns a cudaError_t, or -1 for what it does not take.
@@ -17,8 +17,8 @@ extern "C" int transect_small_matmul(const void* x, const void* weight, const vo
                                      int per, int ranks, int gate, const void* residual, const void* scale,
                                      void* scaled, void* squares, const void* x_squares, float eps,
                                      int dependent, void* stream) {
-  if (M < 1 || N < 1 || K < 8 || K % 8 || x_stride % 8 || w_stride % 8 || per < 1 || ranks < 0 || ranks > 8 ||
-      (!ranks && (gate || K % (64 * warps))) || (warps != 4 && warps != 8))
+  if (M < 1 || N < 1 || K < 8 || K % 8 || x_stride % 8 || w_stride % 8 || per < 1 || ranks > 8 || !ranks ||
+      (ranks < 0 ? warps < 1 || warps > 8 || warps % -ranks || K % (-64 * ranks) : warps != 4 && warps != 8))
     return -1;
   const Norm norm = {(const __nv_bfloat16*)residual, (const __nv_bfloat16*)scale,
                      (__nv_bfloat16*)scaled,         (float*)squares,
@@ -40,8 +40,10 @@ extern "C" int transect_small_matmul(const void* x, const void* weight, const vo
   TRANSECT_ROWS(2, 3)
   TRANSECT_ROWS(2, 4)
   TRANSECT_ROWS(2, 6)
+  TRANSECT_ROWS(2, 12)
   TRANSECT_ROWS(3, 2)
   TRANSECT_ROWS(3, 3)
   TRANSECT_ROWS(3, 4)
+  TRANSECT_ROWS(3, 8)
   return -1;
 }

@@ -64,5 +64,6 @@ extern "C" int transect_small_matmul_hopper(const void* x, const void* weight, c
   TRANSECT_CUT(0, 0, 96, 2, 1, 2, 1)
   TRANSECT_CUT(0, 0, 128, 2, 1, 2, 1)
   TRANSECT_CUT(0, 0, 192, 2, 1, 2, 1)
+  TRANSECT_CUT(1, 0, 256, 2, 1, 2, 1)
   return -1;
 }

@@ -9,8 +9,9 @@
 //   for anybody until a group ends: then the parts are added up in shared memory, always in the same order. (Ordinary
 //   loads of X beside the copies would come back behind all copies asked for before them, and take the depth of the
 //   ring away.)
-// * ``in_order``: the warps of a block take consecutive parts of K instead, each in the order of k, as the blocks of
-//   hopper_rows.cuh with as many ranks do: the sums have the same bits.
+// * ``parts``: K is cut into as many consecutive parts instead, each added in the order of k by one warp, as the blocks of
+//   hopper_rows.cuh with as many ranks do: the sums have the same bits. Where a block has more warps than parts they take
+//   several groups at a time.
 // * What a row of Y gets does not depend on the other rows, nor on how many there are: the order of its sum is fixed by
 //   the number of warps and of blocks in a cluster, and by which share of W it is.
 // * GATE: W is a gate's rows and then those of the other factor, N / 2 each; Y [M, N / 2] is silu(one) times the other.
@@ -94,22 +95,22 @@ __device__ __forceinline__ void leave_sums(float* sums, float (&acc)[RB][NT][4],
       }
 }
 
-// Of a tile of Y of up to ROWS x COLUMNS every warp holds a part: they are added in the order of the warps. ``sums`` is
-// [warps][ROWS][PITCH], filled by the caller, and may be written again after the next barrier of the block. The sum
-// goes to ``finish`` with its place in Y.
+// Of a tile of Y of up to ROWS x COLUMNS ``warps`` warps hold a part each: they are added in the order of the warps.
+// ``across``: tiles beside each other, each of the next warps. ``sums`` is [across][warps][ROWS][PITCH], filled by the
+// caller, and may be written again after the next barrier of the block. The sum goes to ``finish`` with its place in Y.
 template <int ROWS, int COLUMNS, typename Finish>
-__device__ __forceinline__ void add_warps(const float* sums, int m0, int n0, int M, int n_end, int warps,
+__device__ __forceinline__ void add_warps(const float* sums, int m0, int n0, int M, int n_end, int warps, int across,
                                           Finish finish) {
   __syncthreads();
-  const int count = min(ROWS, M - m0) * COLUMNS;
+  const int count = min(ROWS, M - m0) * COLUMNS * across;
   for (int i = threadIdx.x; i < count; i += blockDim.x) {
-    const int m = i / COLUMNS, c = i % COLUMNS;
-    const float* from = sums + m * kPitch<COLUMNS> + c;
+    const int m = i / COLUMNS / across, c = i % (COLUMNS * across);
+    const float* from = sums + c / COLUMNS * warps * (ROWS * kPitch<COLUMNS>) + m * kPitch<COLUMNS> + c % COLUMNS;
     float sum = 0;
     for (int w = 0; w < warps; w += 4) {  // four loads at a time
       float four[4];
 #pragma unroll
-      for (int j = 0; j < 4; j++) four[j] = from[(w + j) * ROWS * kPitch<COLUMNS>];
+      for (int j = 0; j < 4; j++) four[j] = w + j < warps ? from[(w + j) * ROWS * kPitch<COLUMNS>] : 0;
 #pragma unroll
       for (int j = 0; j < 4; j++) sum += four[j];
     }
@@ -156,12 +157,14 @@ struct Ranks {
 
 // As ``add_warps``, of sixteens that are eight columns of a gate and eight of the other factor.
 template <int ROWS, int COLUMNS, typename Finish>
-__device__ __forceinline__ void add_gated(const float* sums, int m0, int n0, int M, int n_end, int warps,
+__device__ __forceinline__ void add_gated(const float* sums, int m0, int n0, int M, int n_end, int warps, int across,
                                           Finish finish) {
+  constexpr int HALF = COLUMNS / 2;
   __syncthreads();
-  for (int i = threadIdx.x; i < min(ROWS, M - m0) * COLUMNS / 2; i += blockDim.x) {
-    const int m = i / (COLUMNS / 2), c = i % (COLUMNS / 2);
-    const float* from = sums + m * kPitch<COLUMNS> + c / 8 * 16 + c % 8;
+  for (int i = threadIdx.x; i < min(ROWS, M - m0) * HALF * across; i += blockDim.x) {
+    const int m = i / HALF / across, c = i % (HALF * across), own = c % HALF;
+    const float* from =
+        sums + c / HALF * warps * (ROWS * kPitch<COLUMNS>) + m * kPitch<COLUMNS> + own / 8 * 16 + own % 8;
     float gate = 0, up = 0;
 #pragma unroll 4
     for (int w = 0; w < warps; w++) {
@@ -177,7 +180,7 @@ template <Format F, int RB, int STAGES, int NT>
 __global__ void __launch_bounds__(256, 1)
     small_rows(const __nv_bfloat16* x, const unsigned char* weight, const float* scale, const __nv_bfloat16* bias,
                __nv_bfloat16* out, int M, int N, int K, long long x_stride, long long w_stride, int per, int row_tiles,
-               int ranks, int in_order, int gate, Norm norm, int ahead) {
+               int ranks, int parts, int gate, Norm norm, int ahead) {
   constexpr bool BYTES = kBytes<F>;
   constexpr int CHUNK = kChunk<F>, X_BYTES = kXBytes<F>, ELEMENT = BYTES ? 1 : 2;
   constexpr int ROWS = NT * 8, COLUMNS = RB * 16, W_BYTES = COLUMNS * 128;
@@ -189,13 +192,14 @@ __global__ void __launch_bounds__(256, 1)
   const int stage_bytes = W_BYTES + min(ROWS, M) * X_BYTES;
   const int n_first = share * per * 16, n_end = min(N, n_first + per * 16);
   const int groups = (n_end - n_first + COLUMNS - 1) / COLUMNS;
-  const int takers = warps * ranks, self = rank * warps + warp;
+  const int takers = parts ? parts : warps * ranks, self = parts ? warp % parts : rank * warps + warp;
+  const int across = parts ? warps / parts : 1;  // groups that the block takes at a time
   const int steps = ((K + CHUNK - 1) / CHUNK + takers - 1) / takers;
-  const int total = groups * steps;
+  const int total = (groups + across - 1) / across * steps;
   float* sums = (float*)(memory + warps * STAGES * stage_bytes);
-  __shared__ __align__(8) uint64_t sent;
+  __shared__ __align__(8) uint64_t sent[1];
   const int columns = n_end - n_first;
-  const Ranks cluster = {sums + warps * ROWS * kPitch<COLUMNS>, shared_address(&sent), rank, ranks, rows * columns};
+  const Ranks cluster = {sums + warps * ROWS * kPitch<COLUMNS>, shared_address(sent), rank, ranks, rows * columns};
   const uint32_t ring = shared_address(memory) + warp * STAGES * stage_bytes;
 
   let_next_begin();
@@ -207,7 +211,7 @@ __global__ void __launch_bounds__(256, 1)
   // four, and neighbours in X do.
   // Blocks begin at different chunks, or all would ask for the same lines of X at the same time.
   const int copy_row = lane / 8, copy_piece = lane % 8;
-  const int rotation = in_order ? 0 : share % steps;
+  const int rotation = parts ? 0 : share % steps;
   auto place = [&](int row, int piece) {
     return row * 128 + ((BYTES ? piece ^ (row % 2 * 4) : piece ^ (row % 8)) * 16);
   };
@@ -216,7 +220,7 @@ __global__ void __launch_bounds__(256, 1)
   };
   auto chunk_of = [&](int step) {
     const int rotated = step + rotation;
-    if (in_order) return (self * steps + step) * CHUNK;
+    if (parts) return (self * steps + step) * CHUNK;
     return ((rotated < steps ? rotated : rotated - steps) * takers + self) * CHUNK;
   };
   // From four rows of a sixteen to the next: 0, 4 rows on, then ``half_step`` on and both.
@@ -239,9 +243,9 @@ __global__ void __launch_bounds__(256, 1)
     for (int row = lane / PIECES; row < rows; row += 32 / PIECES)
       copy16(ring + slot * stage_bytes + W_BYTES + place_x(row, piece), x + (m0 + row) * x_stride + k, k < K);
   };
-  int load_group = 0, load_step = 0;
+  int load_group = parts ? warp / parts : 0, load_step = 0;
   auto advance = [&] {
-    if (++load_step == steps) load_step = 0, load_group++;
+    if (++load_step == steps) load_step = 0, load_group += across;
   };
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
@@ -401,23 +405,23 @@ __global__ void __launch_bounds__(256, 1)
     }
     leave_sums(sums + warp * ROWS * kPitch<COLUMNS>, acc, lane);
     if (gate)
-      add_gated<ROWS, COLUMNS>(sums, m0, n_first + group * COLUMNS, M, n_end, warps,
+      add_gated<ROWS, COLUMNS>(sums, m0, n_first + group * COLUMNS, M, n_end, warps / across, across,
                                [&](int m, int n, float g, float u) {
                                  g = unscaled(g, n), u = unscaled(u, n + N / 2);
                                  if (norm.x_squares) g *= inverse[m - m0], u *= inverse[m - m0];
-                                 out[(size_t)m * (N / 2) + n] = __float2bfloat16(__fdividef(g, 1 + __expf(-g)) * u);
+                                 out[(size_t)m * (N / 2) + n] = __float2bfloat16(gated(g, u));
                                });
     else if (ranks == 1)
-      add_warps<ROWS, COLUMNS>(sums, m0, n_first + group * COLUMNS, M, n_end, warps, finish);
+      add_warps<ROWS, COLUMNS>(sums, m0, n_first + group * COLUMNS, M, n_end, warps / across, across, finish);
     else {
       if (group == 0) wait_for_cluster();
-      add_warps<ROWS, COLUMNS>(sums, m0, n_first + group * COLUMNS, M, n_end, warps, [&](int m, int n, float part) {
+      add_warps<ROWS, COLUMNS>(sums, m0, n_first + group * COLUMNS, M, n_end, warps, 1, [&](int m, int n, float part) {
         cluster.send_part((m - m0) * columns + n - n_first, part);
       });
     }
     __syncthreads();
     step = 0;
-    group++;
+    group += across;
   }
   if (ranks > 1) cluster.add([&](int e, float sum) { finish(m0 + e / columns, n_first + e % columns, sum); });
 }
@@ -428,8 +432,8 @@ static int start(const void* x, const void* weight, const void* scale, const voi
                  int dependent, void* stream) {
   constexpr int ROWS = NT * 8, COLUMNS = RB * 16;
   const int shares = ((N + 15) / 16 + per - 1) / per, row_tiles = (M + ROWS - 1) / ROWS;
-  const int in_order = ranks == 0;
-  if (in_order) ranks = 1;
+  const int parts = ranks < 0 ? -ranks : 0;
+  if (parts) ranks = 1;
   const int rows = M < ROWS ? M : ROWS, round = warps * 32 * ranks,
             sent = (rows * per * 16 + round - 1) / round * round;
   const int shared =
@@ -438,5 +442,5 @@ static int start(const void* x, const void* weight, const void* scale, const voi
   return (int)launch(small_rows<F, RB, STAGES, NT>, shares * row_tiles * ranks, warps * 32, shared, ranks, dependent > 0,
                      stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const float*)scale,
                      (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, M, N, K, x_stride, w_stride, per, row_tiles,
-                     ranks, in_order, gate, norm, (int)(dependent > 1));
+                     ranks, parts, gate, norm, (int)(dependent > 1));
 }

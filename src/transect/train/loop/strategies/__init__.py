@@ -10,15 +10,20 @@ from __future__ import annotations
 
 from ...config.parallel import ParallelConfig
 from .alone import Alone
-from .pipelined import Pipelined
-from .replicated import Replicated
-from .sharded import ShardedRanks
 
 
 def strategy_for(parallel: ParallelConfig) -> type[Alone]:
-    """Choose the strategy of a run."""
+    """Choose the strategy of a run; the others, and the parallel layers below them, are not loaded."""
     if parallel.layout.size == 1 and parallel.offload != "all":
         return Alone
     if parallel.layout.pipeline > 1:
+        from .pipelined import Pipelined
+
         return Pipelined
-    return ShardedRanks if parallel.sharded or parallel.zero == 3 else Replicated
+    if parallel.sharded or parallel.zero == 3:
+        from .sharded import ShardedRanks
+
+        return ShardedRanks
+    from .replicated import Replicated
+
+    return Replicated

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from ....checkpoints.load import fill
 from ....models.decoder import Decoder
 from ....models.stored import StoredWeights
-from ....parallel.offload.pieces import FileUpload
-from ....parallel.sharded import Sharded
 from ....parallel.world import World
 from ...config import TrainConfig
 from ...data.batches import Batch
 from ...model.build import Trainable
 from ...optim import Optimizer
+
+if TYPE_CHECKING:
+    from ....parallel.offload.pieces import FileUpload
+    from ....parallel.sharded import Sharded
 
 LossOf = Callable[[int, Batch], Tensor]
 

@@ -21,7 +21,8 @@ from ....parallel.world import World
 from ...config import TrainConfig
 from ...data.batches import Batch
 from ...model.build import Trainable
-from ...optim import OneBitAdam, Optimizer
+from ...optim import Optimizer
+from ...optim.onebit import OneBitAdam
 from .alone import Alone, LossOf
 
 REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -1,0 +1,554 @@
+// Attention of decode rows (one query each) over a paged cache on Hopper, with the bits of decode_spans.py: every key
+// and value streamed once, bfloat16 in and out, float32 sums. See paged/decode_spans.py for the order of the sums, and
+// for the launcher.
+//
+// * A span is 256 positions of a row for one key head, an item a row with a key head.
+//   Even cut (ranks = 0): the spans of all items are numbered, item after item. A block is one warp, and takes equally
+//   many consecutive spans. Each warp sums up the lengths for itself, while the kernel before this one still runs.
+//   By clusters (ranks > 0): the warps of a cluster's blocks take one span each of an item, and send their sums to the
+//   block that adds those of a head, in its shared memory.
+// * A warp streams its tiles of 32 positions through its own ring of S buffers in shared memory. The maximum changes
+//   from tile to tile, as in the Triton kernels. Products have keys, then the dimensions of a head, on the left: neither
+//   this nor the instruction changes bits. Sums of weights, products, multiply-adds and exponentials are those that
+//   Triton's compiler makes of ``tile.py``, in its order: a quad's thread adds columns 2 c, 2 c + 1, 2 c + 8, ...
+// * Of an even cut, spans of an item that its first warp has are added in registers. It leaves the sum in memory, as the
+//   other warps leave each of their spans. The warp that arrives last adds them in order.
+
+#include "../../lang/few_rows.cuh"
+#include "../../lang/hopper.cuh"
+
+using namespace few_rows;
+using namespace hopper;
+
+namespace {
+
+constexpr int kBlock = 16, kTile = 32, kSpan = 256;  // positions of a cache block, of a tile, of a span
+constexpr int kTiles = kSpan / kTile;
+constexpr int kMostRows = 1024;
+constexpr int kAtOnce = 4;  // parts of an item that are asked for before the first is added
+constexpr float kInfinity = INFINITY;
+
+__device__ __forceinline__ float exponential(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float divided(float x, float by) {
+  float y;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(by));
+  return y;
+}
+
+__device__ __forceinline__ float shift_of(float m) { return m == -kInfinity ? 0 : m; }
+
+// The factors by which the sums so far and those of the next positions, with maxima m and own, enter a sum of both.
+__device__ __forceinline__ void join(float& m, float own, float& fade, float& weight) {
+  const float top = fmaxf(m, own), shift = shift_of(top);
+  fade = exponential(m - shift), weight = exponential(own - shift), m = top;
+}
+
+__device__ __forceinline__ float joined(float sum, float fade, float own, float weight) {
+  return __fmaf_rn(own, weight, __fmul_rn(sum, fade));
+}
+
+struct Batch {
+  const int *tables, *starts, *lengths;  // starts: null where token t is row t's
+  int rows, columns, table_stride;
+  __device__ __forceinline__ bool decodes(int row) const {
+    return !starts || __ldcg(starts + row + 1) - __ldcg(starts + row) == 1;
+  }
+};
+
+struct Parts {  // of an item, from ``begin`` before ``end``; ``heads``: heads before it in the output
+  int heads, begin, end;
+};
+
+struct Place {  // of a span
+  int row, head, span, spans, length;
+};
+
+template <int D, int NT, int S>
+__global__ void __launch_bounds__(128)
+    paged_spans(const __nv_bfloat16* q, const unsigned char* keys, const unsigned char* values, Batch batch,
+                __nv_bfloat16* out, float* parts, float* parts_ml, int* arrivals, int K, int G, float scale2,
+                long long q_t, int q_h, int pieces, int ranks, int whole_items, int ahead, int late) {
+#ifdef TRANSECT_HOPPER
+  constexpr int T = D / 16, PIECE = kBlock * D * 2, TILE = 4 * PIECE;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  unsigned char* own_ring = memory + warp * S * TILE;
+  const uint32_t ring = shared_address(own_ring);
+  int* prefix = (int*)(memory + S * TILE);  // [rows + 1] spans before a row, and [rows] lengths; even cut
+  int* row_lengths = prefix + batch.rows + 1;
+  // [spans of an item][heads that this block adds][D + 4]: sums, m and l; of clusters
+  constexpr int SENT = D + 4;
+  float* gathered = (float*)(memory + warps * S * TILE);
+  __shared__ __align__(8) uint64_t sent[1];
+  const int rank = ranks ? blockIdx.x % ranks : 0, heads_here = ranks ? (G - rank + ranks - 1) / ranks : 0;
+
+  if (!late) let_next_begin();
+  bool waited = false;
+  if (!ahead) {
+    wait_for_previous();
+    waited = true;
+  }
+  int total = 0, takers = 0, begin = 0, end = 0;
+  Place at = {0, 0, 0, 0, 0};
+  auto cut = [&](int taker) { return (int)((long long)total * taker / takers); };  // the first span of a taker
+  auto taker_of = [&](int span) { return (int)(((span + 1) * (long long)takers - 1) / total); };
+  auto zeros = [&](int row, int first, int count) {  // for rows without a position (unused ones of a graph's buffers)
+    if (!waited) wait_for_previous();
+    waited = true;
+    __nv_bfloat16* to = out + (long long)(batch.starts ? __ldcg(batch.starts + row) : row) * K * G * D + first;
+    for (int e = lane * 8; e < count; e += 256) *(uint4*)(to + e) = make_uint4(0, 0, 0, 0);
+  };
+  auto set_row = [&](Place& p) { p.length = row_lengths[p.row], p.spans = prefix[p.row + 1] - prefix[p.row]; };
+  auto advance = [&](Place& p) {
+    if (++p.span < p.spans) return;
+    p.span = 0;
+    if (++p.head < K) return;
+    p.head = 0;
+    do p.row++;
+    while (p.row < batch.rows && prefix[p.row + 1] == prefix[p.row]);
+    if (p.row < batch.rows) set_row(p);
+  };
+  auto find = [&](int span) {
+    int low = 0, high = batch.rows;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (prefix[middle] * K <= span) low = middle;
+      else high = middle;
+    }
+    Place p;
+    p.row = low;
+    set_row(p);
+    const int rest = span - prefix[low] * K;
+    p.head = rest / p.spans, p.span = rest % p.spans;
+    return p;
+  };
+  if (ranks) {
+    const int item = blockIdx.x / ranks;
+    at.row = item / K, at.head = item % K, at.span = begin = rank + ranks * warp;
+    at.length = batch.decodes(at.row) ? __ldcg(batch.lengths + at.row) : 0;
+    at.spans = (max(at.length, 0) + kSpan - 1) / kSpan;
+    end = begin + (begin < at.spans);
+    if (ranks > 1) {
+      if (threadIdx.x == 0) expect_sent(shared_address(sent), at.spans * heads_here * (D + 2) * 4);
+      __syncwarp();
+      arrive_in_cluster();
+    }
+    if (at.spans == 0 && rank == 0 && warp == 0 && batch.decodes(at.row)) zeros(at.row, at.head * G * D, G * D);
+  } else {
+#pragma unroll 8
+    for (int row = lane; row < batch.rows; row += 32)
+      row_lengths[row] = batch.decodes(row) ? __ldcg(batch.lengths + row) : 0;
+    for (int base = 0; base < batch.rows; base += 32) {
+      const int row = base + lane, mine = row < batch.rows ? (max(row_lengths[row], 0) + kSpan - 1) / kSpan : 0;
+      int upto = mine;
+#pragma unroll
+      for (int far = 1; far < 32; far *= 2) {
+        const int other = __shfl_up_sync(~0u, upto, far);
+        if (lane >= far) upto += other;
+      }
+      if (row < batch.rows) prefix[row] = total + upto - mine;
+      total += __shfl_sync(~0u, upto, 31);
+    }
+    if (lane == 0) prefix[batch.rows] = total;
+    __syncwarp();
+    total *= K;
+    // Up to a 32nd of the warps stay out where every other then has as many spans: cuts of rows of one length then
+    // mostly fall between items.
+    const bool even = lane * 32 <= gridDim.x && total % (gridDim.x - lane) == 0;
+    const int fewer = max(__ffs(__ballot_sync(~0u, even)) - 1, 0);
+    takers = min((int)gridDim.x - fewer, total);
+    for (int row = blockIdx.x; row < batch.rows; row += gridDim.x)
+      if (prefix[row + 1] == prefix[row] && batch.decodes(row)) zeros(row, 0, K * G * D);
+    if (blockIdx.x < takers) {
+      begin = cut(blockIdx.x), end = cut(blockIdx.x + 1);
+      at = find(begin);
+      if (whole_items) {  // an item is its first span's taker's
+        if (at.span) begin += at.spans - at.span;
+        if (end < total) {
+          const Place next = find(end);
+          if (next.span) end += next.spans - next.span;
+        }
+        if (begin < end) at = find(begin);
+      }
+    }
+  }
+  if (begin >= end && !ranks) {
+    if (!waited) wait_for_previous();
+    return;
+  }
+
+  auto look_up = [&](const Place& p) {  // the cache blocks of a span, one in each of 16 lanes
+    const int column = p.span * (kSpan / kBlock) + lane % 16;
+    const bool inside = p.row < batch.rows && column < batch.columns;
+    return inside ? __ldcg(batch.tables + (long long)p.row * batch.table_stride + column) : 0;
+  };
+
+  // What is asked for next. A piece lies in a buffer as columns of 128 bytes of its 16 rows; the eighths of row r at
+  // place ^ (r % 8): no bank is met twice.
+  constexpr int PER_ROW = D * 2 / 16, ROWS = 32 / PER_ROW;  // copies of 16 bytes for a row; rows that 32 lanes copy
+  const int copy_row = lane / PER_ROW, copy_place = lane % PER_ROW;
+  const uint32_t copy_first = copy_place / 8 * 2048 + copy_row * 128 + (((copy_place % 8) ^ copy_row) * 16);
+  Place in = at, then = at;
+  if (!ranks) advance(then);
+  int blocks = look_up(in), coming = ranks ? 0 : look_up(then), in_tile = 0, in_left = end - begin, in_slot = 0;
+  auto fetch = [&] {
+    if (in_left > 0) {
+      const int rest = in.length - in.span * kSpan - in_tile * kTile;
+      if (!waited && rest <= kTile) {
+        wait_for_previous();
+        waited = true;
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int block = __shfl_sync(~0u, blocks, in_tile * 2 + half);
+        const size_t from = (size_t)(block * pieces + in.head) * PIECE + lane * 16;
+        const uint32_t to = ring + in_slot * TILE + half * PIECE;
+#pragma unroll
+        for (int j = 0; j < kBlock / ROWS; j++) {
+          const uint32_t there = to + ((copy_first + j * ROWS * 128) ^ (j * ROWS % 8 * 16));
+          const bool inside = copy_row + j * ROWS < rest - half * kBlock;
+          copy16_once(there, keys + from + j * 512, inside);
+          copy16_once(there + 2 * PIECE, values + from + j * 512, inside);
+        }
+      }
+      if (++in_tile == kTiles || rest <= kTile) {
+        in_tile = 0, in_left--;
+        in = then, blocks = coming;
+        if (in_left > 1) {
+          advance(then);
+          coming = look_up(then);
+        }
+      }
+    }
+    in_slot = in_slot + 1 == S ? 0 : in_slot + 1;
+    end_group();
+  };
+  for (int s = 0; s < S - 1; s++) fetch();
+  if (!waited) wait_for_previous();
+  waited = true;
+  if (late) let_next_begin();
+
+  // Of lane 4 g + c: scores of keys g, g + 8 with query heads 2 c, 2 c + 1; of o dimensions g, g + 8 of every 16, the
+  // same heads; the sum of weights of head 2 c + g % 2.
+  const int g = lane / 4, c = lane % 4;
+  const bool odd = g % 2;
+  const uint32_t key_at = lane % 16 * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+  const uint32_t value_at = 2 * PIECE + (lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16;
+  uint32_t query[NT][T][2];
+  float whole[NT][T][4], whole_m[NT][2], whole_l[NT];  // the spans so far of an item that this warp began, or one
+  Parts joining = {0, 0, 0}, joining_too = {0, 0, 0};
+  int slot = 0;
+  for (int span = begin; span < end; span++) {
+    if (span == begin || at.span == 0) {
+      const int token = batch.starts ? __ldcg(batch.starts + at.row) : at.row;
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        const __nv_bfloat16* from = q + token * q_t + (long long)(at.head * G + n * 8 + g) * q_h + c * 2;
+        const bool there = n * 8 + g < G;
+#pragma unroll
+        for (int t = 0; t < T; t++) {
+          query[n][t][0] = there ? *(const uint32_t*)(from + t * 16) : 0;
+          query[n][t][1] = there ? *(const uint32_t*)(from + t * 16 + 8) : 0;
+        }
+      }
+    }
+    float o[NT][T][4] = {}, m[NT][2], l[NT];
+#pragma unroll
+    for (int n = 0; n < NT; n++) m[n][0] = m[n][1] = -kInfinity, l[n] = 0;
+    const int positions = min(kSpan, at.length - at.span * kSpan);
+    for (int first = 0; first < positions; first += kTile) {
+      wait_groups<S - 2>();
+      __syncwarp();  // the copies of all lanes have landed, and all lanes have read the buffer that is filled again now
+      fetch();
+      const uint32_t from = ring + slot * TILE;
+      slot = slot + 1 == S ? 0 : slot + 1;
+      float s[NT][2][4] = {};
+#pragma unroll
+      for (int t = 0; t < T; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          uint32_t a[4];
+          read_matrices(a, (from + half * PIECE + key_at + t / 4 * 2048) ^ (t % 4 * 32));
+#pragma unroll
+          for (int n = 0; n < NT; n++) multiply(s[n][half], a, query[n][t][0], query[n][t][1]);
+        }
+      uint32_t p[NT][2][2];
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        float fade[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+#pragma unroll
+          for (int j = 0; j < 4; j++)
+            if (first + j * 8 + g >= positions) s[n][j / 2][j % 2 * 2 + h] = -kInfinity;
+          float top = fmaxf(fmaxf(s[n][0][h], s[n][0][2 + h]), fmaxf(s[n][1][h], s[n][1][2 + h]));
+          top = fmaxf(top, __shfl_xor_sync(~0u, top, 4));
+          top = fmaxf(top, __shfl_xor_sync(~0u, top, 8));
+          top = fmaxf(top, __shfl_xor_sync(~0u, top, 16));
+          top = fmaxf(m[n][h], __fmul_rn(top, scale2));
+          const float shift = shift_of(top);
+          fade[h] = exponential(m[n][h] - shift);
+          m[n][h] = top;
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            float& e = s[n][j / 2][j % 2 * 2 + h];
+            e = exponential(__fmaf_rn(e, scale2, -shift));
+          }
+        }
+        // Keys 2 g' and 2 g' + 1 of every 8 meet in lanes g = 2 g' (the even head's sum) and 2 g' + 1.
+        float sum = 0;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const float e0 = s[n][j / 2][j % 2 * 2], e1 = s[n][j / 2][j % 2 * 2 + 1];
+          const float other = __shfl_xor_sync(~0u, odd ? e0 : e1, 4), own = odd ? e1 : e0;
+          const float low = odd ? other : own, high = odd ? own : other;
+          sum = j == 0 ? __fadd_rn(low, high) : __fadd_rn(__fadd_rn(sum, low), high);
+        }
+        sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 16));
+        sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 8));
+        l[n] = __fmaf_rn(l[n], odd ? fade[1] : fade[0], sum);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          p[n][half][0] = transposed(pack(s[n][half][0], s[n][half][1]));
+          p[n][half][1] = transposed(pack(s[n][half][2], s[n][half][3]));
+        }
+#pragma unroll
+        for (int t = 0; t < T; t++)
+#pragma unroll
+          for (int j = 0; j < 4; j++) o[n][t][j] *= fade[j % 2];
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int t = 0; t < T; t++) {
+          uint32_t a[4];
+          read_transposed(a, (from + half * PIECE + value_at + t / 4 * 2048) ^ (t % 4 * 32));
+#pragma unroll
+          for (int n = 0; n < NT; n++) multiply(o[n][t], a, p[n][half][0], p[n][half][1]);
+        }
+    }
+    if (ranks) {
+      __syncwarp();  // the sums go where the ring was
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int head = n * 8 + 2 * c + h;
+          if (head >= G) continue;
+          float* to = (float*)own_ring + head * SENT;
+          if (g == h) to[D] = m[n][h], to[D + 1] = l[n];
+#pragma unroll
+          for (int t = 0; t < T; t++) to[t * 16 + g] = o[n][t][h], to[t * 16 + g + 8] = o[n][t][2 + h];
+        }
+      __syncwarp();
+      if (ranks > 1) wait_for_cluster();
+      for (int head = 0; head < G; head++) {
+        const float* from = (float*)own_ring + head * SENT;
+        if (ranks == 1) {  // a launch without clusters cannot send
+          float* to = gathered + (span * G + head) * SENT;
+          for (int e = lane; e < D + 2; e += 32) to[e] = from[e];
+          continue;
+        }
+        const int heads_there = (G - head % ranks + ranks - 1) / ranks;
+        const uint32_t to = shared_address(gathered + (span * heads_there + head / ranks) * SENT);
+        if (lane * 4 < D) send(to + lane * 16, *(const float4*)(from + lane * 4), shared_address(sent), head % ranks);
+        if (lane < 2) send(to + (D + lane) * 4, from[D + lane], shared_address(sent), head % ranks);
+      }
+      break;
+    }
+    const bool begun = at.span <= span - begin, last = at.span == at.spans - 1;  // the item began in this warp
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      if (!begun || at.span == 0) {
+        whole_l[n] = l[n];
+#pragma unroll
+        for (int h = 0; h < 2; h++) whole_m[n][h] = m[n][h];
+#pragma unroll
+        for (int t = 0; t < T; t++)
+#pragma unroll
+          for (int j = 0; j < 4; j++) whole[n][t][j] = o[n][t][j];
+        continue;
+      }
+      float fade[2], weight[2];
+#pragma unroll
+      for (int h = 0; h < 2; h++) join(whole_m[n][h], m[n][h], fade[h], weight[h]);
+      whole_l[n] = joined(whole_l[n], odd ? fade[1] : fade[0], l[n], odd ? weight[1] : weight[0]);
+#pragma unroll
+      for (int t = 0; t < T; t++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) whole[n][t][j] = joined(whole[n][t][j], fade[j % 2], o[n][t][j], weight[j % 2]);
+    }
+    const int token = batch.starts ? __ldcg(batch.starts + at.row) : at.row;
+    __nv_bfloat16* to_out = out + ((long long)token * K * G + at.head * G) * D;
+    if (begun && last) {
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        const float other = __shfl_xor_sync(~0u, whole_l[n], 4);
+        const float sums[2] = {odd ? other : whole_l[n], odd ? whole_l[n] : other};
+        __nv_bfloat16* to = to_out + (n * 8 + g) * D + c * 2;
+#pragma unroll
+        for (int t = 0; t < T; t++) {
+          const float* o4 = whole[n][t];
+          const uint32_t low8 = transposed(pack(divided(o4[0], sums[0]), divided(o4[1], sums[1])));
+          const uint32_t high8 = transposed(pack(divided(o4[2], sums[0]), divided(o4[3], sums[1])));
+          if (n * 8 + g < G) {
+            *(uint32_t*)(to + t * 16) = low8;
+            *(uint32_t*)(to + t * 16 + 8) = high8;
+          }
+        }
+      }
+    } else if (!begun || span == end - 1) {
+      float* to = parts + (size_t)span * G * D;
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int head = n * 8 + 2 * c + h;
+          if (head >= G) continue;
+          if (g == h) {
+            parts_ml[((size_t)span * G + head) * 2] = whole_m[n][h];
+            parts_ml[((size_t)span * G + head) * 2 + 1] = whole_l[n];
+          }
+#pragma unroll
+          for (int t = 0; t < T; t++) {
+            to[head * D + t * 16 + g] = whole[n][t][h];
+            to[head * D + t * 16 + g + 8] = whole[n][t][2 + h];
+          }
+        }
+      if (last || span == end - 1) {  // this warp has left all it has of the item
+        const int first = span - at.span, before = taker_of(first);
+        const int sharers = taker_of(first + at.spans - 1) - before + 1;
+        int arrived = 0;
+        __threadfence();
+        __syncwarp();
+        int* counter = arrivals + at.row * K + at.head;
+        if (lane == 0) arrived = atomicAdd(counter, 1) + 1;
+        if (__shfl_sync(~0u, arrived, 0) == sharers) {
+          if (lane == 0) *counter = 0;
+          // From the part of the warp that began the item.
+          (last ? joining : joining_too) = Parts{token * K * G + at.head * G, cut(before + 1) - 1, first + at.spans};
+        }
+      }
+    }
+    advance(at);
+  }
+  if (ranks) {
+    if (ranks == 1) __syncthreads();
+    else if (begin >= end) wait_for_cluster();
+    if (at.spans == 0 || warp >= heads_here) return;
+    if (ranks > 1) wait_for_sent(shared_address(sent));
+    const int token = batch.starts ? __ldcg(batch.starts + at.row) : at.row;
+    for (int here = warp; here < heads_here; here += warps) {
+      const float* from = gathered + here * SENT;
+      float4 sum = *(const float4*)(from + lane * 4 % D);
+      float sum_m = from[D], sum_l = from[D + 1];
+      for (int span = 1; span < at.spans; span++) {
+        from += heads_here * SENT;
+        const float4 own = *(const float4*)(from + lane * 4 % D);
+        float fade, weight;
+        join(sum_m, from[D], fade, weight);
+        sum_l = joined(sum_l, fade, from[D + 1], weight);
+        sum.x = joined(sum.x, fade, own.x, weight), sum.y = joined(sum.y, fade, own.y, weight);
+        sum.z = joined(sum.z, fade, own.z, weight), sum.w = joined(sum.w, fade, own.w, weight);
+      }
+      __nv_bfloat16* to = out + ((long long)token * K * G + at.head * G + rank + here * ranks) * D + lane * 4;
+      if (lane * 4 < D)
+        *(uint2*)to = make_uint2(pack(divided(sum.x, sum_l), divided(sum.y, sum_l)),
+                                 pack(divided(sum.z, sum_l), divided(sum.w, sum_l)));
+    }
+    return;
+  }
+  // Items whose other parts have arrived before this warp's: one that it ended, and one that another warp ends.
+  for (const Parts& item : {joining, joining_too}) {
+    if (item.begin >= item.end) continue;
+    __threadfence();
+    __nv_bfloat16* to = out + (long long)item.heads * D;
+    for (int e0 = lane * 4; e0 < G * D; e0 += 512) {
+      float4 sum[4];
+      float sum_m[4], sum_l[4];
+      for (int part = item.begin; part < item.end; part += kAtOnce) {
+        float4 its[kAtOnce][4];
+        float2 ml[kAtOnce][4];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++)
+#pragma unroll
+          for (int k = 0; k < 4; k++) {
+            const int e = e0 + k * 128;
+            if (part + i >= item.end || e >= G * D) continue;
+            its[i][k] = __ldcg((const float4*)(parts + (size_t)(part + i) * G * D + e));
+            ml[i][k] = __ldcg((const float2*)(parts_ml + ((size_t)(part + i) * G + e / D) * 2));
+          }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++)
+#pragma unroll
+          for (int k = 0; k < 4; k++) {
+            if (part + i >= item.end || e0 + k * 128 >= G * D) continue;
+            if (part + i == item.begin) {
+              sum[k] = its[i][k], sum_m[k] = ml[i][k].x, sum_l[k] = ml[i][k].y;
+              continue;
+            }
+            float fade, weight;
+            join(sum_m[k], ml[i][k].x, fade, weight);
+            sum_l[k] = joined(sum_l[k], fade, ml[i][k].y, weight);
+            sum[k].x = joined(sum[k].x, fade, its[i][k].x, weight);
+            sum[k].y = joined(sum[k].y, fade, its[i][k].y, weight);
+            sum[k].z = joined(sum[k].z, fade, its[i][k].z, weight);
+            sum[k].w = joined(sum[k].w, fade, its[i][k].w, weight);
+          }
+      }
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        if (e0 + k * 128 < G * D)
+          *(uint2*)(to + e0 + k * 128) =
+              make_uint2(pack(divided(sum[k].x, sum_l[k]), divided(sum[k].y, sum_l[k])),
+                         pack(divided(sum[k].z, sum_l[k]), divided(sum[k].w, sum_l[k])));
+    }
+  }
+#endif
+}
+
+}  // namespace
+
+#define TRANSECT_SPANS(DIM, TILES, STAGES)                                                                          \
+  if (d == DIM && (G <= 8) == (TILES == 1) && stages == STAGES) {                                                   \
+    const int sums = ranks * warps * ((G + ranks - 1) / (ranks ? ranks : 1)) * (DIM + 4);                           \
+    const int shared = warps * STAGES * DIM * kTile * 4 + (ranks ? sums : 2 * rows + 1) * 4;                        \
+    if (shared > kMostShared) return -1;                                                                            \
+    return (int)launch(paged_spans<DIM, TILES, STAGES>, ranks ? rows * K * ranks : blocks, warps * 32, shared,      \
+                       ranks ? ranks : 1, dependent > 0, stream,                                                    \
+                       (const __nv_bfloat16*)q, (const unsigned char*)keys, (const unsigned char*)values, batch,    \
+                       (__nv_bfloat16*)out, (float*)parts, (float*)parts_ml, (int*)arrivals, K, G, scale2, q_t, q_h, \
+                       pieces, ranks, whole_items, (int)(dependent > 1), late);                                         \
+  }
+
+// q [T, K G, d] with strides q_t and q_h, keys and values [blocks, K, 16, d] bfloat16: block b of key head h begins at
+// piece b ``pieces`` + h of 16 d. tables [rows, columns] int32; starts [rows + 1], or null where token t is row t's: rows
+// of several tokens are left alone; lengths [rows]. out [T, K G, d]. parts, parts_ml: of an even cut G d and 2 G numbers
+// for each span. arrivals: zeros for each row and key head, and again afterwards. scale2: of the scores, times log2(e).
+// blocks: of an even cut. ranks: blocks of a cluster, at least 2 (a launch without clusters knows no instructions for
+// them). warps of a block: of clusters, whose ranks times warps are as many as the longest row's spans or more. stages: one of those compiled. whole_items: an even cut falls between items only, and parts are not used.
+// ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that reads the batch and old keys and values before the
+// kernel before has ended. ``late``: the next kernel begins when the one before has ended. Returns a cudaError_t, or -1
+// for what it does not take.
+extern "C" int transect_paged_spans(const void* q, const void* keys, const void* values, const void* tables,
+                                    const void* starts, const void* lengths, void* out, void* parts, void* parts_ml,
+                                    void* arrivals, int rows, int columns, int table_stride, int K, int G, int d,
+                                    long long q_t, int q_h, int pieces, float scale2, int blocks, int warps,
+                                    int stages, int ranks, int whole_items, int dependent, int late, void* stream) {
+  if (rows < 1 || rows > kMostRows || G < 1 || G > 16 || blocks < 1 || ranks < 0 || ranks == 1 || ranks > 8 ||
+      warps < 1 || warps > 4 || (!ranks && warps > 1))
+    return -1;
+  const Batch batch = {(const int*)tables, (const int*)starts, (const int*)lengths, rows, columns, table_stride};
+  TRANSECT_SPANS(128, 1, 3)
+  TRANSECT_SPANS(128, 2, 3)
+  TRANSECT_SPANS(128, 1, 8)
+  TRANSECT_SPANS(128, 2, 8)
+  TRANSECT_SPANS(64, 1, 6)
+  TRANSECT_SPANS(64, 2, 6)
+  return -1;
+}
