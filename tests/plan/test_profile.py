@@ -4,6 +4,7 @@ import json
 import random
 from itertools import repeat
 
+import msgspec
 import pytest
 from commands import run_here
 from decision_logs import log_for
@@ -105,6 +106,14 @@ def test_loads_that_were_not_fitted_are_predicted(made, burstiness, rate):
     expected, found = (summary_of(Fleet(model).run(asked)) for model in (truth, made.engine))
     for name, share in (("ttft", "p50"), ("ttft", "p90"), ("itl", "p99"), ("e2e", "p50")):
         assert found[name][share] == pytest.approx(expected[name][share], rel=0.06)
+
+
+def test_a_queue_of_a_simulated_server_has_no_limit(made):
+    bounded = msgspec.structs.replace(made, header=made.header | {"scheduler": made.header["scheduler"] | {
+        "max_queue": 2, "max_queue_bytes": 10_000, "max_queue_wait": 0.5,
+    }})  # fmt: skip
+    asked = [Asked(0.0, 60, 8)] * 60
+    assert len(Fleet(bounded.engine).run(asked).records) == 60
 
 
 def test_a_slowdown_by_recent_work_is_found_on_a_gpu_alone(made):

@@ -90,9 +90,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def engine(self) -> EngineModel:
-        """Server as a simulation uses it."""
+        """Server as a simulation uses it, with a queue without limits: a search for the highest rate overloads it."""
         header, times = msgspec.convert(self.header, Header), self.times
-        limits = SchedulerConfig(**header.scheduler | {"max_queue": None, "seed": 0})
+        endless = {"max_queue": None, "max_queue_bytes": None, "max_queue_wait": None}
+        limits = SchedulerConfig(**header.scheduler | endless | {"seed": 0})
         return EngineModel(
             scheduler=limits, seconds=times, by_load=times.seconds, lag=header.lag, host=times.fitted.host,
             intake=self.intake, outlet=self.outlet, outlets=tuple(self.outlets),
