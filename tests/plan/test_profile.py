@@ -16,7 +16,7 @@ from transect.bench.traces.asked import Asked
 from transect.bench.traces.json_lines import write_lines
 from transect.bench.traces.mix import Mix
 from transect.costs.steps import StepLoad
-from transect.costs.warmth import Warming
+from transect.costs.warmth import Slowdown
 from transect.engine.scheduling.request import Request
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
@@ -117,7 +117,7 @@ def test_a_queue_of_a_simulated_server_has_no_limit(made):
 
 
 def test_a_slowdown_by_recent_work_is_found_on_a_gpu_alone(made):
-    log, results = sweep_of(Warming(0.2, 5000.0))
+    log, results = sweep_of(Slowdown(0.2, 5000.0))
     assert profile(log, results, None, "m", {}).warming == {} == made.warming
     log.header.device["kind"] = "cuda"
     found = profile(log, results, None, "m", {})
