@@ -46,6 +46,9 @@ SAMPLE_S = 5.0
 """Between two looks at memory."""
 SETTLED = 0.2
 """Memory is compared from this share of the time on: before, caches fill."""
+KV_BYTES = 2**29
+"""Size of the KV cache. Its memory is taken when a block is first used; a small cache is full within minutes, and later
+growth is a leak."""
 POLITENESS = 10
 """Attackers leave the processor to server and users: it is not their machine."""
 
@@ -180,7 +183,7 @@ def soak(
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.write_text("\n".join(["attacker", *(f"user-{number}" for number in range(users))]) + "\n")
-        with server("--api-key-file", str(keys), *serve) as url:
+        with server("--api-key-file", str(keys), "--kv-cache-bytes", str(KV_BYTES), *serve) as url:
             os.sched_setaffinity(0, all_cores[cores:])
             me = psutil.Process()
             process = next(each for each in me.children() if "serve" in each.cmdline())
