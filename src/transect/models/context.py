@@ -123,7 +123,7 @@ class PagedContext:
     ``k_cache`` and ``v_cache`` ``[n_layers, n_blocks, K, block_size, d]``. Row b of the batch is one sequence:
     ``block_tables_BN[b]`` int32 its blocks in order, ``seq_lens_B[b]`` int32 its tokens with this step's; its tokens of
     this step, ``query_starts_B1[b]`` to before ``query_starts_B1[b + 1]`` (int32), are its last. ``ops`` as in
-    ``VarlenContext``; ``max_query_len`` as in ``PagedBatch``. Slots that no row owns are never looked at.
+    ``VarlenContext``; ``max_query_len`` and ``fresh`` as in ``PagedBatch``. Slots that no row owns are never looked at.
 
     ``whole``: rows whose keys and values are all in this step attend to those, not to the cache. ``wanted``: see there.
     ``chunk_rows``: as in ``PagedBatch``. ``positions_T`` int64: the tokens' positions, where they have been computed
@@ -144,6 +144,7 @@ class PagedContext:
         wanted: Wanted | None = None,
         chunk_rows: int | None = None,
         positions_T: Tensor | None = None,
+        fresh: bool = False,
     ) -> None:
         if k_cache.ndim != 5 or k_cache.shape != v_cache.shape:
             raise ValueError(
@@ -159,6 +160,7 @@ class PagedContext:
             seq_lens_B,
             k_cache.shape[3],
             max_query_len=max_query_len,
+            fresh=fresh,
             chunk_rows=chunk_rows,
         )
         self.ops = ops or resolve_ops(k_cache.device)

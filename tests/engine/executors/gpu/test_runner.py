@@ -72,6 +72,25 @@ def test_same_tokens_with_drafts(model, seed):
         assert_same(expected, found, arrivals)
 
 
+def test_rows_that_share_a_sequence_wait_for_each_other_s_keys(model):
+    """Kernels may ask for all keys but a row's last before the kernel that writes them has ended, unless told."""
+    plain = scheduler_config(random.Random(0))
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, adaptive=False)
+    config = replace(plain, speculation=drafts, max_num_seqs=3 * plain.max_num_seqs, max_num_batched_tokens=64)
+    runner, found = executors(model, config)[1], []
+    context = runner._context
+
+    def record(plan):
+        made = context(plan)
+        found.append((made.batch.fresh, len(made.batch.block_tables.unique(dim=0)) < len(set(plan.seq_ids))))
+        return made
+
+    runner._context = record
+    run_workload(Drafted(runner), config, random_arrivals(random.Random(0), VOCAB, 14), lag=1)
+    assert {True, False} == {fresh for fresh, _ in found}
+    assert all(fresh or not shared for fresh, shared in found)
+
+
 @pytest.mark.parametrize(("seed", "lag"), quick_first(itertools.product(range(12), (0, 1)), [(0, 0), (1, 1)]))
 def test_steps_that_fail_change_no_token(model, seed, lag):
     torch.set_num_threads(1)

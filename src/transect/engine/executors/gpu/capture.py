@@ -49,7 +49,8 @@ def capture(
     times.done("KV cache")
     if config.cuda_graphs == "on":
         rows = row_buckets(limits["max_num_seqs"], setup.tricks["fine_rows"])
-        runner.warm(rows, None if setup.irregular else WARM_WIDTHS, mixed=setup.irregular)
+        drafts = config.speculation is not None
+        runner.warm(rows, None if setup.irregular else WARM_WIDTHS, mixed=setup.irregular, drafts=drafts)
         times.done(f"{0 if runner.graphs is None else len(runner.graphs)} CUDA graphs")
         if setup.irregular and (mesh is None or mesh.pipeline.size == 1):
             with_padding_adapter(runner)

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -123,9 +124,10 @@ class GPURunner:
         self._host_sampler = None if sample_on_device else Sampler(fill_masks)
         self._masks = MaskTable(model.config.vocab_size, self._max_draws, self._device, fill_masks, stages)
         self._host_tokens: dict[int, int] = {}
-        most = min(graph_tokens, max_num_batched_tokens)
+        self.graph_tokens = min(graph_tokens, max_num_batched_tokens)
+        """Tokens of the largest step with prefill chunks that is captured."""
         self.padding = {
-            "graph_tokens": most, "multiple": pad_tokens, "fine_rows": int(fine_rows), "rows": max_num_seqs,
+            "graph_tokens": self.graph_tokens, "multiple": pad_tokens, "fine_rows": fine_rows + 0, "rows": max_num_seqs,
         }  # fmt: skip
         """Padded step sizes, used by the step-time model; see ``step_sizes.py``."""
         self.launched = ""
@@ -136,12 +138,9 @@ class GPURunner:
         rows = max(FEWEST_ROWS, self._max_draws)
         self._compilations: Callable[[], int] = int
         self._compiled_before = 0
-        self.graph_tokens = min(graph_tokens, max_num_batched_tokens)
-        """Tokens of the largest step with prefill chunks that is captured."""
         self._max_num_seqs = max_num_seqs
         most = max(max_num_batched_tokens, self._max_draws) + rows + 3 * pad_tokens
-        most = max(most, token_bucket(self.graph_tokens, 0))
-        self._most_tokens = most
+        self._most_tokens = most = max(most, token_bucket(self.graph_tokens, 0))
         largest = StepLayout(most, 3 * rows + 2 * FEWEST_ROWS, self._max_draws, self._max_blocks)
         self._inputs_at = whole_lines(OUTPUT_BYTES * self._max_draws)
         nbytes = self._inputs_at + whole_lines(largest.nbytes)
@@ -234,22 +233,23 @@ class GPURunner:
         return PendingStep(ready, output, plan.seq_ids, known, self._max_draws, *more)
 
     @torch.inference_mode()
-    def warm(self, rows: Sequence[int], narrowest: int | None = None, *, mixed: bool = False) -> None:
-        """Capture steps that only decode with these numbers of rows, for the ``narrowest`` block tables (None for all),
-        and with ``mixed`` all steps with prefill chunks. Each kind of kernel runs once on padding rows, so that it is
-        compiled and loaded; then graphs are captured without being run."""
-        for adapters in (False, True) if self._model.adapters is not None else (False,):
-            self._warm_all(rows, narrowest, mixed, adapters)
+    def warm(self, rows: Sequence[int], tables: int | None = None, mixed: bool = False, drafts: bool = False) -> None:
+        """Capture steps that only decode with these numbers of rows, for the narrowest ``tables`` of blocks (None for
+        all), with ``drafts`` also those of drafts, and with ``mixed`` all steps with prefill chunks. Each kind of
+        kernel runs once on padding rows, to be compiled and loaded; then graphs are captured without being run."""
+        adapted = (False,) if self._model.adapters is None else (False, True)
+        for adapters, fresh in product(adapted, (False, True)[: 1 + drafts]):
+            self._warm_all(rows, tables, mixed and not fresh, adapters, fresh)
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _warm_all(self, rows: Sequence[int], narrowest: int | None, mixed: bool, adapters: bool) -> None:
-        """Do ``warm`` for steps in which a row has an adapter, or none has."""
+    def _warm_all(self, rows: Sequence[int], tables: int | None, mixed: bool, adapters: bool, fresh: bool) -> None:
+        """Do ``warm`` for steps in which a row has an adapter, or none has, and with drafts (``fresh``) or without."""
         met: set[tuple[str, int]] = set()
-        for width in widths(self._block_size, self._max_blocks)[:narrowest]:
+        for width in widths(self._block_size, self._max_blocks)[:tables]:
             for count in rows:
                 kinds = {("decodes", count), ("width", width)}
-                self._warm(StepLayout(count, count, count, width), run=not kinds <= met, adapters=adapters)
+                self._warm(StepLayout(count, count, count, width), run=not kinds <= met, adapters=adapters, fresh=fresh)
                 met |= kinds
         for size in self.mixed_sizes() if mixed else ():
             kinds = set(zip(MixedSize._fields, size, strict=True))
@@ -383,7 +383,7 @@ class GPURunner:
 
     def _key(self, plan: StepPlan, waits: bool) -> Hashable:
         """Return the key shared by all steps that can replay one graph; ``waits``: the step ends with logits."""
-        return plan.layout, waits, plan.prune, plan.chunk_rows, plan.adapters
+        return plan.layout, waits, plan.prune, plan.chunk_rows, plan.adapters, plan.fresh
 
     def _launch(self, key: Hashable, work: Callable[[], Any], plan: StepPlan, eager: bool = False) -> Any:
         """Run the work of a step, by a graph if steps of its kind recur."""
@@ -455,6 +455,7 @@ class GPURunner:
             chunk_rows=plan.chunk_rows,
             wanted=self._wanted(fields) if plan.prune else None,
             positions_T=fields.position,
+            fresh=plan.fresh,
         )
 
     def _hidden(self, plan: StepPlan, context: PagedContext) -> Tensor:

@@ -86,6 +86,8 @@ class StepPlan(NamedTuple):
     """Rows of the layout reserved for prompts, before the rows of one token; None if both kinds are mixed."""
     adapters: bool = False
     """A row has an adapter."""
+    fresh: bool = False
+    """Rows are drafts, and attend to keys of each other that this step writes."""
 
 
 class _RaggedShape(NamedTuple):
@@ -128,7 +130,7 @@ class _Group:
     The longest come first: programs of attention start in this order, and the last to end should be short ones.
     """
 
-    __slots__ = ("adapters", "draws", "grown", "order", "sampling", "seq_ids", "slots", "starts")
+    __slots__ = ("adapters", "draws", "fresh", "grown", "order", "sampling", "seq_ids", "slots", "starts")
 
     def __init__(
         self, rows: Sequence[ScheduledRow], table: SequenceTable, step: int, adapters: Sequence[int] | None
@@ -143,6 +145,8 @@ class _Group:
         for draw in self.draws:
             table.draw(draw, step)
         self.seq_ids = [draw.seq_id for draw in self.draws]
+        self.fresh = any(row.drafts for row in rows)
+        """See ``StepPlan.fresh``."""
         self.sampling: tuple[Variant, Sequence[int]] = Variant(), ()
         self.grown: deque[tuple[int, np.ndarray]] = deque(maxlen=8)
         """Latest steps, each with the rows that had a new block."""
@@ -264,7 +268,9 @@ class StepPlanner:
             memory.holds = None if variant.adjust else (group, layout)
         memory.step = step
         plan = StepPlan(layout, True, group.seq_ids, group.draws, variant, alternatives, [])
-        return plan if group.adapters is None else plan._replace(adapters=True)
+        if group.adapters is None and not group.fresh:
+            return plan
+        return plan._replace(adapters=group.adapters is not None, fresh=group.fresh)
 
     def _ragged(self, batch: ScheduledBatch, memory: np.ndarray, adapters: Sequence[int] | None) -> StepPlan:
         """Plan a step with rows of any kind; tokens, rows and draws are padded."""
@@ -321,7 +327,7 @@ class StepPlanner:
         prune = self._prune_last_layer and all(row.prompt_logprobs is None and row.pooling is None for row in rows)
         plan = StepPlan(layout, False, [draw.seq_id for draw in draws], draws, variant, alternatives, starts)
         plan = plan._replace(rows=rows, whole=whole, prune=prune, graph=shape.graph, chunk_rows=shape.chunk_rows)
-        return plan if adapters is None else plan._replace(adapters=True)
+        return plan._replace(adapters=adapters is not None, fresh=any(row.drafts for row in rows))
 
     def _ragged_shape(self, batch: ScheduledBatch) -> tuple[_RaggedShape, Sequence[ScheduledRow]]:
         """Place the rows of a step with prefill chunks; returns the shape, and the rows in its order.
