@@ -2,7 +2,7 @@
 
 Of the Hopper kernel for 17 to 256 rows, which has many ways to cut a product up, every cut with every way to share K;
 of the kernel for fewer rows also products with a norm beside them. Of the kernels for 4-bit weights cuts that
-fill a stage of their ring again. ``scaled8_chain.cu``, ``int4_chain.cu`` and ``gguf_chain.cu``
+fill a stage of their ring again. ``scaled8_chain.cu``, ``int4_chain.cu``, ``gguf_chain.cu`` and ``gguf_row.cu``
 are not operators and are run too.
 
 In ``int4_matmul.cu`` one lane of a warp arrives at a barrier for all, which racecheck does not follow, so it reports
@@ -183,10 +183,11 @@ def int4_plans(*, rows_only: bool = False) -> None:
 
 
 def chains() -> None:
-    """Run ``scaled8_chain.cu``, ``int4_chain.cu`` and ``gguf_chain.cu`` with few and many stages, some filled again,
-    twice in a row as dependent launches."""
+    """Run ``scaled8_chain.cu``, ``int4_chain.cu``, ``gguf_chain.cu`` and ``gguf_row.cu`` with few and many stages, some
+    filled again, twice in a row as dependent launches."""
     try:
-        eight, four, blocks = scaled8_chain.CudaChain(), int4_chain.Int4Chain(), gguf_chain.GGUFChain()
+        eight, four = scaled8_chain.CudaChain(), int4_chain.Int4Chain()
+        blocks, alone = gguf_chain.GGUFChain(), gguf_row.GGUFRow()
     except Unavailable as reason:
         print(f"chains: {reason}")
         return
@@ -232,6 +233,7 @@ def chains() -> None:
             for stages in (5, 2):
                 for _ in range(2):
                     blocks(attended, residual, stored, dependent_launch=True, stages=stages)
+                    alone(attended, out, dependent_launch=True, stages=stages)
                 torch.cuda.synchronize()
                 taken += 1
     print(f"chains: {taken} runs", flush=True)

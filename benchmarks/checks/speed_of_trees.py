@@ -54,7 +54,7 @@ from transect.bench.offline import decode_steps, run_all
 from transect.bench.workload import throughput_protocol
 
 llm = LLM(sys.argv[1], load_format="dummy", enable_prefix_caching=False, max_model_len=2048, seed=0,
-          gpu_memory_utilization=float(sys.argv[2]))
+          num_kv_blocks=20480)  # as many as the protocol needs, so that two engines fit
 protocol = throughput_protocol()
 
 def measure(work):
@@ -154,8 +154,7 @@ def main() -> None:
         sides = {"before": Path(folder) / "src", "now": record.ROOT / "src"}
         environment = record.environment(("torch", "triton") if options.gpu else ("torch",))
         if options.gpu:
-            shares = zip(sides.items(), ("0.45", "0.9"), strict=True)
-            trees = {side: Tree(tree, ON_GPU, options.gpu, share) for (side, tree), share in shares}
+            trees = {side: Tree(tree, ON_GPU, options.gpu) for side, tree in sides.items()}
             import torch
 
             environment["gpu"] = torch.cuda.get_device_name()

@@ -238,11 +238,11 @@ def bits_of_attention() -> Iterator[tuple[str, int, int]]:
                     (16, 16),
                     (3, 94),
                 ):
-                    some = [i for i in at if i < 16 * width][-count:]
-                    ends = torch.tensor([i + 1 for i in some], device="cuda", dtype=torch.int32)
+                    last = [i for i in at if i < 16 * width][-count:]
+                    ends = torch.tensor([i + 1 for i in last], device="cuda", dtype=torch.int32)
                     few = PagedBatch(tables[:, :width].expand(count, -1).contiguous(), starts[: count + 1], ends, 16)
-                    found = call(q[some], keys, values, few, d**-0.5, None)
-                    differing = int((found != whole[some]).flatten(1).any(1).sum())
+                    found = call(q[last], keys, values, few, d**-0.5, None)
+                    differing = int((found != whole[last]).flatten(1).any(1).sum())
                     yield f"attention, {size}, {count} rows of {16 * width}", count, differing
                 call.decode.ROOM = 0
                 found = call(rows, keys, values, batch, d**-0.5, None)

@@ -4,6 +4,7 @@ import json
 import random
 from itertools import repeat
 
+import msgspec
 import pytest
 from commands import run_here
 from decision_logs import log_for
@@ -15,7 +16,7 @@ from transect.bench.traces.asked import Asked
 from transect.bench.traces.json_lines import write_lines
 from transect.bench.traces.mix import Mix
 from transect.costs.steps import StepLoad
-from transect.costs.warmth import Warming
+from transect.costs.warmth import Slowdown
 from transect.engine.scheduling.request import Request
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
@@ -107,8 +108,16 @@ def test_loads_that_were_not_fitted_are_predicted(made, burstiness, rate):
         assert found[name][share] == pytest.approx(expected[name][share], rel=0.06)
 
 
+def test_a_queue_of_a_simulated_server_has_no_limit(made):
+    bounded = msgspec.structs.replace(made, header=made.header | {"scheduler": made.header["scheduler"] | {
+        "max_queue": 2, "max_queue_bytes": 10_000, "max_queue_wait": 0.5,
+    }})  # fmt: skip
+    asked = [Asked(0.0, 60, 8)] * 60
+    assert len(Fleet(bounded.engine).run(asked).records) == 60
+
+
 def test_a_slowdown_by_recent_work_is_found_on_a_gpu_alone(made):
-    log, results = sweep_of(Warming(0.2, 5000.0))
+    log, results = sweep_of(Slowdown(0.2, 5000.0))
     assert profile(log, results, None, "m", {}).warming == {} == made.warming
     log.header.device["kind"] = "cuda"
     found = profile(log, results, None, "m", {})

@@ -1,4 +1,4 @@
-"""Programs as users of libraries write them. They were held out when they were written; see ``written_last.py``."""
+"""Programs as users of libraries write them. They were held out when they were written; see ``unseen.py``."""
 
 import itertools
 import queue

@@ -14,7 +14,7 @@ MEMORY_S = 0.04
 
 
 @dataclass(frozen=True, slots=True)
-class Warming:
+class Slowdown:
     """The effect of a device's work on its steps.
 
     Attributes:
@@ -31,7 +31,7 @@ class Warmth:
 
     __slots__ = ("_at", "_level", "_warming")
 
-    def __init__(self, warming: Warming) -> None:
+    def __init__(self, warming: Slowdown) -> None:
         self._warming, self._level, self._at = warming, 0.0, 0.0
 
     def step(self, tokens: int, began: float, seconds: float) -> float:

@@ -22,7 +22,7 @@ from ..bench.workload import random_work
 from ..costs.fitting import FEWEST, Errors, FittedSteps, errors
 from ..costs.learning import StepTimes
 from ..costs.steps import StepLoad
-from ..costs.warmth import Warming, Warmth
+from ..costs.warmth import Slowdown, Warmth
 from ..engine.scheduling.decisions import Done
 from ..explain.engine.calibration import host_seconds, known_steps
 from ..explain.engine.log import DecisionRunLog, Life
@@ -126,18 +126,18 @@ def held_out(work: Sequence[Any], seconds: Sequence[float]) -> Errors:
 
 def warmed(
     log: DecisionRunLog, loads: Loads, work: Sequence[StepLoad], seconds: Sequence[float]
-) -> tuple[FittedSteps, Warming | None]:
+) -> tuple[FittedSteps, Slowdown | None]:
     """Fit step times, and how much longer they take after much work (``costs/warmth.py``); None if that explains
     nothing, or on a processor. The work of all steps tells the warmth before each."""
     host = host_seconds(log)
-    best: tuple[FittedSteps, Warming | None] = FittedSteps.fit(work, seconds, host), None
+    best: tuple[FittedSteps, Slowdown | None] = FittedSteps.fit(work, seconds, host), None
     if log.header.device.get("kind") != "cuda":
         return best
     done = [step for step in log.steps if step.at is not None and step.seconds > 0]
     counts = [step.tokens for step in done]
     rates = sorted(count / step.seconds for count, step in zip(counts, done, strict=True))
     full, known = rates[int(FULL * (len(rates) - 1))], {step.number: place for place, step in enumerate(done)}
-    warmth, before = Warmth(Warming(0.0, full)), []
+    warmth, before = Warmth(Slowdown(0.0, full)), []
     for count, step in zip(counts, done, strict=True):
         before.append(warmth.before(step.begins))
         warmth.worked(count, step.begins, step.seconds)
@@ -149,7 +149,7 @@ def warmed(
         fitted = FittedSteps.fit(work, alone, host)
         error = _error(fitted, work, alone)
         if error < least:
-            least, best = error, (fitted, Warming(gain, full))
+            least, best = error, (fitted, Slowdown(gain, full))
     return best
 
 

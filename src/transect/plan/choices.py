@@ -14,7 +14,7 @@ from ..costs.presets import Preset
 from ..costs.serving import HOPPER, ServingSteps, steps_on
 from ..costs.steps import StepLoad, launch_bound_tokens
 from ..costs.storage import Storage, storage_for
-from ..costs.warmth import Warming
+from ..costs.warmth import Slowdown
 from ..engine.executors.gpu.step_sizes import FEWEST_ROWS, StepPadding, row_buckets
 from ..engine.scheduling.batch import ScheduledBatch
 from ..engine.scheduling.leap import DecodeSeconds
@@ -33,7 +33,7 @@ HOPPERS = ("h100", "h200")
 HOST_S = 150e-6
 """Seconds of the host before each step, of the engine loop on an H200's host."""
 WARMING = 0.1
-"""``Warming.gain`` of an H200: its decodes are slower by so much if prompts keep it busy (``costs/warmth.py``)."""
+"""``Slowdown.gain`` of an H200: its decodes are slower by so much if prompts keep it busy (``costs/warmth.py``)."""
 INTAKE_S, OUTLET_S = 5e-3, 2.5e-3
 """Seconds of a request before the engine has it, and of a token on its way to the client, on that host: what TTFT at
 8 requests/s was above the simulated one (``benchmarks/plan/validation.py h200``)."""
@@ -121,7 +121,7 @@ class CardChoice:
         return EngineModel(
             scheduler=limits, seconds=timed, by_load=timed.by_load, latency=timed.latency if depth > 1 else None,
             lag=max(1, depth - 1), host=HOST_S, intake=INTAKE_S, outlet=OUTLET_S,
-            warming=Warming(WARMING, self.steps.full_rate) if depth == 1 else None,
+            warming=Slowdown(WARMING, self.steps.full_rate) if depth == 1 else None,
         )  # fmt: skip
 
     def engine_beside(self, draft: ModelConfig) -> EngineModel:

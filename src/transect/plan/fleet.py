@@ -18,7 +18,7 @@ from typing import Any
 from ..bench.load import Record
 from ..bench.traces.asked import Asked
 from ..costs.steps import StepLoad
-from ..costs.warmth import Warming
+from ..costs.warmth import Slowdown
 from ..engine.scheduling.drafters.registry import SpeculativeConfig
 from ..engine.scheduling.leap import DecodeSeconds
 from ..engine.scheduling.policies.routing import TYPICAL_OUTPUT, Router
@@ -66,7 +66,7 @@ class EngineModel:
     outlet: float = 0.0
     outlets: tuple[tuple[float, float], ...] = ()
     jitter: tuple[tuple[float, tuple[float, ...]], ...] = ()
-    warming: Warming | None = None
+    warming: Slowdown | None = None
     learned: Mapping[str, Any] | None = None
     acceptance: float | None = None
     drafter: DecodeSeconds | None = None

@@ -19,7 +19,7 @@ from ..costs.presets import Preset, detected
 from ..costs.serving import IDEAL, ServingSteps
 from ..costs.steps import StepLoad
 from ..costs.storage import Storage
-from ..costs.warmth import Warming
+from ..costs.warmth import Slowdown
 from ..engine.scheduling.batch import ScheduledBatch
 from ..engine.scheduling.decisions import Header
 from ..engine.scheduling.scheduler_config import SchedulerConfig
@@ -41,7 +41,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         errors: relative errors of step times, of a fit on the first half of the sweep on the second.
         intake: from sending a request until an idle engine has it. outlet: from a token until the client has it.
         measured: numbers of steps and requests, and seconds of the sweep. environment: machine and versions.
-        outlets, jitter: see ``EngineModel``. warming: ``Warming`` as plain values, empty if there is none.
+        outlets, jitter: see ``EngineModel``. warming: ``Slowdown`` as plain values, empty if there is none.
         learned: see ``EngineModel``; empty if steps are not sized by time.
     """
 
@@ -90,14 +90,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def engine(self) -> EngineModel:
-        """Server as a simulation uses it."""
+        """Server as a simulation uses it, with a queue without limits: a search for the highest rate overloads it."""
         header, times = msgspec.convert(self.header, Header), self.times
-        limits = SchedulerConfig(**header.scheduler | {"max_queue": None, "seed": 0})
+        endless = {"max_queue": None, "max_queue_bytes": None, "max_queue_wait": None}
+        limits = SchedulerConfig(**header.scheduler | endless | {"seed": 0})
         return EngineModel(
             scheduler=limits, seconds=times, by_load=times.seconds, lag=header.lag, host=times.fitted.host,
             intake=self.intake, outlet=self.outlet, outlets=tuple(self.outlets),
             jitter=tuple((rows, tuple(deviations)) for rows, deviations in self.jitter),
-            warming=Warming(**self.warming) if self.warming else None, learned=self.learned or None,
+            warming=Slowdown(**self.warming) if self.warming else None, learned=self.learned or None,
         )  # fmt: skip
 
 

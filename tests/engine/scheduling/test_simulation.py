@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transect.costs.steps import StepLoad
-from transect.costs.warmth import Warming
+from transect.costs.warmth import Slowdown
 from transect.engine.scheduling.request import Request
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
@@ -87,7 +87,7 @@ def outcome(engine):
     st.sampled_from((None, 0.0, 4e-3)),
     st.sampled_from((1, 3)),
     st.sampled_from((seconds, windowed)),
-    st.sampled_from((None, Warming(0.3, 4000.0))),
+    st.sampled_from((None, Slowdown(0.3, 4000.0))),
 )
 def test_leaps_change_nothing(seed, rate, lag, host, block_size, room, caching, target, clients, law, warming):
     """Decisions, times and prefix cache, also where steps are sized by time: then with step times that are known."""

@@ -164,6 +164,7 @@ class Launcher:
     ) -> None:
         self._library = library(name, instead, *options)
         self._library.transect_said.restype = ctypes.c_char_p
+        self._library.transect_forget()  # all sources share what an earlier test let them read
         self._function = getattr(self._library, symbol)
         kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_longlong, "f": ctypes.c_float}
         self._function.argtypes = [kinds[letter] for letter in signature]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ...costs.warmth import Warming, Warmth
+from ...costs.warmth import Slowdown, Warmth
 from .clock import VirtualClock
 from .core import LOOK, EngineCore
 from .drafters.planned import Ahead, PlannedDrafter, PlannedModel
@@ -75,7 +75,7 @@ class SimulatedEngine:
         now: float = 0.0,
         acceptance: float | None = None,
         drafter: DecodeSeconds | None = None,
-        warming: Warming | None = None,
+        warming: Slowdown | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.clock.advance(now)

@@ -32,14 +32,20 @@ FEWER, SHORT = 4096, 8192
 def parts_of(x: Tensor, outputs: int) -> int:
     """Return the number of parts of K that invariant products of x ``[T, I]`` sum apart and then add in order.
 
-    It depends on the weight's shape, the dtype and the GPU, not on the number of rows. On Hopper a narrow weight has
-    several, which as many blocks can share: with one, the blocks for 64 rows would take in X too often. Tiles of many
-    rows are then smaller, because they hold two sums; and two parts are enough to keep all blocks busy if there are
-    more than 64 sixty-fours of outputs.
+    It depends on the weight's shape, the dtype and the GPU, not on the number of rows.
     """
-    inputs = x.shape[1]
     if INTERPRETED or x.dtype != torch.bfloat16 or not on_hopper(x.device):
         return 1
+    return parts_on_hopper(outputs, x.shape[1])
+
+
+def parts_on_hopper(outputs: int, inputs: int) -> int:
+    """Return ``parts_of`` on Hopper, in bfloat16.
+
+    A narrow weight has several, which as many blocks can share: with one, the blocks for 64 rows would take in X too
+    often. Tiles of many rows are then smaller, because they hold two sums; and two parts are enough to keep all blocks
+    busy if there are more than 64 sixty-fours of outputs.
+    """
     parts = PARTS // 2 if outputs > FEWER and inputs < SHORT else PARTS
     return parts if outputs <= NARROW and inputs % (64 * parts) == 0 else 1
 

@@ -59,7 +59,7 @@ def test_bits_do_not_depend_on_who_sums_which_spans(monkeypatch, group, d):
         for seed in (1, 2):
             run._launch.draw(seed)
             out = torch.full_like(q, float("nan"))
-            run(q, *caches, batch, d**-0.5, out=out, tiling=tiling)
+            assert run(q, *caches, batch, d**-0.5, out=out, tiling=tiling) is out
             whole = out if whole is None else whole
             assert torch.equal(out, whole), (units, room, tiling)
             assert not batch.arrivals(1).any()

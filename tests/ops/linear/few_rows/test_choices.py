@@ -46,7 +46,7 @@ def test_choices_are_of_known_kernels_and_fit() -> None:
         if tiling is None:
             continue
         if "invariant" in size.split():
-            parts = 1 if gated or n > fixed_order.NARROW else fixed_order.PARTS
+            parts = 1 if gated else fixed_order.parts_on_hopper(n, k)
             assert tiling in invariant.candidates(m, n, k, parts, gated=gated), size
             continue
         if choice.by == "cuda":

@@ -43,7 +43,7 @@ def test_bits_are_the_same_by_every_tiling(n, k):
         torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in ((300, k), (n, k), (n,))
     )
     parts = fixed_order.parts_of(x, n)
-    assert parts == (1 if n > fixed_order.NARROW else 2 if (n, k) == (6144, 4096) else fixed_order.PARTS)
+    assert parts == fixed_order.parts_on_hopper(n, k)
     kernels, own = (CudaRows(), HopperRows()), invariant.InvariantRows()
     exact = x.double() @ weight.double().T + bias.double()
     whole, gated = own.linear(x, weight, bias), own.gated(x, weight)

@@ -304,18 +304,19 @@ class PagedSpans:
 
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None,
-        *, sinks: Tensor | None = None, out: Tensor, dependent_launch: bool = False, beside: bool = False,
-        tiling: SpansHopperTiling | None = None,
-    ) -> None:  # fmt: skip
-        """Compute ``decode``. ``dependent_launch`` and ``beside``: see ``PagedDecode``.
+        *, sinks: Tensor | None = None, out: Tensor | None = None, dependent_launch: bool = False,
+        beside: bool = False, tiling: SpansHopperTiling | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Compute ``decode``. ``out``, ``dependent_launch`` and ``beside``: see ``PagedDecode``.
 
         Raises:
             RuntimeError: the launch failed.
         """
         tokens, heads, d = q.shape
         kv_heads, rows = k_cache.shape[1], batch.num_rows
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         if not rows:
-            return
+            return out
         group, items, longest = heads // kv_heads, rows * kv_heads, -(-batch.max_seq_len // SPAN)
         tiling = tiling or choose(items, longest, d)
         whole = items * longest * group * d > self.ROOM
@@ -335,6 +336,16 @@ class PagedSpans:
         )  # fmt: skip
         if code:
             raise RuntimeError(f"paged_spans_hopper.cu: the launch of {tiling} for {rows} rows returned {code}")
+        return out
+
+
+def refusal(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None,
+    **scores: object,
+) -> str | None:  # fmt: skip
+    """Return the reason why ``PagedSpans`` does not take a batch of decode rows alone; None if it does."""
+    reason = PagedSpans.mixed_refusal(q, k_cache, v_cache, batch, window, **scores)
+    return reason or (None if batch.decodes_only(len(q)) else "it attends rows of one query")
 
 
 def kernels() -> Sequence[Kernel]:

@@ -278,6 +278,15 @@ register(
             "hopper_uniform": Implementation(
                 "triton", lambda: _dispatch().uniform_on_hopper(), ("sm_90",), batch_invariant=True
             ),
+            "cuda_hopper_uniform": Implementation(
+                "cuda",
+                lambda: _dispatch().decode_spans.PagedSpans(),
+                ("sm_90",),
+                dtypes=("bfloat16",),
+                batch_invariant=True,
+                refusal=lambda *inputs, **named: _dispatch().decode_spans.refusal(*inputs, **named),
+                source="paged_spans_hopper.cu",
+            ),
             "triton_uniform": Implementation(
                 "triton", lambda: _dispatch().uniform(), TRITON_TARGETS, batch_invariant=True
             ),

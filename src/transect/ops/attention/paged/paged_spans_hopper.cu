@@ -133,11 +133,9 @@ __global__ void __launch_bounds__(128)
     at.length = batch.decodes(at.row) ? __ldcg(batch.lengths + at.row) : 0;
     at.spans = (max(at.length, 0) + kSpan - 1) / kSpan;
     end = begin + (begin < at.spans);
-    if (ranks > 1) {
-      if (threadIdx.x == 0) expect_sent(shared_address(sent), at.spans * heads_here * (D + 2) * 4);
-      __syncwarp();
-      arrive_in_cluster();
-    }
+    if (threadIdx.x == 0) expect_sent(shared_address(sent), at.spans * heads_here * (D + 2) * 4);
+    __syncwarp();
+    arrive_in_cluster();
     if (at.spans == 0 && rank == 0 && warp == 0 && batch.decodes(at.row)) zeros(at.row, at.head * G * D, G * D);
   } else {
 #pragma unroll 8
@@ -346,14 +344,9 @@ __global__ void __launch_bounds__(128)
           for (int t = 0; t < T; t++) to[t * 16 + g] = o[n][t][h], to[t * 16 + g + 8] = o[n][t][2 + h];
         }
       __syncwarp();
-      if (ranks > 1) wait_for_cluster();
+      wait_for_cluster();
       for (int head = 0; head < G; head++) {
         const float* from = (float*)own_ring + head * SENT;
-        if (ranks == 1) {  // a launch without clusters cannot send
-          float* to = gathered + (span * G + head) * SENT;
-          for (int e = lane; e < D + 2; e += 32) to[e] = from[e];
-          continue;
-        }
         const int heads_there = (G - head % ranks + ranks - 1) / ranks;
         const uint32_t to = shared_address(gathered + (span * heads_there + head / ranks) * SENT);
         if (lane * 4 < D) send(to + lane * 16, *(const float4*)(from + lane * 4), shared_address(sent), head % ranks);
@@ -438,10 +431,9 @@ __global__ void __launch_bounds__(128)
     advance(at);
   }
   if (ranks) {
-    if (ranks == 1) __syncthreads();
-    else if (begin >= end) wait_for_cluster();
+    if (begin >= end) wait_for_cluster();
     if (at.spans == 0 || warp >= heads_here) return;
-    if (ranks > 1) wait_for_sent(shared_address(sent));
+    wait_for_sent(shared_address(sent));
     const int token = batch.starts ? __ldcg(batch.starts + at.row) : at.row;
     for (int here = warp; here < heads_here; here += warps) {
       const float* from = gathered + here * SENT;

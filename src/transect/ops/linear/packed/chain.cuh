@@ -370,8 +370,8 @@ int start(Weights<Codes>& weights, const int* sizes, const void* const* tensors,
   if (stages < 2 || stages > kMostStages || blocks < 1) return -1;
   for (int p = 0; p < kProducts; p++) {
     const int n = weights.n[p] = sizes[2 * p], k = weights.k[p] = sizes[2 * p + 1];
-    if (n < 16 || n % (p == GATE_UP ? 32 : 16) || k < Codes::kSpan || k % Codes::kSpan || k > Codes::kMostSteps * kWarps * Codes::kSpan)
-      return -1;
+    constexpr int kSpan = Codes::kSpan, kMostK = Codes::kMostSteps * kWarps * kSpan;
+    if (n < 16 || n % (p == GATE_UP ? 32 : 16) || k < kSpan || k % kSpan || k > kMostK) return -1;
   }
   if (sizes[0] != sizes[3] || sizes[2] != 2 * sizes[5] || sizes[0] != sizes[4] || sizes[4] != sizes[7]) return -1;
   typedef __nv_bfloat16 T;
