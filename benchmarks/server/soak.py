@@ -203,7 +203,8 @@ def soak(
                 times.attacked = attacked if within > SETTLE * window_s else None
                 if times.attacked:
                     samples.append((passed, memory(process)))
-                if passed >= (pairs + 1) * 2 * window_s:
+                felt = (*times.first.values(), *times.between.values())
+                if passed >= (pairs + 1) * 2 * window_s and all(felt):
                     pairs += 1
                     keep(figures(passed, users, window_s, times, samples))
                 time.sleep(min(SAMPLE_S, SETTLE * window_s))
