@@ -220,6 +220,10 @@ def test_a_batch_replaces_only_loops_inside_of_a_step(tmp_path):
     assert share(4, 6, 6, 6, backward_ran=False) == (1.0, 0.0), "both loops"
 
 
+def test_a_softmax_of_a_single_row_is_no_attention(tmp_path):
+    assert "attention" not in explained(tmp_path, [("aten::_softmax", [[4], [], []], 10.0)] * 20)
+
+
 def test_a_loop_of_backward_passes_before_an_optimizers_step_is_replaced_by_a_batch(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("for x in batches:\n    for row in x:\n        net(row).backward()\n    optimizer.step()\n")

@@ -186,6 +186,8 @@ def attention(material: Material) -> Iterator[Finding]:
     most = max(softmax, key=lambda op: op.seconds, default=None)
     if most is None or not isinstance(most.key.shapes, list) or any(MATH in key.name for key in split.trace.keys):
         return
+    if len(most.key.shapes[0]) < 2:
+        return
     *batch, queries, keys = most.key.shapes[0]
     scores = [op for op in split.ops if _of_scores(op, queries, keys)]
     products = [op for op in scores if op.name in SCORES]
