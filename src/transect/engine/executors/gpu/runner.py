@@ -126,9 +126,8 @@ class GPURunner:
         self._host_tokens: dict[int, int] = {}
         self.graph_tokens = min(graph_tokens, max_num_batched_tokens)
         """Tokens of the largest step with prefill chunks that is captured."""
-        self.padding = {
-            "graph_tokens": self.graph_tokens, "multiple": pad_tokens, "fine_rows": fine_rows + 0, "rows": max_num_seqs,
-        }  # fmt: skip
+        sizes = {"graph_tokens": self.graph_tokens, "multiple": pad_tokens, "rows": max_num_seqs}
+        self.padding = sizes | {"fine_rows": int(fine_rows)}
         """Padded step sizes, used by the step-time model; see ``step_sizes.py``."""
         self.launched = ""
         """Kind of launch of the newest step, without its draws; see ``Executor``."""
