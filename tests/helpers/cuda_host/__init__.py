@@ -178,6 +178,14 @@ class Launcher:
         """The order of threads in the launches that follow."""
         self._library.transect_draw(ctypes.c_uint64(seed))
 
+    def late(self, places: Iterable[torch.Tensor], old: Iterable[torch.Tensor]) -> None:
+        """From now on the kernel before each launch writes ``places``: until a thread has waited for that kernel, its
+        own copies find ``old`` there."""
+        self._library.transect_forget()
+        for place, before in zip(places, old, strict=True):
+            addresses = ctypes.c_void_p(place.data_ptr()), ctypes.c_void_p(before.data_ptr())
+            self._library.transect_late(*addresses, ctypes.c_uint64(place.nbytes))
+
     def reads(self, tensors: Iterable[torch.Tensor]) -> None:
         """All memory that copies and cached reads may touch from now on."""
         self._library.transect_forget()

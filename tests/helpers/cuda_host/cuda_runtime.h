@@ -159,6 +159,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 extern "C" {
 [[gnu::used]] inline const char* transect_said() { return machine::said.c_str(); }
 [[gnu::used]] inline void transect_draw(uint64_t seed) { machine::seed = seed * 0x9E3779B97F4A7C15ull | 1; }
-[[gnu::used]] inline void transect_forget() { machine::readable_places.clear(); }
+[[gnu::used]] inline void transect_forget() { machine::readable_places.clear(), machine::late.clear(); }
+[[gnu::used]] inline void transect_late(const unsigned char* place, const unsigned char* old, uint64_t bytes) {
+  machine::late.push_back({place, old, bytes});
+}
 [[gnu::used]] inline void transect_allow(uintptr_t from, uint64_t bytes) { machine::readable_places[from] = bytes; }
 }

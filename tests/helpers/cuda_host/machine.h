@@ -77,11 +77,18 @@ struct Piece {  // of 16 bytes, copied by a thread of its own accord
   int bytes;  // the rest is zeros
 };
 
+struct Late {  // what the kernel before writes, and what threads find there that have not waited for it
+  const unsigned char *place, *old;
+  size_t bytes;
+};
+inline std::vector<Late> late;
+
 struct Fiber {
   ucontext_t context;
   void* stack;
   Block* block;
   dim3 index;
+  bool waited = false;      // for the kernel before
   void* watched = nullptr;  // by a race detector
   std::vector<Piece> asked;                 // since the last group of copies
   std::deque<std::vector<Piece>> on_their_way;  // groups of copies

@@ -222,6 +222,9 @@ inline void cp_async_cg_shared_global_L2__128B(uint32_t to, const void* from, in
   if (bytes) machine::readable(from, bytes);
   unsigned char* place = shared(to, whole, 16);
   memset(place, machine::kSpoilt, whole);
+  if (!machine::now->waited)
+    for (const machine::Late& each : machine::late)
+      if (const uintptr_t at = (uintptr_t)from - (uintptr_t)each.place; at < each.bytes) from = each.old + at;
   machine::now->asked.push_back({place, from, bytes});
 }
 inline void cp_async_cg_shared_global_L2__cache_hint_L2__128B(uint32_t to, const void* from, int whole, int bytes,
@@ -241,9 +244,9 @@ inline void cp_async_wait_group(int pending) {
     }
 }
 
-// Launches that depend on each other: here the launch before has ended.
+// Launches that depend on each other: here the launch before has ended, but for what is ``late``.
 
-inline void griddepcontrol_wait() {}
+inline void griddepcontrol_wait() { machine::now->waited = true; }
 inline void griddepcontrol_launch_dependents() {}
 
 // Numbers.

@@ -80,6 +80,29 @@ def test_rows_of_several_queries_are_left_alone(monkeypatch):
         assert (out[5:].double() - exact[5:]).norm() < 0.01 * exact[5:].norm()
 
 
+@pytest.mark.parametrize("tiling", [Tiling(0, 1, 6), Tiling(2, 2, 6), Tiling(4, 1, 6)])
+def test_keys_of_other_rows_are_read_when_the_kernel_before_has_written_them(monkeypatch, tiling):
+    """A draft's row sees keys of this step beyond its own: here from 61 on, in the tile before its last too."""
+    torch.manual_seed(0)
+    old = [torch.randn(5, 3, 16, 64).bfloat16() for _ in range(2)]
+    new = [cache.clone() for cache in old]
+    for cache in new:
+        cache[3, :, 13:], cache[4] = torch.randn(3, 3, 64).bfloat16(), torch.randn(3, 16, 64).bfloat16()
+    q = torch.randn(1, 9, 64).bfloat16()
+    run = kernel(monkeypatch, 4)
+
+    def attended(**how):
+        table, starts, length = (torch.tensor(each, dtype=torch.int32) for each in ([[0, 1, 2, 3, 4]], [0, 1], [67]))
+        batch = PagedBatch(table, starts, length, 16, fresh=how.pop("fresh", False))
+        return run(q, *new, batch, 0.125, tiling=tiling, **how)
+
+    right = attended()
+    run._launch.late(new, old)
+    assert torch.equal(attended(), right)
+    assert torch.equal(attended(dependent_launch=True, fresh=True), right)
+    assert not torch.equal(attended(dependent_launch=True), right)  # for rows that share nothing
+
+
 def test_few_items_go_to_clusters_of_two_blocks_and_more():
     sizes = [(8, 4), (16, 4), (24, 4), (64, 4), (128, 4), (136, 4), (128, 8), (8, 1), (8, 16)]
     found = [decode_spans.choose(*size, 128) for size in sizes]
