@@ -3,8 +3,8 @@
 The rows share a block table and lie at consecutive positions. All keys and values of a layer are written before its
 attention reads them, so a draft's row sees the drafts before it. Every row draws with the seed, choice and position of
 the sequence: the draws are those that steps of one token would make, as long as the drafts before them are right.
-A step with drafts is a decode step of more rows by
-the same kernels, with CUDA graphs of its own, because its rows wait for each other's keys (``StepPlan.fresh``).
+A step with drafts is a decode step of more rows by the same kernels, with CUDA graphs of its own, because its rows wait
+for each other's keys (``StepPlan.fresh``).
 """
 
 from __future__ import annotations
