@@ -53,7 +53,7 @@ def test_a_server_runs_it_and_priorities_are_refused_there(package):
     try:
         lines = iter(server.stdout.readline, "")
         url = next(found[0] for line in lines if (found := re.search(r"http://[\d.]+:\d+", line)))
-        asked = {"model": "m", "prompt": "A", "max_tokens": 4}
+        asked = {"model": "m", "prompt": "A", "max_tokens": 4, "ignore_eos": True}
         assert ask(url, asked)["usage"]["completion_tokens"] == 4
         with pytest.raises(urllib.error.HTTPError) as refused:
             ask(url, asked | {"priority": 3})
