@@ -382,7 +382,7 @@ def test_overload_is_refused_with_retry_after_and_sigterm_drains(own_server):
     keep_alive = httpx.Client(base_url=server.url, timeout=PATIENCE_S, headers=key)
     assert keep_alive.get("/v1/models").status_code == 200
     running = server.client.chat.completions.create(
-        model="m", messages=HELLO, stream=True, max_tokens=80, extra_body={"ignore_eos": True}
+        model="m", messages=HELLO, stream=True, max_tokens=400, extra_body={"ignore_eos": True}
     )
     chunks = iter(running)
     next(chunks)
