@@ -40,9 +40,9 @@ def command(
         print(json.dumps(found))
         return
     sock = bind(host, port)
+    sock.listen()
     count = f"{len(found)} report" + ("s" if len(found) != 1 else "")
     print(f"transect: {count} on {url_of(sock)}/#/reports (Ctrl-C ends)", flush=True)
-    sock.listen()
     uvicorn.Server(uvicorn.Config(create_board(read), log_level="error", lifespan="off")).run(sockets=[sock])
 
 
