@@ -258,9 +258,10 @@ def test_responses(client):
         previous_response_id=final.id,
         input=[{"type": "function_call_output", "call_id": call.call_id, "output": "7"}],
         max_output_tokens=16,
-        temperature=0,  # the tiny model might also draw its end
+        temperature=0,
     )
-    assert following.status == "incomplete" and following.output_text
+    whole = following.usage.output_tokens < 16  # the tiny model may draw its end, by the arguments that it has made up
+    assert following.status == ("completed" if whole else "incomplete")
 
 
 def test_messages(claude):
