@@ -228,7 +228,7 @@ async def replay(place: Place, target: Target, asked: list[Asked]) -> Result:
 
 
 class Findings:
-    """What has been measured on a place, with predictions from one profile."""
+    """Measurements on a place, with predictions from one profile."""
 
     def __init__(self, place: Place, model: str, made: Profile, requests: int) -> None:
         self.place, self.model, self.made, self.requests = place, model, made, requests

@@ -6,9 +6,9 @@ A profile is fitted on one synthetic sweep of a server with one engine. In a ser
 twice under load, to learn the seconds until another one takes its place. Then each round draws a load of its own, and
 runs it without a kill; that shows how much slower steps are beside each other. The effect of a kill in the same load
 is predicted (``transect/plan/drills.py``), and the load runs with the kill. Two replicas cannot serve the load, so a
-queue grows while one is missing. Each replica is bound to ``--threads`` cores of its own, and the load to the two after
-them, if there are so many (``taskset`` says which there are). About 100 s and 80 s a round; the record is written after
-each round.
+queue grows while one is missing. Each replica is bound to ``--threads`` cores of its own, and the load to the next two,
+among the cores that this process may use (``taskset``), if they are enough. About 100 s, and 80 s a round; the record
+is written after each round.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def process() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def run(process: subprocess.Popen[str]) -> Run:
-    """What ``python examples/NAME.py ARGUMENTS`` prints; ``missing``: a package that is not installed."""
+    """Return a function that runs an example, without the package ``missing``, and returns its output."""
 
     def ask(name: str, *arguments: str, missing: str = "") -> str:
         assert process.stdin is not None and process.stdout is not None

@@ -42,7 +42,7 @@ def loaded(make: Callable[[], Kernel], *, hopper: bool = False) -> Kernel:
 def row_on_host(
     monkeypatch: pytest.MonkeyPatch, instead: tuple[str, str] | None = None, multiprocessors: int = 3
 ) -> gguf_row.GGUFRow:
-    """``gguf_row.cu`` on this processor as if it had so many multiprocessors (``cuda_host``)."""
+    """Return ``gguf_row.cu`` on this processor (``cuda_host``), with this number of multiprocessors."""
     monkeypatch.setattr(gguf_row, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     kernel = object.__new__(gguf_row.GGUFRow)
@@ -54,7 +54,7 @@ def chain_source(
     monkeypatch: pytest.MonkeyPatch, kind: type[Kernel], source: str, own: str,
     instead: tuple[str, str] | None = None, multiprocessors: int = 3,
 ) -> Kernel:  # fmt: skip
-    """A kind of ``chain.Chain`` on this processor as if it had so many multiprocessors; ``own``: its signature."""
+    """Return a kind of ``chain.Chain`` on this processor, with these multiprocessors; ``own``: its signature."""
     monkeypatch.setattr(chain, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     kernel: Any = object.__new__(kind)

@@ -31,7 +31,7 @@ SMALL = ModelConfig(
 
 
 class TorchProducts:
-    """What ``GGUFRow`` and ``GGUFChain`` compute; ``made`` has the sorts of their launches."""
+    """Computes the products of ``GGUFRow`` and ``GGUFChain``, and lists the launches in ``made``."""
 
     def __init__(self):
         self.made = []

@@ -523,7 +523,8 @@ __global__ void __launch_bounds__(128)
 // of several tokens are left alone; lengths [rows]. out [T, K G, d]. parts, parts_ml: of an even cut G d and 2 G numbers
 // for each span. arrivals: zeros for each row and key head, and again afterwards. scale2: of the scores, times log2(e).
 // blocks: of an even cut. ranks: blocks of a cluster, at least 2 (a launch without clusters knows no instructions for
-// them). warps of a block: of clusters, whose ranks times warps are as many as the longest row's spans or more. stages: one of those compiled. whole_items: an even cut falls between items only, and parts are not used.
+// them). warps of a block: of clusters, whose ranks times warps are as many as the longest row's spans or more. stages:
+// one of those compiled. whole_items: an even cut falls between items only, and parts are not used.
 // ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that reads the batch and old keys and values before the
 // kernel before has ended. ``late``: the next kernel begins when the one before has ended. Returns a cudaError_t, or -1
 // for what it does not take.
