@@ -635,6 +635,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "h100/speculation_pair.json", "benchmarks/engine/speculation.py pair --draft DIRECTORY", speculation.pair_table
     ),
     "adapters": lambda: adapters.table(_load("h200/adapters.json"), _load("h200/adapters_all_matrices.json")),
+    "adapters-deterministic": lambda: adapters.table(_load("h200/adapters_deterministic.json")),
     "adapters-cpu": lambda: adapters.table(_load("cpu/adapters.json")),
     "eagle": lambda: eagle.eagle_table(_load("cpu/eagle.json")),
     "eagle-gpu": once_recorded(
@@ -694,6 +695,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
     "structure": lambda: structure.table(_load("cpu/structure.json")),
     "speed-of-trees": lambda: speed_of_trees.table(_load("cpu/speed_of_trees.json")),
+    "speed-of-trees-gpu": lambda: speed_of_trees.table(_load("h200/speed_of_trees.json")),
     "training-settings": training_settings,
     "flow-settings": flow_settings,
     "serving-settings": serving_settings,
