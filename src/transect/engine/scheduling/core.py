@@ -207,11 +207,11 @@ class EngineCore:
         self._failure = ""
 
     def _step(self) -> list[EngineOutput]:
-        lag = 0 if self.scheduler.waits_for_tokens else self.lag
+        lag = 0 if self.scheduler.waits_for_tokens() else self.lag
         batch = self._submit() if len(self._in_flight) <= lag else None
         if batch is None and self.idle is not None:
             self.idle()
-        if self._in_flight and (batch is None or len(self._in_flight) > lag or self.scheduler.drafting):
+        if self._in_flight and (batch is None or len(self._in_flight) > self.lag or self.scheduler.drafting):
             self._take_result()
             if self._in_flight and self.scheduler.config.pipeline_depth == 1:
                 self._draw(self._in_flight[0])

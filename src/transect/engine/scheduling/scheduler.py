@@ -189,22 +189,35 @@ class Scheduler(Bookkeeping):
         self._in_flight.append((batch, sequences))
         return batch
 
-    @property
     def waits_for_tokens(self) -> bool:
-        """True if drafts are in flight or would pay: the next step is then planned after all earlier tokens are
-        known."""
-        if self.config.pipeline_depth > 1:
+        """Return True if the next step is planned after the tokens under way are known: drafts are among them, or are
+        expected to pay then."""
+        if self.config.pipeline_depth > 1 or not self._in_flight:
             return False
-        return self.drafting or (self.speculation is not None and self.speculation.worthwhile)
+        if self.drafting or self.speculation is None:
+            return self.drafting
+        if self.speculation.rests(len(self.running)):
+            return False
+        decoding, known = self._decoding(len(self.running))
+        if known or not decoding:
+            return False
+        self.speculation.drafts(decoding, self.config.max_rows - len(decoding), known=False)
+        return self.speculation.worthwhile
 
     def _draft(self, spare: int, most: int) -> dict[int, tuple[int, ...]]:
         """Return drafts by seq_id for the next step, at most ``spare`` tokens in total; none while tokens are in
         flight. ``most``: rows of a step in a pipeline."""
         assert self.speculation is not None
-        if self.speculation.rests(len(self.running)):
+        decoding, known = self._decoding(most)
+        if not decoding or not known or self.speculation.rests(len(self.running)):
             return {}
+        return self.speculation.drafts(decoding, min(spare, self.config.max_rows - len(decoding)))
+
+    def _decoding(self, most: int) -> tuple[list[Sequence], bool]:
+        """Return the sequences that decode in the next step, and True if all of their tokens are known. There are none
+        if prompts wait: those fill steps to their best size already. ``most``: see ``_draft``."""
         decoding: list[Sequence] = []
-        others, all_known, staged = 0, True, self.config.pipeline_depth > 1
+        others, known, staged = 0, True, self.config.pipeline_depth > 1
         for seq in self.running:
             if staged and (len(decoding) >= most or seq.length > seq.prompt_len + len(seq.output_token_ids)):
                 continue
@@ -212,15 +225,10 @@ class Scheduler(Bookkeeping):
             if take == 1 and seq.request.prompt_done and seq.shared_block is None:
                 if seq.length < seq.max_length:
                     decoding.append(seq)
-                    all_known = all_known and seq.length == seq.prompt_len + len(seq.output_token_ids)
+                    known = known and seq.length == seq.prompt_len + len(seq.output_token_ids)
             elif seq.length < seq.max_length:
                 others += take
-        if not decoding or others or len(self.waiting):  # prompts fill steps to their best size already
-            self.speculation.worthwhile = False
-            return {}
-        room = min(spare, self.config.max_rows - len(decoding))
-        found = self.speculation.drafts(decoding, room, known=all_known)
-        return found if all_known else {}
+        return ([], known) if others or len(self.waiting) else (decoding, known)
 
     def _fit(self, seq: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
         """Return the leading ``drafts`` for which ``seq`` has KV blocks, or gets some without preemption."""

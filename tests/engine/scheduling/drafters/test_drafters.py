@@ -39,6 +39,12 @@ def test_ngram_prefers_the_longest_match_and_then_the_newest():
     assert NgramDrafter(1, 1).guess(0, (6, 7, 6, 8), [6], 1).tokens == (8,)
 
 
+def test_ngram_says_how_many_equally_long_matches_agree():
+    prompt = (1, 2, 5, 6, 1, 2, 7, 6, 1, 2, 5, 8)
+    guess = NgramDrafter(shortest=2, longest=4).guess(0, prompt, [1, 2], 3)
+    assert guess == Guess((5, 8, 1), (2 / 3, 1 / 2, 1.0), 2)
+
+
 def test_suffix_votes_and_knows_earlier_answers():
     drafter = SuffixDrafter(shortest=2, longest=8)
     assert drafter.guess(1, (1, 2), [], 3) == Guess()

@@ -16,7 +16,7 @@ from transect.costs.steps import StepLoad
 from transect.engine.scheduling.arrivals import Arrivals
 from transect.engine.scheduling.drafters.drafter import Guess
 from transect.engine.scheduling.drafters.registry import SpeculativeConfig
-from transect.engine.scheduling.policies.speculation import EACH_SECONDS, Speculation
+from transect.engine.scheduling.policies.speculation import EACH_SECONDS, Acceptance, Speculation
 from transect.engine.scheduling.request import Request
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
@@ -173,6 +173,52 @@ def test_a_head_that_does_not_pay_takes_one_percent_of_the_time_and_hardly_any_c
     assert calls["_chosen"] * EACH_SECONDS * speculation._considered < 0.01 * simulated.clock.time
     assert calls["timed"] <= calls["_learn"] < 0.4 * steps
     assert 0 < speculation._probes <= 3 + 0.01 * steps / 2
+
+
+LIST = [token for item in range(10, 42) for token in (item // 10, item % 10, 90, 91, 92, 93)]
+"""Items of a list with numbers of two digits: of six tokens of an item one is new, the others repeat."""
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize(("device", "host"), [(0.7e-3, 0.5e-3), (0.9e-3, 1e-3), (3.5e-3, 0.5e-3)])
+def test_answers_that_repeat_in_part_are_not_slower_one_step_ahead(method: str, device: float, host: float):
+    """Drafts expose the host's work for two steps: their own, and the one after."""
+
+    def seconds(speculation: dict[str, str] | None) -> float:
+        config = SchedulerConfig(num_blocks=64, max_model_len=512, seed=1, speculation=speculation)
+        simulated = SimulatedEngine(config, lambda batch: device * (1 + 0.004 * batch.num_tokens), lag=1, host=host)
+        simulated._looks_ahead = True
+        for turn in range(4):
+            if turn == 3:
+                began = simulated.clock.time
+            simulated.add(Request(str(turn), (7, 8, 9), SamplingParams(max_tokens=len(LIST))), [iter(LIST)])
+            simulated.run()
+        assert simulated.scheduler.speculation is None or simulated.scheduler.speculation.drafted > 0
+        return simulated.clock.time - began
+
+    assert seconds({"method": method}) <= 1.02 * seconds(None)
+
+
+def test_steps_one_ahead_wait_for_tokens_only_where_drafts_may_pay():
+    """A text without repeats takes the time of an engine without drafts, and no step is planned late."""
+
+    def seconds(speculation: dict[str, str] | None) -> float:
+        config = SchedulerConfig(num_blocks=64, max_model_len=512, seed=1, speculation=speculation)
+        simulated = SimulatedEngine(config, lambda batch: 1e-3, lag=1, host=8e-4)
+        simulated._looks_ahead = True
+        simulated.add(Request("a", (7, 8, 9), SamplingParams(max_tokens=400)), [iter(range(10, 500))])
+        simulated.run()
+        return simulated.clock.time
+
+    assert seconds({"method": "ngram"}) == pytest.approx(seconds(None))
+
+
+def test_wrong_guesses_count_as_much_as_they_were_expected_to_be_right():
+    sure, unsure = Acceptance(), Acceptance()
+    for acceptance, share in ((sure, 1.0), (unsure, 0.1)):
+        for hits in (4, 0) * 6:
+            acceptance.add(hits, True, (share if not hits else 1.0, 1.0, 1.0, 1.0, 0.1))
+    assert unsure.rate(0.5) > 0.7 > sure.rate(0.5)
 
 
 def test_acceptance_is_known_before_the_first_draft():

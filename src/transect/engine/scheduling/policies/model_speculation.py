@@ -95,15 +95,14 @@ class ModelSpeculation(Speculation):
         elif self._times.steps < LEARN_STEPS:
             return {}
         else:
-            counts = self._chosen(sequences, most, room, model)
+            counts = self._chosen(sequences, most, room, model, known)
         probe = 0.0
         if not counts and self.config.adaptive:
             counts, probe = self._probe(sequences, most, room, model)
-        self.worthwhile = bool(counts)
         rest = 0
-        if self.config.adaptive and not counts:
+        if self.config.adaptive:
             rest = min(max(LEAST_REST, self._rest(sequences, self._considered)), MOST_REST)
-        self._resting = rest, len(sequences)
+        self._chose(bool(counts), known, rest, len(sequences))
         if not counts or not known:
             return {}
         self._credit -= probe
@@ -177,9 +176,11 @@ class ModelSpeculation(Speculation):
         common, track = self._all.rate(PRIOR), self._tracks.get(seq.seq_id)
         return common if track is None else track.acceptance.rate(common)
 
-    def _chosen(self, sequences: Listed[Sequence], most: Listed[int], room: int, model: DrawnDrafts) -> dict[int, int]:
+    def _chosen(
+        self, sequences: Listed[Sequence], most: Listed[int], room: int, model: DrawnDrafts, known: bool = True
+    ) -> dict[int, int]:
         """Choose the drafts of each sequence, by its place, that maximize tokens per second."""
-        verify, rows = self._seconds_of(sequences), len(sequences)
+        verify, rows = self._seconds_of(sequences, known), len(sequences)
         length = sum(seq.length for seq in sequences) // rows
         gains: list[tuple[float, int]] = []
         for at, seq in enumerate(sequences):

@@ -84,39 +84,46 @@ RULES = {
 
 
 class Acceptance:
-    """Estimates the chance that a guessed token is right, from a decaying count of guesses.
+    """Estimates the chance that a guessed token is right, relative to the share of matches that continue with it, from
+    a decaying count of guesses. Where matches disagree, a wrong guess says little about the next one.
 
     Args:
-        hits, trials: counts to begin with.
+        hits, trials: right tokens, and as many as were expected, to begin with.
         decay: factor on older guesses.
         unlikely: estimated chance of a series of wrong guesses below which earlier ones are forgotten.
     """
 
-    __slots__ = ("_misses", "_unlikely", "decay", "hits", "trials")
+    __slots__ = ("_expected", "_misses", "_unlikely", "decay", "hits", "trials")
 
     def __init__(
         self, hits: float = 0.0, trials: float = 0.0, decay: float = DECAY, unlikely: float = UNLIKELY
     ) -> None:
         self.hits, self.trials, self.decay, self._unlikely = hits, trials, decay, unlikely
-        self._misses = 0
-        """Newest guesses of which the first token was wrong, in a row."""
+        self._misses, self._expected = 0, 0.0
+        """Newest guesses of which the first token was wrong, in a row, and the sum of these tokens' shares."""
 
-    def add(self, hits: int, missed: bool) -> bool:
+    def add(self, hits: int, missed: bool, shares: Listed[float] = ()) -> bool:
         """Count ``hits`` right tokens in a row, and a wrong one after them if ``missed``. Returns True if that made it
-        forget earlier guesses."""
-        self._misses = self._misses + 1 if missed and not hits else 0
+        forget earlier guesses. ``shares``: see ``Guess``; 1 if not given."""
+        trials = sum(shares[: hits + missed]) if shares else float(hits + missed)
+        if missed and not hits:
+            self._misses, self._expected = self._misses + 1, self._expected + trials
+        else:
+            self._misses, self._expected = 0, 0.0
         # This number of wrong guesses in a row is unlikely, unless the text has changed.
-        if self._misses > 1 and (1.0 - self.hits / self.trials) ** self._misses < self._unlikely:
-            forgot = self.hits > 0
-            self.hits, self.trials = 0.0, float(self._misses)
-            return forgot
+        if self._misses > 1 and self.trials:
+            chance = min(1.0, self.hits / self.trials) * self._expected / self._misses
+            if (1.0 - chance) ** self._misses < self._unlikely:
+                forgot = self.hits > 0
+                self.hits, self.trials = 0.0, self._expected
+                return forgot
         self.hits = self.decay * self.hits + hits
-        self.trials = self.decay * self.trials + hits + missed
+        self.trials = self.decay * self.trials + trials
         return False
 
     def rate(self, prior: float) -> float:
-        """Return the estimated chance, given the rate of comparable guesses."""
-        return (self.hits + PRIOR_TRIALS * prior) / (self.trials + PRIOR_TRIALS)
+        """Return the estimated chance of a token with a share of 1, given the rate of comparable guesses."""
+        return min(1.0, (self.hits + PRIOR_TRIALS * prior) / (self.trials + PRIOR_TRIALS))
 
 
 class Measured(NamedTuple):
@@ -207,7 +214,8 @@ class Speculation:
         self.last: deque[tuple[int, int]] = deque(maxlen=MOST_KEPT)
         """(seq_id, accepted drafts) of the rows since the decision log last emptied this list."""
         self.worthwhile = False
-        """True if drafts pay for the sequences of the last ``drafts`` call."""
+        """True if drafts pay for the sequences of the last ``drafts`` call. The next step is then planned while the
+        device stands still, with or without drafts."""
         self.seconds_spent = 0.0
         """Seconds that a draft model took for the last ``drafts``."""
         self.wants_times = True
@@ -219,15 +227,15 @@ class Speculation:
         self._came = [Acceptance(decay=CAME_DECAY, unlikely=0.0) for _ in range(LEVELS)]
         """Acceptance of guesses by their estimates. Drafts are taken where estimates are highest, so they are chosen
         where estimates are too high."""
-        self._corrections = {False: Corrections(), True: Corrections()}
-        """Corrections for steps without and with drafts: the latter are planned after the previous step is done, so
-        their planning is not hidden behind the device."""
+        self._plain, self._drafts, self._after = Corrections(), Corrections(), Corrections()
+        """Corrections for steps without drafts, with drafts, and for those without that were planned after the step
+        before was done, as those with are: their planning is not hidden behind the device."""
         self._measured = [0] * 32
         """Number of decode steps by the bit length of their tokens."""
         self._resting = 0, 0
         """Steps left without a choice, and the sequences that decode in them."""
-        self._drafted_before = False
-        """The last step that was timed had drafts."""
+        self._exposed = False
+        """The next step without drafts that is timed belongs to ``_after``."""
 
     def rests(self, running: int) -> bool:
         """Return True if no drafts are considered for the next step of ``running`` sequences: the choice takes time,
@@ -237,14 +245,14 @@ class Speculation:
             self.wants_times = True
             return False
         self._resting = left - 1, rows
-        self.wants_times = left <= RECENT or self._corrections[False].measured(running) < FIRST_STEPS
+        self.wants_times = left <= RECENT or self._plain.measured(running) < FIRST_STEPS
         self.worthwhile, self.seconds_spent = False, 0.0
         return True
 
     def drafts(self, sequences: Listed[Sequence], room: int, *, known: bool = True) -> dict[int, tuple[int, ...]]:
-        """Return drafts by seq_id, at most ``room`` tokens, for sequences that decode in the next step together.
-        ``known``: all of their tokens are known; if False, nothing can be drafted now, and only ``worthwhile`` is set.
-        """
+        """Return drafts by seq_id, at most ``room`` tokens, for sequences that decode in the next step together, and
+        set ``worthwhile``. ``known``: all of their tokens are known; if not, that alone counts, and it tells if drafts
+        will pay once they are."""
         guesses = [(seq, self._guess(seq)) for seq in sequences]
         if not self.config.adaptive:
             fixed = self._fixed(guesses, room)
@@ -255,17 +263,24 @@ class Speculation:
         gains: list[tuple[float, int]] = []
         for at, (seq, guess) in enumerate(guesses):
             chance, rate = 1.0, self._rate(seq, guess)
-            for share in guess.shares[: seq.max_length - 1 - seq.length]:
+            drawn = seq.length - seq.prompt_len - len(seq.output_token_ids)  # tokens under way are no drafts
+            for place, share in enumerate(guess.shares[: seq.max_length - 1 - seq.length]):
                 chance *= rate * share
                 if chance < LEAST_CHANCE:
                     break
-                gains.append((chance, at))
-        counts = self._best_counts(gains, sequences, room)
-        self.worthwhile = bool(counts)
+                if place >= drawn:
+                    gains.append((chance, at))
+        counts = self._best_counts(gains, sequences, room, known)
         rest = min(MOST_RESTS, len(sequences) // REST_ROWS, self._rest(sequences, len(gains)))
-        self._resting = 0 if counts else rest, len(sequences)
+        self._chose(bool(counts), known, rest, len(sequences))
         chosen = {seq.seq_id: guess.tokens[: counts[at]] for at, (seq, guess) in enumerate(guesses) if counts.get(at)}
-        return _allowed(sequences, chosen) if known else chosen
+        return _allowed(sequences, chosen) if known else {}
+
+    def _chose(self, drafts: bool, known: bool, rest: int, rows: int) -> None:
+        """Note a choice; after one of no drafts there is none for ``rest`` steps, unless the next step is exposed."""
+        waited, self.worthwhile = self.worthwhile, drafts
+        self._exposed = self._exposed or (known and waited and not drafts)
+        self._resting = 0 if drafts or waited else rest, rows
 
     def verified(self, seq_id: int, drafted: int, accepted: int) -> None:
         """Count the drafts of a row."""
@@ -293,10 +308,10 @@ class Speculation:
         """
         expected = self._times.predict(load)
         self._measured[load.tokens.bit_length()] += 1
-        before, self._drafted_before = self._drafted_before, drafted
-        # The first step after one with drafts was planned while the device stood still, and is no faster than those.
-        if expected > 0 and (drafted or not before):
-            self._corrections[drafted].learn(load, seconds, expected)
+        kind = self._drafts if drafted else self._after if self._exposed else self._plain
+        self._exposed = self._exposed and drafted
+        if expected > 0:
+            kind.learn(load, seconds, expected)
 
     def take_measured(self) -> list[Timed]:
         """Return the measured steps of a draft model since the last call."""
@@ -325,11 +340,12 @@ class Speculation:
                     break
                 hits += 1
             missed = hits < min(len(came), len(track.guess.tokens))
-            track.acceptance.add(hits, missed)
-            if self._common[_bucket(track.guess.matched)].add(hits, missed):
+            marked = hits, missed, track.guess.shares
+            track.acceptance.add(*marked)
+            if self._common[_bucket(track.guess.matched)].add(*marked):
                 for each in self._tracks.values():
                     each.acceptance = Acceptance()
-            self._came[_level(track.estimate)].add(hits, missed)
+            self._came[_level(track.estimate)].add(*marked)
         most = self.config.num_speculative_tokens
         track.guess = self.drafter.guess(seq.seq_id, seq.prompt_token_ids, output, most)
         track.length = len(output)
@@ -349,9 +365,11 @@ class Speculation:
                 room -= len(tokens)
         return found
 
-    def _best_counts(self, gains: list[tuple[float, int]], sequences: Listed[Sequence], room: int) -> dict[int, int]:
+    def _best_counts(
+        self, gains: list[tuple[float, int]], sequences: Listed[Sequence], room: int, known: bool
+    ) -> dict[int, int]:
         """Choose the number of drafts of each sequence, by its index, that maximizes tokens per second."""
-        seconds = self._seconds_of(sequences)
+        seconds = self._seconds_of(sequences, known)
         rows = len(sequences)
         best_rate, best = self._least_gain(rows) * rows / seconds(0), 0
         # Chances fall from draft to draft of a sequence, so the most likely drafts of all are prefixes of each.
@@ -372,30 +390,39 @@ class Speculation:
 
     def _rest(self, sequences: Listed[Sequence], considered: int) -> int:
         """Return the number of steps without a choice that follow a choice of no drafts among ``considered`` ones."""
-        alone = self._seconds_of(sequences)(0)
+        alone = self._seconds_of(sequences, known=False)(0)
         return int((CHOICE_SECONDS + EACH_SECONDS * considered) / (CHOICE_SHARE * alone))
 
     def _least_gain(self, rows: int) -> float:
         """Return the gain of a step with drafts over one without from which on drafts are made."""
-        return LEAST_GAIN if self._corrections[False].measured(rows) >= FIRST_STEPS else FIRST_GAIN
+        return LEAST_GAIN if self._plain.measured(rows) >= FIRST_STEPS else FIRST_GAIN
 
-    def _seconds_of(self, sequences: Listed[Sequence]) -> Callable[[int], float]:
+    def _seconds_of(self, sequences: Listed[Sequence], known: bool = True) -> Callable[[int], float]:
         """Return a function from the number of drafts to the predicted seconds of a step with these sequences: at least
-        those without drafts."""
+        those without drafts.
+
+        The step after one with drafts is planned while the device stands still, and that counts as time of the drafts.
+        Where all tokens are ``known`` this step itself is planned so, with or without drafts.
+        """
         rows = len(sequences)
         keys = sum(seq.length for seq in sequences)
         each = keys / rows
+        exposed = 0.0
+        if self._after.measured(rows) >= PROBES:
+            more = self._after.factor(rows, self._times) - self._plain.factor(rows, self._times)
+            exposed = max(0.0, more * self._times.predict(StepLoad(rows, keys)))
 
         def seconds(drafts: int) -> float:
             tokens, factor = rows + drafts, 1.0
             if self._measured[tokens.bit_length()] < PROBES:
                 tokens, drafts, factor = rows, 0, TRIAL_COST
             load = StepLoad(tokens, keys + int(drafts * each))
-            factor *= self._corrections[drafts > 0].factor(tokens, self._times)
+            factor *= (self._drafts if drafts else self._plain).factor(tokens, self._times)
             return max(self._times.predict(load) * factor, 1e-9)
 
         alone = seconds(0)
-        return lambda drafts: max(seconds(drafts), alone)  # measured as shorter, it was by chance
+        hidden = 0.0 if known else exposed
+        return lambda drafts: max(seconds(drafts), alone) + exposed - (0.0 if drafts else hidden)
 
 
 def in_order(gains: list[tuple[float, int]], sequences: Listed[Sequence]) -> list[tuple[float, int]]:
