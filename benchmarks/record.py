@@ -83,9 +83,9 @@ def made_at(runs: Iterable[Mapping[str, Any]]) -> str:
 
 
 def command(path: str) -> str:
-    """Return the command line of the benchmark at ``path``, without the place of its output."""
+    """Return the command line of the benchmark at ``path``, without the places of its output."""
     given = iter(sys.argv[1:])
-    kept = [each for each in given if not (each == "--out" and next(given, None))]
+    kept = [each for each in given if not (each in ("--out", "--keep") and next(given, None))]
     return " ".join(["python", path, *kept])
 
 
