@@ -12,44 +12,9 @@ import pytest
 
 from transect.server.http import connections
 from transect.server.http.connections import log_shortages_rarely, most_connections
-from transect.server.options import ServerOptions
-from transect.server.process import bind, serve
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 GET = b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n"
-
-
-@pytest.fixture
-def serving(engine):
-    """``serving(during, **options)``: serve on a free port while ``during(port)`` runs, then end as a signal would."""
-
-    async def run(during, grace_s=5.0, reload=None, **options):
-        async def start():
-            return engine
-
-        async def shutdown():
-            engine.state = "dead"
-            engine.go.set()
-
-        async def conduct():
-            try:
-                await asyncio.wait_for(during(sock.getsockname()[1]), 200)
-            finally:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        engine.shutdown = shutdown
-        sock = bind("127.0.0.1", 0)
-        options = ServerOptions(model_names=("m",), grace_s=grace_s, **options)
-        tasks = []
-
-        def ready(_):
-            tasks.append(asyncio.ensure_future(conduct()))
-
-        code = await serve(start, options, sock, ready=ready, reload=reload)
-        await asyncio.gather(*tasks)
-        return code
-
-    return run
 
 
 async def connect(port, data=b""):
