@@ -2,13 +2,18 @@
 
 import asyncio
 import errno
+import functools
 import json
 import logging
 import os
 import resource
 import signal
+import socket
+import struct
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from transect.server.http import connections
 from transect.server.http.connections import log_shortages_rarely, most_connections
@@ -264,3 +269,26 @@ async def test_sighup_replaces_engines_where_the_caller_can(serving, engine, cap
         signal.signal(signal.SIGHUP, before)
     assert replaced == [engine] * 2
     assert "reload failed, and the engines stay: the settings are at fault" in caplog.text
+
+
+async def test_nothing_is_written_to_a_client_that_has_gone(caplog):
+    done = asyncio.Event()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it leaves with a reset
+        client.close()
+        for _ in range(20):  # all in one pass of the event loop, which has not heard of that yet
+            await send({"type": "http.response.body", "body": b"token", "more_body": True})
+        done.set()
+
+    config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
+    config.load()
+    made = functools.partial(
+        connections.Connection, connections.Limits(9, 5.0), config=config, server_state=ServerState(), app_state={}
+    )
+    async with await asyncio.get_running_loop().create_server(made, "127.0.0.1", 0) as server:
+        client = socket.create_connection(server.sockets[0].getsockname())
+        client.sendall(GET % b"/")
+        await asyncio.wait_for(done.wait(), 60)
+    assert "socket.send() raised exception." not in caplog.text

@@ -19,7 +19,9 @@ async def clients_of(serving, engine, forwarded, proxies, host="127.0.0.1"):
                 assert (await http.post("/v1/completions", json=BODY, headers=headers)).status_code == 200
             page = (await http.get("/metrics")).text
             names = [line for line in page.splitlines() if line.startswith("transect_client_requests_total")]
-            assert names == [f'transect_client_requests_total{{client="(no key)",model_name="m"}} {float(len(forwarded))}']
+            assert names == [
+                f'transect_client_requests_total{{client="(no key)",model_name="m"}} {float(len(forwarded))}'
+            ]
 
     assert await serving(during, host=host, trusted_proxies=proxies) == 0
     return [client for client, _ in engine.clients]
