@@ -25,6 +25,19 @@ def test_threads_are_the_cores_and_never_more(monkeypatch):
         EngineConfig(model="x", threads=cores + 1).cpu_threads()
 
 
+@pytest.mark.parametrize(
+    ("cores", "ranks", "asked", "threads"),
+    [(3, 1, "", 3), (4, 1, "", 3), (16, 1, "", 15), (4, 2, "", 4), (8, 2, "", 7), (8, 1, "2", 2), (8, 1, "8", 7)],
+)
+def test_a_server_has_a_core_beside_the_engine(monkeypatch, cores, ranks, asked, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    monkeypatch.setattr(config, "usable_cores", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    made = EngineConfig(model="x", tensor_parallel_size=ranks)
+    assert made.cpu_threads(served=True) == threads and made.cpu_threads() == min(cores, int(asked or cores))
+    assert EngineConfig(model="x", threads=cores).cpu_threads(served=True) == cores
+
+
 @pytest.mark.parametrize(("said", "threads"), [("1", 1), ("2,4", 2), ("0", 1), ("99", 3), ("", 3), ("all", 3)])
 def test_no_more_threads_than_the_environment_says(monkeypatch, said, threads):
     monkeypatch.setattr(config, "usable_cores", lambda: 3)

@@ -45,6 +45,9 @@ class StepLimit(NamedTuple):
     """Prefill in small chunks while decoding, when the whole batch finishes sooner."""
 
 
+SERVER_CORES = 4
+"""Cores of an engine from which one is left for the server's process: HTTP, encoding and checks of grammars. Without it
+they interrupt a thread of the engine, for which all other threads wait in each operator."""
 HUNG_AFTER_S, REPLACED_AFTER_S = 60.0, 20.0
 """Defaults of ``hung_after_s`` for an engine alone and for replicas."""
 
@@ -128,8 +131,8 @@ class EngineConfig:
         max_queue_wait: Maximum predicted wait in seconds; beyond it a server answers with 503. Default: no limit in
             ``LLM``.
         async_scheduling: Plan a step before the previous tokens are known; default: on a GPU.
-        threads: CPU threads of the model; default: this process's cores. torch gets as many threads in
-            this process, or 1 where the C++ kernels run, which have their own.
+        threads: CPU threads of the model; default: this process's cores, less one behind a server from 4 cores on.
+            torch gets as many threads in this process, or 1 where the C++ kernels run, which have their own.
         native: Require or disable the compiled CPU kernels; default: use them if possible.
         seed: Seed of requests without one; default: random.
         tensor_parallel_size: Devices (on a CPU, processes) that share every matrix.
@@ -393,9 +396,12 @@ class EngineConfig:
         """``mixed_step_limit``, parsed."""
         return _step_limit(self.mixed_step_limit)
 
-    def cpu_threads(self) -> int:
+    def cpu_threads(self, *, served: bool = False) -> int:
         """Return ``threads``, or the number of cores that this process may use and gets time on (``usable_cores``),
         limited by ``OMP_NUM_THREADS`` if that is set.
+
+        Args:
+            served: leave a core for the process of an HTTP server, if each rank has ``SERVER_CORES`` cores.
 
         Raises:
             ValueError: more threads than cores. They would wait for each other at every barrier of a step, and keep
@@ -408,7 +414,8 @@ class EngineConfig:
             )
         first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # it may be a list, one for each nesting
         asked = max(1, int(first)) if first.isdecimal() else cores
-        return self.threads or min(usable_cores(), asked)
+        usable = usable_cores()
+        return self.threads or min(usable - (served and usable >= SERVER_CORES * self.ranks), asked)
 
     def __str__(self) -> str:
         """List the fields that differ from their defaults, for the start-up line."""

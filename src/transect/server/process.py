@@ -29,6 +29,7 @@ from ..engine.frontends.collector import keep_from_collector
 from ..text.chat_template import ChatTemplate
 from .app import create_app
 from .hand_over import Successor
+from .http.clients import addresses_of
 from .http.connections import Connection, Limits, log_shortages_rarely, most_connections, refuse_half_sent
 from .http.gate import DRAINING
 from .options import ServerOptions
@@ -311,7 +312,7 @@ async def _serve(
         log_config=None,
         server_header=False,
         proxy_headers=bool(options.trusted_proxies),
-        forwarded_allow_ips=list(options.trusted_proxies),
+        forwarded_allow_ips=addresses_of(options.trusted_proxies),
         timeout_keep_alive=options.keep_alive_s,
         timeout_graceful_shutdown=int(SETTLE_S),
         backlog=ACCEPTED_AT_ONCE,

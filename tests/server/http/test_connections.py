@@ -2,54 +2,24 @@
 
 import asyncio
 import errno
+import functools
 import json
 import logging
 import os
 import resource
 import signal
+import socket
+import struct
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from transect.server.http import connections
 from transect.server.http.connections import log_shortages_rarely, most_connections
-from transect.server.options import ServerOptions
-from transect.server.process import bind, serve
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 GET = b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n"
-
-
-@pytest.fixture
-def serving(engine):
-    """``serving(during, **options)``: serve on a free port while ``during(port)`` runs, then end as a signal would."""
-
-    async def run(during, grace_s=5.0, reload=None, **options):
-        async def start():
-            return engine
-
-        async def shutdown():
-            engine.state = "dead"
-            engine.go.set()
-
-        async def conduct():
-            try:
-                await asyncio.wait_for(during(sock.getsockname()[1]), 200)
-            finally:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        engine.shutdown = shutdown
-        sock = bind("127.0.0.1", 0)
-        options = ServerOptions(model_names=("m",), grace_s=grace_s, **options)
-        tasks = []
-
-        def ready(_):
-            tasks.append(asyncio.ensure_future(conduct()))
-
-        code = await serve(start, options, sock, ready=ready, reload=reload)
-        await asyncio.gather(*tasks)
-        return code
-
-    return run
 
 
 async def connect(port, data=b""):
@@ -299,3 +269,26 @@ async def test_sighup_replaces_engines_where_the_caller_can(serving, engine, cap
         signal.signal(signal.SIGHUP, before)
     assert replaced == [engine] * 2
     assert "reload failed, and the engines stay: the settings are at fault" in caplog.text
+
+
+async def test_nothing_is_written_to_a_client_that_has_gone(caplog):
+    done = asyncio.Event()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it leaves with a reset
+        client.close()
+        for _ in range(20):  # all in one pass of the event loop, which has not heard of that yet
+            await send({"type": "http.response.body", "body": b"token", "more_body": True})
+        done.set()
+
+    config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
+    config.load()
+    made = functools.partial(
+        connections.Connection, connections.Limits(9, 5.0), config=config, server_state=ServerState(), app_state={}
+    )
+    async with await asyncio.get_running_loop().create_server(made, "127.0.0.1", 0) as server:
+        client = socket.create_connection(server.sockets[0].getsockname())
+        client.sendall(GET % b"/")
+        await asyncio.wait_for(done.wait(), 60)
+    assert "socket.send() raised exception." not in caplog.text

@@ -65,7 +65,7 @@ async def start_engines(
 def config_of(config: EngineConfig, index: int) -> EngineConfig:
     """Derive the configuration of one replica: its GPUs, its share of the cores and of a cache's default size, and its
     own decision log, which has the given name if there is one replica."""
-    threads = config.threads or max(1, config.cpu_threads() // config.ranks)
+    threads = config.threads or max(1, config.cpu_threads(served=True) // config.ranks)
     file = config.decision_log
     return dataclasses.replace(
         config,

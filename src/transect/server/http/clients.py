@@ -136,6 +136,18 @@ def address_of(scope: Scope) -> str:
     return str(address)
 
 
+def addresses_of(proxies: Iterable[str]) -> list[str]:
+    """List the networks of trusted proxies in all forms in which their addresses appear: a socket for both kinds of
+    addresses shows an IPv4 address as an IPv6 one."""
+    found: list[str] = []
+    for text in proxies:
+        network = ipaddress.ip_network(text, strict=False)
+        found.append(str(network))
+        if network.version == 4:
+            found.append(f"::ffff:{network.network_address}/{96 + network.prefixlen}")
+    return found
+
+
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 

@@ -86,7 +86,7 @@ class Connection(H11Protocol):
         """Bytes of the request received so far."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(_Open(transport))  # type: ignore[arg-type]
         count = len(self.connections)
         if count > self._limits.connections + SPARE:
             transport.close()
@@ -194,6 +194,21 @@ class Connection(H11Protocol):
         part = "body" if self._in_body else "head"
         text = f"the {part} of the request did not arrive in time ({seconds:g} s, more for a long body): send it again"
         self.refuse(ApiError(408, text, code="receive_timeout"))
+
+
+class _Open:
+    """A transport that discards writes after the connection has ended. Until the app notices the end, in the next pass
+    of the event loop, asyncio would log a warning for each write."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class _Crowded:
