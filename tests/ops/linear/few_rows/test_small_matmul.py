@@ -165,6 +165,7 @@ def test_a_gated_product_that_is_not_there_is_looked_for_once(
     choice = small_matmul.choices.Choice("hopper", small_matmul.small_matmul_hopper.choose_tiling(64, 64, 64))
     monkeypatch.setattr(small_matmul.choices, "chosen", lambda *sizes, **kind: choice)
     monkeypatch.setattr(small_matmul.small_matmul_hopper, "refusal", lambda *arguments: None)
+    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: TARGETS["sm_90"])
     call = small_matmul.gated_launcher()
     assert [call(X, WEIGHT), call(X, WEIGHT)] == [None] * 2
     assert len(hopper_without_its_library) == 1
