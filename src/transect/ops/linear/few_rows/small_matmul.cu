@@ -3,7 +3,7 @@
 #include "../../lang/parts.cuh"
 #include "small_rows.cuh"
 
-#define TRANSECT_PARTS 2
+#define TRANSECT_PARTS 4
 
 // x [M, K] and weight [N, K] with the given strides between rows, out [M, N] contiguous, bias [N] or null; K and both
 // strides multiples of 8, x and weight on 16 bytes. ``columns``: sixteens of rows of W in a group, ``stages``: buffers
