@@ -262,7 +262,7 @@ class SpansHopperTiling:
     stages: int = 3
     """Buffers of a warp, of 32 positions each."""
     together: bool = False
-    """Of a cluster: the warps of a block share one span after another."""
+    """True if the warps of a block of a cluster share one span after another."""
 
 
 def choose(items: int, spans: int, d: int) -> SpansHopperTiling:
