@@ -371,11 +371,16 @@ def compile_all(sections: Sequence[str]) -> None:
         process.wait()
 
 
+def use_measured() -> None:
+    """Let ``MEASURED`` win over the files of choices."""
+    known = choices.choices
+    choices.choices = lambda name: {**known(name), **MEASURED}  # type: ignore[assignment]
+    invariant.tiling_of.cache_clear()
+
+
 def layers(replays: int) -> Iterator[dict[str, Any]]:
     """Yield times of whole layers: as usual and deterministic."""
-    measured, known = dict(MEASURED), choices.choices
-    choices.choices = lambda name: {**known(name), **measured}  # type: ignore[assignment]
-    invariant.tiling_of.cache_clear()
+    use_measured()
     model = "llama-3.1-8b"
     for rows in (1, 16, 64, 256):
         chain = Chain(model, rows)

@@ -1,12 +1,15 @@
 """The portable kernels against Hopper's, on one Hopper GPU: decode and prefill of an 8B shape, beside the floor.
 
-    python benchmarks/engine/portable.py [--target sm_89] [--formats bfloat16,fp8,int4] [--rows 1,16,64] [--out FILE]
+    python benchmarks/engine/portable.py [--target sm_89] [--formats bfloat16,fp8,int4] [--rows 1,16,64] [--ordinary]
+    [--out FILE]
 
 For each number format two engines with random weights are started, each in a process of its own: one as it is, one
 that acts as ``--target`` (99 KiB of shared memory, no Hopper instructions). Both hold the GPU's memory at once and are
 measured in turns. Decode: prompts of 512 tokens, the median over the rounds of the mean step; prefill: 16 prompts of
 512. Of the kernels that the second one ran the script reads shared memory, spills and instructions of newer GPUs. Both
-engines then answer the same prompts: the share of equal tokens is recorded. Under 4 minutes on an H100.
+engines then answer the same prompts: the share of equal tokens is recorded. A profile of each decode step has the time
+of its kernels. With ``--ordinary`` a third engine has Hopper's kernels, which no card before has, but launches that
+begin when the one before has ended, as on such a card. Under 4 minutes on an H100.
 
 Each format has the command and the commit of its own run; formats that FILE has and this run does not measure stay.
 """
@@ -38,14 +41,14 @@ RATES = {"H100": (3.0e12, 700e12), "H200": (4.35e12, 750e12)}
 class Worker:
     """An engine in a process of its own, asked by lines of JSON."""
 
-    def __init__(self, target: str, model: str, form: str, rows: int) -> None:
+    def __init__(self, target: str, model: str, form: str, rows: int, ordinary: bool = False) -> None:
         environment = {name: value for name, value in os.environ.items() if name != SETTING}
         if target:
             environment[SETTING] = target
-        command = [sys.executable, __file__, "--serve", json.dumps([model, form, rows])]
+        command = [sys.executable, __file__, "--serve", json.dumps([model, form, rows, not ordinary])]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
-        self.name = target or "own"
+        self.name = target or ("ordinary" if ordinary else "own")
 
     def ask(self, what: str, *arguments: Any) -> Any:
         """Return the answer to a request.
@@ -70,11 +73,12 @@ class Worker:
         self._process.wait()
 
 
-def serve(model: str, form: str, rows: int) -> None:
+def serve(model: str, form: str, rows: int, dependent_launch: bool) -> None:
     """Answer requests from standard input with an engine of this process."""
     import torch
 
     from transect.bench.offline import decode_steps, prefill_seconds
+    from transect.engine.executors.gpu.options import GPUOptions
     from transect.engine.frontends.llm import LLM
     from transect.engine.scheduling.sampling_params import SamplingParams
     from transect.ops.lang.jit import triton
@@ -100,6 +104,7 @@ def serve(model: str, form: str, rows: int) -> None:
         kv_cache_tokens=640 * max(rows, PROMPTS),
         quantization=None if form == "bfloat16" else form,
         cuda_graphs="lazy",
+        gpu=GPUOptions(dependent_launch=dependent_launch),
         seed=0,
     )
     started = time.perf_counter() - began
@@ -119,12 +124,26 @@ def serve(model: str, form: str, rows: int) -> None:
     def decode(count: int, seed: int) -> float:
         return decode_steps(llm, tokens(count, seed), STEPS, -(-count * PROMPT // 8192) + 2).per_token
 
+    def of_kernels(count: int) -> dict[str, list[float]]:
+        """Return the launches and the microseconds of each kernel in a decode step."""
+        from torch.autograd import DeviceType
+
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            decode(count, 0)
+        found: dict[str, list[float]] = {}
+        least = 0.5 * STEPS  # of prompts there are fewer
+        for event in profile.key_averages():
+            if event.device_type == DeviceType.CUDA and event.count >= least:
+                found[event.key[:80]] = [event.count / STEPS, event.self_device_time_total / STEPS]
+        return dict(sorted(found.items(), key=lambda item: -item[1][1])[:16])
+
     asked: dict[str, Callable[..., Any]] = {
         "start": lambda: {"seconds": started, "kernels": llm.kernels, "gpu": torch.cuda.get_device_name()},
         "decode": decode,
         "prefill": lambda seed: prefill_seconds(llm, tokens(PROMPTS, seed)),
         "answers": answers,
         "compiled": lambda: list(kernels.values()),
+        "of_kernels": of_kernels,
     }
     for line in sys.stdin:
         what, *arguments = json.loads(line)
@@ -135,9 +154,10 @@ def serve(model: str, form: str, rows: int) -> None:
         print(json.dumps(answer), flush=True)
 
 
-def pair(target: str, model: str, form: str, rows: Sequence[int]) -> list[Worker]:
-    """Start both engines of a format."""
-    return [Worker("", model, form, max(rows)), Worker(target, model, form, max(rows))]
+def pair(target: str, model: str, form: str, rows: Sequence[int], ordinary: bool) -> list[Worker]:
+    """Start both engines of a format, and one of ``ordinary`` launches."""
+    third = [Worker("", model, form, max(rows), ordinary=True)] if ordinary else []
+    return [Worker("", model, form, max(rows)), Worker(target, model, form, max(rows)), *third]
 
 
 def race(workers: list[Worker], target: str, model: str, form: str, rows: Sequence[int], rounds: int) -> dict[str, Any]:
@@ -156,7 +176,7 @@ def race(workers: list[Worker], target: str, model: str, form: str, rows: Sequen
         found["start_seconds"] = [start["seconds"] for start in starts]
         print(f"{form}: started in {starts[0]['seconds']:.0f} and {starts[1]['seconds']:.0f} s", flush=True)
         for count in rows:
-            times: list[list[float]] = [[], []]
+            times: list[list[float]] = [[] for _ in workers]
             for turn in range(rounds + 1):
                 for worker, into in zip(workers, times, strict=True):
                     seconds = worker.ask("decode", count, turn)
@@ -165,9 +185,10 @@ def race(workers: list[Worker], target: str, model: str, form: str, rows: Sequen
             lengths = [Row(1, PROMPT + STEPS // 2)] * count
             floor = step_floor(PRESETS[model], lengths, rates, storage).seconds
             row = _row(times, floor)
+            row["kernels_us"] = {worker.name: worker.ask("of_kernels", count) for worker in workers}
             found["decode"].append({"rows": count, **row})
             _say(f"  decode, {count} rows", row)
-        times = [[], []]
+        times = [[] for _ in workers]
         for turn in range(rounds + 1):
             for worker, into in zip(workers, times, strict=True):
                 seconds = worker.ask("prefill", turn)
@@ -176,7 +197,7 @@ def race(workers: list[Worker], target: str, model: str, form: str, rows: Sequen
         floor = step_floor(PRESETS[model], [Row(PROMPT, PROMPT)] * PROMPTS, rates, storage).seconds
         found["prefill"] = {"tokens": PROMPTS * PROMPT, **_row(times, floor)}
         _say(f"  prefill, {PROMPTS * PROMPT} tokens", found["prefill"])
-        both = [worker.ask("answers", 16, 4) for worker in workers]
+        both = [worker.ask("answers", 16, 4) for worker in workers[:2]]
         pairs = [(a, b) for ours, theirs in zip(*both, strict=True) for a, b in zip(ours, theirs, strict=True)]
         found["equal_tokens"] = sum(a == b for a, b in pairs) / len(pairs)
         found["equal_first_tokens"] = sum(a[0] == b[0] for a, b in zip(*both, strict=True)) / len(both[0])
@@ -202,18 +223,22 @@ def race(workers: list[Worker], target: str, model: str, form: str, rows: Sequen
 
 
 def _row(times: Sequence[Sequence[float]], floor: float) -> dict[str, Any]:
-    own, portable = (record.summary(each) for each in times)
+    own, portable, *ordinary = (record.summary(each) for each in times)
     slower = portable["median"] / own["median"]
-    return {"own_s": own, "portable_s": portable, "floor_s": floor, "portable_over_own": slower}
+    found = {"own_s": own, "portable_s": portable, "floor_s": floor, "portable_over_own": slower}
+    return found | ({"ordinary_s": ordinary[0]} if ordinary else {})
 
 
 def _say(name: str, row: Mapping[str, Any]) -> None:
     own, portable = row["own_s"]["median"], row["portable_s"]["median"]
     print(
         f"{name}: {own * 1e3:.3f} ms, portable {portable * 1e3:.3f} ms ({portable / own:.3f} times), floor "
-        f"{row['floor_s'] * 1e3:.3f} ms ({row['floor_s'] / portable:.0%})",
+        f"{row['floor_s'] * 1e3:.3f} ms ({row['floor_s'] / portable:.0%})"
+        + (f", ordinary launches {row['ordinary_s']['median'] * 1e3:.3f} ms" if "ordinary_s" in row else ""),
         flush=True,
     )
+    for name, kernels in row.get("kernels_us", {}).items():
+        print(f"    {name}: " + "; ".join(f"{us:.0f} us in {count:.1f} {key}" for key, (count, us) in kernels.items()))
 
 
 def main() -> None:
@@ -223,6 +248,7 @@ def main() -> None:
     parser.add_argument("--formats", default="bfloat16,fp8,int4")
     parser.add_argument("--rows", default="1,16,64")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ordinary", action="store_true", help="Also race Hopper's kernels in ordinary launches.")
     parser.add_argument("--together", action="store_true", help="Start the engines of all formats first: 120 GB.")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "h100" / "portable.json")
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
@@ -239,9 +265,11 @@ def main() -> None:
         if (kept["target"], kept["model"]) == (options.target, options.model):
             result = kept
     forms = options.formats.split(",")
-    started = {form: pair(options.target, options.model, form, rows) for form in forms if options.together}
+    started = {
+        form: pair(options.target, options.model, form, rows, options.ordinary) for form in forms if options.together
+    }
     for form in forms:
-        workers = started.get(form) or pair(options.target, options.model, form, rows)
+        workers = started.get(form) or pair(options.target, options.model, form, rows, options.ordinary)
         try:
             result["formats"][form] = run | race(workers, options.target, options.model, form, rows, options.rounds)
         except RuntimeError as error:

@@ -88,7 +88,7 @@ class EngineConfig:
             scale for each head of a token. On a CPU ``fp8`` runs in the C++ kernels unless ranks share the model.
         device: Device to run on. ``auto``: a CUDA GPU if there is one and Triton is installed.
         deterministic: Make a request's logits bit-identical in any batch and at any chunk size. Slower on a
-            GPU; the C++ CPU kernels are always deterministic.
+            GPU, and compared on Hopper alone; the C++ CPU kernels are always deterministic.
         max_model_len: Longest prompt plus output, in tokens; default: the model's context, or less if the KV
             cache holds less.
         max_num_seqs: Concurrent sequences; default: 64, on a GPU 256, or 512 if steps are limited by time.

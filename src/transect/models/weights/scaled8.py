@@ -232,7 +232,7 @@ class Scaled8(Weight):
 
     def stream_product(self, products: StreamProducts) -> Stream8 | None:
         few, many = self._products.few, self._products.many
-        return None if few is None or not self._products.dependent else Stream8(few, many, self)
+        return None if few is None else Stream8(few, many, self)
 
     def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
         whole = not self.blocks or self.out_features // (len(starts) - 1) % BLOCK == 0

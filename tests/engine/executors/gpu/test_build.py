@@ -31,11 +31,12 @@ from transect.spec.shapes import PRESETS
         ((9, 0), None, False, True, True, True),
         ((9, 0), None, True, True, False, True),
         ((9, 0), None, False, False, False, False),
-        ((8, 0), None, False, True, False, False),
+        ((8, 0), None, False, True, True, False),
+        ((8, 9), None, True, True, False, False),
         ((9, 4), "6.3", False, True, False, False),  # an MI300X, whose number means something else
     ],
 )
-def test_on_hopper_launches_are_dependent_and_norms_in_the_products_unless_batches_may_change_nothing(
+def test_launches_are_dependent_on_hopper_and_norms_in_products_unless_batches_may_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
     hip: str | None,

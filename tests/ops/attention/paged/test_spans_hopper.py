@@ -53,6 +53,7 @@ def test_bits_do_not_depend_on_who_sums_which_spans(monkeypatch, group, d):
     ways += [(units, 1 << 24, Tiling(0, 1, stages)) for units in (1, 3, 7, 100)]
     ways += [(1, 1 << 24, Tiling(ranks, 4 // ranks, stages)) for ranks in (2, 4)]
     ways += [(1, 1 << 24, Tiling(8, 1, 6 if d == 64 else 8))]
+    ways += [(1, 1 << 24, Tiling(ranks, together=True)) for ranks in (2, 4, 8)]
     for units, room, tiling in ways:
         run = kernel(monkeypatch, units)
         monkeypatch.setattr(decode_spans.PagedSpans, "ROOM", room)
@@ -73,14 +74,14 @@ def test_rows_of_several_queries_are_left_alone(monkeypatch):
     batch = batch_of(lengths, 40, queries=5)
     q = torch.randn(7, 8, 64).bfloat16()
     exact = reference(q.double(), *(cache.double() for cache in caches), batch, 0.125)
-    for tiling in (Tiling(0, 1, 6), Tiling(2, 1, 6)):
+    for tiling in (Tiling(0, 1, 6), Tiling(2, 1, 6), Tiling(2, together=True)):
         out = torch.zeros_like(q)
         kernel(monkeypatch, 4)(q, *caches, batch, 0.125, out=out, beside=True, tiling=tiling)
         assert not out[:5].any()
         assert (out[5:].double() - exact[5:]).norm() < 0.01 * exact[5:].norm()
 
 
-@pytest.mark.parametrize("tiling", [Tiling(0, 1, 6), Tiling(2, 2, 6), Tiling(4, 1, 6)])
+@pytest.mark.parametrize("tiling", [Tiling(0, 1, 6), Tiling(2, 2, 6), Tiling(4, 1, 6), Tiling(2, together=True)])
 def test_keys_of_other_rows_are_read_when_the_kernel_before_has_written_them(monkeypatch, tiling):
     """A draft's row sees keys of this step beyond its own: here from 61 on, in the tile before its last too."""
     torch.manual_seed(0)
@@ -106,14 +107,7 @@ def test_keys_of_other_rows_are_read_when_the_kernel_before_has_written_them(mon
 def test_few_items_go_to_clusters_of_two_blocks_and_more():
     sizes = [(8, 4), (16, 4), (24, 4), (64, 4), (128, 4), (136, 4), (128, 8), (8, 1), (8, 16)]
     found = [decode_spans.choose(*size, 128) for size in sizes]
-    assert [(each.ranks, each.warps) for each in found if each.ranks] == [
-        (4, 1),
-        (4, 1),
-        (4, 1),
-        (2, 2),
-        (2, 2),
-        (8, 2),
-    ]
+    assert [(each.ranks, each.warps) for each in found if each.ranks and not each.together] == [(2, 2), (2, 2)]
     assert [each.ranks for each in found] == [4, 4, 4, 2, 2, 0, 0, 0, 8]
 
 

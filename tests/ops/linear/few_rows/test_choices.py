@@ -9,7 +9,7 @@ import torch
 
 from transect.hardware.targets import TARGETS
 from transect.ops.linear import fixed_order
-from transect.ops.linear.few_rows import choices, invariant, rule
+from transect.ops.linear.few_rows import choices, cuda, invariant, rule
 from transect.ops.linear.few_rows.choices import FOLDER, ROWS, Choice, read_choice
 from transect.ops.linear.few_rows.cuda import CudaTiling
 from transect.ops.linear.few_rows.hopper import COMPILED, candidates, choose_tiling
@@ -198,3 +198,25 @@ def test_more_work_is_predicted_to_take_longer() -> None:
     for tiling in candidates(64, 5120, 13824):
         assert rule.seconds(tiling, 64, 5120, 13824) < rule.seconds(tiling, 64, 10240, 13824) * 1.01
         assert rule.seconds(tiling, 64, 5120, 13824) < rule.seconds(tiling, 64, 5120, 27648)
+
+
+@pytest.mark.parametrize(("name", "few"), [("sm_80", 16), ("sm_89", 8), ("sm_120", 8)])
+def test_a_card_without_bulk_copies_has_gates_and_one_row_of_streams_by_rule(
+    monkeypatch: pytest.MonkeyPatch, name: str, few: int
+) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: TARGETS[name])
+    monkeypatch.setattr(choices, "multiprocessors", lambda device: 128)
+    found = {m: choices._by_rule(m, 28672, 4096, device, True, False, False) for m in (1, few, few + 1, 64, 200)}
+    assert [None if choice is None else choice.by for choice in found.values()] == [
+        "cuda",
+        "cuda",
+        *["triton"] * 2,
+        None,
+    ]
+    for m, choice in found.items():
+        if choice is not None and choice.by == "cuda":
+            assert cuda.shared_bytes(choice.tiling, m) <= TARGETS[name].block_bytes
+    assert choices._by_rule(1, 4096, 4096, device, False, True, False).by == "cuda"
+    assert choices._by_rule(2, 4096, 4096, device, False, True, False) is None
+    assert choices._by_rule(1, 4096, 4096, device, False, False, False) is None

@@ -60,24 +60,28 @@ def test_bits_are_the_same_by_every_tiling(n, k):
             assert torch.equal(y, gated[:m]), (m, tiling)
 
 
-WAYS = [(4, 4, False), (4, 2, False), (6, 2, False), (3, 1, True), (7, 1, True)]
+WAYS = [
+    (1, 4, 1, 4, 4, False), (1, 4, 1, 4, 2, False), (1, 4, 1, 6, 2, False), (1, 4, 1, 3, 1, True),
+    (1, 4, 1, 7, 1, True), (1, 8, 2, 4, 2, False), (1, 12, 4, 7, 1, True), (2, 8, 4, 4, 4, False),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("warps", "parts", "gated"), WAYS)
-def test_warps_that_take_parts_and_groups(monkeypatch, warps, parts, gated):
+@pytest.mark.parametrize(("columns", "stages", "wide", "warps", "parts", "gated"), WAYS)
+def test_warps_that_take_parts_and_groups(monkeypatch, columns, stages, wide, warps, parts, gated):
     """``small_matmul.cu`` on this processor (``cuda_host``); groups are not a multiple of those taken at a time."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
     lines = cuda_build.source("small_matmul.cu").read_text().splitlines()
+    part = lines.index(f"  TRANSECT_ROWS({columns}, {stages}, {wide})") + 1
     rows: CudaRows = object.__new__(CudaRows)
     rows._dependent = True
     rows._launch = cuda_host.Launcher(
-        "small_matmul", "transect_small_matmul", "ppppiiill" + "i" * 6 + "pppppf" + "ip", None,
-        "-DTRANSECT_OF=100000", f"-DTRANSECT_PART={lines.index('  TRANSECT_ROWS(1, 4)') + 1}", "-D__CUDA_ARCH__=900",
+        "small_matmul", "transect_small_matmul", "ppppiiill" + "i" * 7 + "pppppf" + "ip", None,
+        "-DTRANSECT_OF=100000", f"-DTRANSECT_PART={part}", "-D__CUDA_ARCH__=900",
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-    m, n, k = 5, 208, 64 * parts * 3
+    m, n, k = 5, 208, 64 * parts * 3 * wide
     x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((m, k), (n, k)))
-    tiling = CudaTiling(1, 4, 7, warps, -parts)
+    tiling = CudaTiling(columns, stages, 7, warps, -parts, wide)
     assert tiling.refusal(m, gated) is None
     y = rows(x, weight, tiling=tiling, gated=gated)
     exact = x.double() @ weight.double().T

@@ -18,10 +18,8 @@ from transect.ops.registry import Unavailable
 
 def test_the_source_compiles_the_kernels_that_are_known_here() -> None:
     source = cuda_build.source("small_matmul.cu").read_text()
-    listed = re.findall(r"^  TRANSECT_ROWS\((\d), (\d+)\)$", source, re.M)
-    assert sorted((int(columns), int(stages)) for columns, stages in listed) == sorted(
-        small_matmul_cuda.KERNELS + small_matmul_cuda.DEEP
-    )
+    listed = re.findall(r"^  TRANSECT_ROWS\((\d), (\d+), (\d)\)$", source, re.M)
+    assert sorted(tuple(map(int, each)) for each in listed) == sorted(small_matmul_cuda.COMPILED)
 
 
 @pytest.mark.parametrize("n", [16, 37, 1024, 3072, 4096, 6144, 28672, 128256])
@@ -167,6 +165,7 @@ def test_a_gated_product_that_is_not_there_is_looked_for_once(
     choice = small_matmul.choices.Choice("hopper", small_matmul.small_matmul_hopper.choose_tiling(64, 64, 64))
     monkeypatch.setattr(small_matmul.choices, "chosen", lambda *sizes, **kind: choice)
     monkeypatch.setattr(small_matmul.small_matmul_hopper, "refusal", lambda *arguments: None)
+    monkeypatch.setattr("transect.hardware.device.own_target", lambda device: TARGETS["sm_90"])
     call = small_matmul.gated_launcher()
     assert [call(X, WEIGHT), call(X, WEIGHT)] == [None] * 2
     assert len(hopper_without_its_library) == 1

@@ -195,12 +195,12 @@ def check_cache(config: EngineConfig, model: ModelConfig, target: KernelTarget =
 
 
 def gpu_ops(device: torch.device, *, deterministic: bool = False, dependent_launch: bool = True) -> OpSet:
-    """Return the operators of an engine on a GPU, with dependent launch if asked for and the GPU has it (Hopper)."""
+    """Return the operators of an engine on a GPU, with dependent launch if asked for and the GPU has it (Hopper). On
+    NVIDIA's since Ampere norms may then be part of products."""
     ops = resolve_ops(device, ("triton", "torch"), batch_invariant=deterministic)
-    dependent_launch = dependent_launch and has_dependent_launch(device)
-    if dependent_launch and not deterministic:
+    if dependent_launch and not deterministic and target_of(device).capability >= (8, 0):
         ops = replace(ops, stream_products=StreamProducts(device))
-    return with_dependent_launch(ops, dependent_launch)
+    return with_dependent_launch(ops, dependent_launch and has_dependent_launch(device))
 
 
 def by_torch(ops: OpSet) -> bool:

@@ -261,6 +261,8 @@ class SpansHopperTiling:
     """Warps of a block, each of which takes one span; for an even cut, warps for each multiprocessor."""
     stages: int = 3
     """Buffers of a warp, of 32 positions each."""
+    together: bool = False
+    """True if the warps of a block of a cluster share one span after another."""
 
 
 def choose(items: int, spans: int, d: int) -> SpansHopperTiling:
@@ -273,6 +275,8 @@ def choose(items: int, spans: int, d: int) -> SpansHopperTiling:
         warps = -(-spans // ranks)
         at_once = AT_ONCE[ranks] * (2 if ranks == 2 and warps <= 2 else 1)
         if items <= at_once and ranks < 2 * spans and warps <= MOST_WARPS:
+            if ranks > 2:
+                return SpansHopperTiling(ranks, 1, together=True)
             return SpansHopperTiling(ranks, warps, 6 if d < 128 else 8 if warps == 1 else 3)
     return SpansHopperTiling(stages=6 if d < 128 else 3)
 
@@ -285,7 +289,7 @@ class PagedSpans:
         RuntimeError: made inside a CUDA graph capture.
     """
 
-    SIGNATURE = "p" * 10 + "i" * 6 + "liif" + "i" * 7 + "p"
+    SIGNATURE = "p" * 10 + "i" * 6 + "liif" + "i" * 8 + "p"
     """The types of the launcher's arguments, see ``cuda.bind``."""
     ROOM = 1 << 24
     """Most numbers of parts of rows. Where there could be more, a warp keeps rows whole."""
@@ -331,7 +335,8 @@ class PagedSpans:
             out.data_ptr(), parts.data_ptr(), parts_ml.data_ptr(), batch.arrivals(items).data_ptr(), rows,
             tables.shape[1], tables.stride(0), kv_heads, group, d, q.stride(0), q.stride(1),
             k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, blocks, warps, tiling.stages, tiling.ranks,
-            int(whole), 2 if dependent_launch and not batch.fresh else 1, int(beside),
+            -(-longest // tiling.ranks) if tiling.together else 0, int(whole),
+            2 if dependent_launch and not batch.fresh else 1, int(beside),
             torch.cuda.current_stream(q.device).cuda_stream,
         )  # fmt: skip
         if code:

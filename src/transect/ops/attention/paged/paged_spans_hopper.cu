@@ -5,8 +5,9 @@
 // * A span is 256 positions of a row for one key head, an item a row with a key head.
 //   Even cut (ranks = 0): the spans of all items are numbered, item after item. A block is one warp, and takes equally
 //   many consecutive spans. Each warp sums up the lengths for itself, while the kernel before this one still runs.
-//   By clusters (ranks > 0): the warps of a cluster's blocks take one span each of an item, and send their sums to the
-//   block that adds those of a head, in its shared memory.
+//   By clusters (ranks > 0): the warps of a cluster's blocks take one span each of an item, or the warps of a block share
+//   one span after another (``paged_spans_together``). They send their sums to the block that adds those of a head, in its
+//   shared memory.
 // * A warp streams its tiles of 32 positions through its own ring of S buffers in shared memory. The maximum changes
 //   from tile to tile, as in the Triton kernels. Products have keys, then the dimensions of a head, on the left: neither
 //   this nor the instruction changes bits. Sums of weights, products, multiply-adds and exponentials are those that
@@ -26,6 +27,7 @@ constexpr int kBlock = 16, kTile = 32, kSpan = 256;  // positions of a cache blo
 constexpr int kTiles = kSpan / kTile;
 constexpr int kMostRows = 1024;
 constexpr int kAtOnce = 4;  // parts of an item that are asked for before the first is added
+constexpr int kPitch = 20;  // of 16 dimensions of a head
 constexpr float kInfinity = INFINITY;
 
 __device__ __forceinline__ float exponential(float x) {
@@ -52,11 +54,128 @@ __device__ __forceinline__ float joined(float sum, float fade, float own, float 
   return __fmaf_rn(own, weight, __fmul_rn(sum, fade));
 }
 
+// A tile of 32 positions in shared memory: two pieces of 16 keys, two of 16 values, each as columns of 128 bytes of its 16
+// rows; the eighths of row r at place ^ (r % 8): no bank is met twice.
+//
+// Of lane 4 g + c: scores of keys g, g + 8 (of either half of a tile) with query heads 2 c, 2 c + 1; of o dimensions g,
+// g + 8 of every 16, the same heads; the sum of weights of head 2 c + g % 2.
+
+template <int D>
+constexpr int kPiece = kBlock * D * 2;
+
+// s += a tile's scores.
+template <int D, int NT>
+__device__ __forceinline__ void add_scores(float (&s)[NT][2][4], uint32_t from, int lane,
+                                           const uint32_t (&query)[NT][D / 16][2]) {
+  const uint32_t key_at = lane % 16 * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+#pragma unroll
+  for (int t = 0; t < D / 16; t++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      uint32_t a[4];
+      read_matrices(a, (from + half * kPiece<D> + key_at + t / 4 * 2048) ^ (t % 4 * 32));
+#pragma unroll
+      for (int n = 0; n < NT; n++) multiply(s[n][half], a, query[n][t][0], query[n][t][1]);
+    }
+}
+
+// o[to] += a tile half's weights times dimensions 16 t to 16 t + 15 of its values.
+template <int D, int NT, int COUNT>
+__device__ __forceinline__ void add_values(float (&o)[NT][COUNT][4], int to, int t, uint32_t from, int half, int lane,
+                                           const uint32_t (&p)[NT][2][2]) {
+  const uint32_t value_at = 2 * kPiece<D> + (lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16;
+  uint32_t a[4];
+  read_transposed(a, (from + half * kPiece<D> + value_at + t / 4 * 2048) ^ (t % 4 * 32));
+#pragma unroll
+  for (int n = 0; n < NT; n++) multiply(o[n][to], a, p[n][half][0], p[n][half][1]);
+}
+
+// The scaled maximum of a tile's scores of head 2 c + h. Positions from ``left`` + 8 j on count as -infinity.
+__device__ __forceinline__ float top_of(float (&s)[2][4], int h, int left, float scale2) {
+#pragma unroll
+  for (int j = 0; j < 4; j++)
+    if (j * 8 >= left) s[j / 2][j % 2 * 2 + h] = -kInfinity;
+  float top = fmaxf(fmaxf(s[0][h], s[0][2 + h]), fmaxf(s[1][h], s[1][2 + h]));
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 4));
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 8));
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 16));
+  return __fmul_rn(top, scale2);
+}
+
+// Scores of head 2 c + h become weights.
+__device__ __forceinline__ void weigh(float (&s)[2][4], int h, float scale2, float shift) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    float& e = s[j / 2][j % 2 * 2 + h];
+    e = exponential(__fmaf_rn(e, scale2, -shift));
+  }
+}
+
+// The sum of a tile's weights: those of keys 2 g' and 2 g' + 1 of every 8 meet in lanes g = 2 g' (the even head's sum)
+// and 2 g' + 1 (``odd``).
+__device__ __forceinline__ float sum_of(const float (&s)[2][4], bool odd) {
+  float sum = 0;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const float e0 = s[j / 2][j % 2 * 2], e1 = s[j / 2][j % 2 * 2 + 1];
+    const float other = __shfl_xor_sync(~0u, odd ? e0 : e1, 4), own = odd ? e1 : e0;
+    const float low = odd ? other : own, high = odd ? own : other;
+    sum = j == 0 ? __fadd_rn(low, high) : __fadd_rn(__fadd_rn(sum, low), high);
+  }
+  sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 16));
+  return __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 8));
+}
+
+// Weights as the right operand of a product with values.
+__device__ __forceinline__ void turn(uint32_t (&p)[2][2], const float (&s)[2][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    p[half][0] = transposed(pack(s[half][0], s[half][1]));
+    p[half][1] = transposed(pack(s[half][2], s[half][3]));
+  }
+}
+
 struct Batch {
   const int *tables, *starts, *lengths;  // starts: null where token t is row t's
   int rows, columns, table_stride;
   __device__ __forceinline__ bool decodes(int row) const {
     return !starts || __ldcg(starts + row + 1) - __ldcg(starts + row) == 1;
+  }
+};
+
+// What was sent to this block of a cluster: the sums of heads rank, rank + ranks, ... of every span, [spans][heads_here]
+// [D + 4]. Each warp adds those of a head in order. ``out``: of the item.
+template <int D>
+__device__ __forceinline__ void add_of_cluster(__nv_bfloat16* out, const float* gathered, int spans, int heads_here,
+                                               int rank, int ranks) {
+  constexpr int SENT = D + 4;
+  const int lane = threadIdx.x % 32;
+  for (int here = threadIdx.x / 32; here < heads_here; here += blockDim.x / 32) {
+    const float* from = gathered + here * SENT;
+    float4 sum = *(const float4*)(from + lane * 4 % D);
+    float sum_m = from[D], sum_l = from[D + 1];
+    for (int span = 1; span < spans; span++) {
+      from += heads_here * SENT;
+      const float4 own = *(const float4*)(from + lane * 4 % D);
+      float fade, weight;
+      join(sum_m, from[D], fade, weight);
+      sum_l = joined(sum_l, fade, from[D + 1], weight);
+      sum.x = joined(sum.x, fade, own.x, weight), sum.y = joined(sum.y, fade, own.y, weight);
+      sum.z = joined(sum.z, fade, own.z, weight), sum.w = joined(sum.w, fade, own.w, weight);
+    }
+    __nv_bfloat16* to = out + (rank + here * ranks) * D + lane * 4;
+    if (lane * 4 < D)
+      *(uint2*)to = make_uint2(pack(divided(sum.x, sum_l), divided(sum.y, sum_l)),
+                               pack(divided(sum.z, sum_l), divided(sum.w, sum_l)));
+  }
+}
+
+// The place in a block's ``gathered`` for a span's sums of a head, and the block.
+struct Sent {
+  int G, ranks;
+  __device__ __forceinline__ int block_of(int head) const { return head % ranks; }
+  __device__ __forceinline__ int place_of(int span, int head) const {
+    return span * ((G - head % ranks + ranks - 1) / ranks) + head / ranks;
   }
 };
 
@@ -86,6 +205,7 @@ __global__ void __launch_bounds__(128)
   float* gathered = (float*)(memory + warps * S * TILE);
   __shared__ __align__(8) uint64_t sent[1];
   const int rank = ranks ? blockIdx.x % ranks : 0, heads_here = ranks ? (G - rank + ranks - 1) / ranks : 0;
+  const Sent to_cluster = {G, ranks};
 
   if (!late) let_next_begin();
   bool waited = false;
@@ -186,8 +306,7 @@ __global__ void __launch_bounds__(128)
     return inside ? __ldcg(batch.tables + (long long)p.row * batch.table_stride + column) : 0;
   };
 
-  // What is asked for next. A piece lies in a buffer as columns of 128 bytes of its 16 rows; the eighths of row r at
-  // place ^ (r % 8): no bank is met twice.
+  // What is asked for next.
   constexpr int PER_ROW = D * 2 / 16, ROWS = 32 / PER_ROW;  // copies of 16 bytes for a row; rows that 32 lanes copy
   const int copy_row = lane / PER_ROW, copy_place = lane % PER_ROW;
   const uint32_t copy_first = copy_place / 8 * 2048 + copy_row * 128 + (((copy_place % 8) ^ copy_row) * 16);
@@ -231,12 +350,8 @@ __global__ void __launch_bounds__(128)
   waited = true;
   if (late) let_next_begin();
 
-  // Of lane 4 g + c: scores of keys g, g + 8 with query heads 2 c, 2 c + 1; of o dimensions g, g + 8 of every 16, the
-  // same heads; the sum of weights of head 2 c + g % 2.
   const int g = lane / 4, c = lane % 4;
   const bool odd = g % 2;
-  const uint32_t key_at = lane % 16 * 128 + ((lane / 16) ^ (lane % 8)) * 16;
-  const uint32_t value_at = 2 * PIECE + (lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16;
   uint32_t query[NT][T][2];
   float whole[NT][T][4], whole_m[NT][2], whole_l[NT];  // the spans so far of an item that this warp began, or one
   Parts joining = {0, 0, 0}, joining_too = {0, 0, 0};
@@ -266,55 +381,20 @@ __global__ void __launch_bounds__(128)
       const uint32_t from = ring + slot * TILE;
       slot = slot + 1 == S ? 0 : slot + 1;
       float s[NT][2][4] = {};
-#pragma unroll
-      for (int t = 0; t < T; t++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          uint32_t a[4];
-          read_matrices(a, (from + half * PIECE + key_at + t / 4 * 2048) ^ (t % 4 * 32));
-#pragma unroll
-          for (int n = 0; n < NT; n++) multiply(s[n][half], a, query[n][t][0], query[n][t][1]);
-        }
+      add_scores<D, NT>(s, from, lane, query);
       uint32_t p[NT][2][2];
 #pragma unroll
       for (int n = 0; n < NT; n++) {
         float fade[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-#pragma unroll
-          for (int j = 0; j < 4; j++)
-            if (first + j * 8 + g >= positions) s[n][j / 2][j % 2 * 2 + h] = -kInfinity;
-          float top = fmaxf(fmaxf(s[n][0][h], s[n][0][2 + h]), fmaxf(s[n][1][h], s[n][1][2 + h]));
-          top = fmaxf(top, __shfl_xor_sync(~0u, top, 4));
-          top = fmaxf(top, __shfl_xor_sync(~0u, top, 8));
-          top = fmaxf(top, __shfl_xor_sync(~0u, top, 16));
-          top = fmaxf(m[n][h], __fmul_rn(top, scale2));
-          const float shift = shift_of(top);
+          const float top = fmaxf(m[n][h], top_of(s[n], h, positions - first - g, scale2)), shift = shift_of(top);
           fade[h] = exponential(m[n][h] - shift);
           m[n][h] = top;
-#pragma unroll
-          for (int j = 0; j < 4; j++) {
-            float& e = s[n][j / 2][j % 2 * 2 + h];
-            e = exponential(__fmaf_rn(e, scale2, -shift));
-          }
+          weigh(s[n], h, scale2, shift);
         }
-        // Keys 2 g' and 2 g' + 1 of every 8 meet in lanes g = 2 g' (the even head's sum) and 2 g' + 1.
-        float sum = 0;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const float e0 = s[n][j / 2][j % 2 * 2], e1 = s[n][j / 2][j % 2 * 2 + 1];
-          const float other = __shfl_xor_sync(~0u, odd ? e0 : e1, 4), own = odd ? e1 : e0;
-          const float low = odd ? other : own, high = odd ? own : other;
-          sum = j == 0 ? __fadd_rn(low, high) : __fadd_rn(__fadd_rn(sum, low), high);
-        }
-        sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 16));
-        sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 8));
-        l[n] = __fmaf_rn(l[n], odd ? fade[1] : fade[0], sum);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          p[n][half][0] = transposed(pack(s[n][half][0], s[n][half][1]));
-          p[n][half][1] = transposed(pack(s[n][half][2], s[n][half][3]));
-        }
+        l[n] = __fmaf_rn(l[n], odd ? fade[1] : fade[0], sum_of(s[n], odd));
+        turn(p[n], s[n]);
 #pragma unroll
         for (int t = 0; t < T; t++)
 #pragma unroll
@@ -323,12 +403,7 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
       for (int half = 0; half < 2; half++)
 #pragma unroll
-        for (int t = 0; t < T; t++) {
-          uint32_t a[4];
-          read_transposed(a, (from + half * PIECE + value_at + t / 4 * 2048) ^ (t % 4 * 32));
-#pragma unroll
-          for (int n = 0; n < NT; n++) multiply(o[n][t], a, p[n][half][0], p[n][half][1]);
-        }
+        for (int t = 0; t < T; t++) add_values<D, NT>(o, t, t, from, half, lane, p);
     }
     if (ranks) {
       __syncwarp();  // the sums go where the ring was
@@ -347,10 +422,10 @@ __global__ void __launch_bounds__(128)
       wait_for_cluster();
       for (int head = 0; head < G; head++) {
         const float* from = (float*)own_ring + head * SENT;
-        const int heads_there = (G - head % ranks + ranks - 1) / ranks;
-        const uint32_t to = shared_address(gathered + (span * heads_there + head / ranks) * SENT);
-        if (lane * 4 < D) send(to + lane * 16, *(const float4*)(from + lane * 4), shared_address(sent), head % ranks);
-        if (lane < 2) send(to + (D + lane) * 4, from[D + lane], shared_address(sent), head % ranks);
+        const int there = to_cluster.block_of(head);
+        const uint32_t to = shared_address(gathered + to_cluster.place_of(span, head) * SENT);
+        if (lane * 4 < D) send(to + lane * 16, *(const float4*)(from + lane * 4), shared_address(sent), there);
+        if (lane < 2) send(to + (D + lane) * 4, from[D + lane], shared_address(sent), there);
       }
       break;
     }
@@ -435,24 +510,7 @@ __global__ void __launch_bounds__(128)
     if (at.spans == 0 || warp >= heads_here) return;
     wait_for_sent(shared_address(sent));
     const int token = batch.starts ? __ldcg(batch.starts + at.row) : at.row;
-    for (int here = warp; here < heads_here; here += warps) {
-      const float* from = gathered + here * SENT;
-      float4 sum = *(const float4*)(from + lane * 4 % D);
-      float sum_m = from[D], sum_l = from[D + 1];
-      for (int span = 1; span < at.spans; span++) {
-        from += heads_here * SENT;
-        const float4 own = *(const float4*)(from + lane * 4 % D);
-        float fade, weight;
-        join(sum_m, from[D], fade, weight);
-        sum_l = joined(sum_l, fade, from[D + 1], weight);
-        sum.x = joined(sum.x, fade, own.x, weight), sum.y = joined(sum.y, fade, own.y, weight);
-        sum.z = joined(sum.z, fade, own.z, weight), sum.w = joined(sum.w, fade, own.w, weight);
-      }
-      __nv_bfloat16* to = out + ((long long)token * K * G + at.head * G + rank + here * ranks) * D + lane * 4;
-      if (lane * 4 < D)
-        *(uint2*)to = make_uint2(pack(divided(sum.x, sum_l), divided(sum.y, sum_l)),
-                                 pack(divided(sum.z, sum_l), divided(sum.w, sum_l)));
-    }
+    add_of_cluster<D>(out + ((long long)token * K * G + at.head * G) * D, gathered, at.spans, heads_here, rank, ranks);
     return;
   }
   // Items whose other parts have arrived before this warp's: one that it ended, and one that another warp ends.
@@ -504,7 +562,194 @@ __global__ void __launch_bounds__(128)
 #endif
 }
 
+// Few items: the warps of a block share a span, a tile each. Scores of all tiles come at once; from their maxima every
+// warp knows the maximum before and after its tile, so weights come at once too; then each warp adds 16 dimensions of all
+// tiles, in order. Blocks of a cluster take spans of an item in turn.
+template <int D, int NT>
+__global__ void __launch_bounds__(kTiles * 32, 1)
+    paged_spans_together(const __nv_bfloat16* q, const unsigned char* keys, const unsigned char* values, Batch batch,
+                         __nv_bfloat16* out, int K, int G, float scale2, long long q_t, int q_h, int pieces, int ranks,
+                         int ahead, int late) {
+#ifdef TRANSECT_HOPPER
+  constexpr int T = D / 16, PIECE = kPiece<D>, TILE = 4 * PIECE, SENT = D + 4, HEADS = NT * 8;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  // Behind the tiles: of each tile weights, 16 dimensions of each head, maxima and sums of weights; what a cluster sends.
+  auto weights = (uint4(*)[NT][32])(memory + kTiles * TILE);
+  auto leaving = (float(*)[HEADS * kPitch])(weights + kTiles);
+  auto tops = (float(*)[HEADS])(leaving + kTiles), sums = tops + kTiles;
+  float* gathered = (float*)(sums + kTiles);
+  __shared__ __align__(8) uint64_t sent[1];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
+  const bool odd = g % 2;
+  const int item = blockIdx.x / ranks, rank = blockIdx.x % ranks, row = item / K, head = item % K;
+  const int heads_here = (G - rank + ranks - 1) / ranks;
+  const Sent to_cluster = {G, ranks};
+  const uint32_t own_tile = shared_address(memory) + warp * TILE;
+
+  if (!late) let_next_begin();
+  if (!ahead) wait_for_previous();
+  bool waited = !ahead;
+  auto look_up = [&](int span) {  // the cache blocks of this warp's tile, in lanes 0 and 1
+    const int column = (span * kTiles + warp) * 2 + lane % 2;
+    return column < batch.columns ? __ldcg(batch.tables + (long long)row * batch.table_stride + column) : 0;
+  };
+  int blocks = look_up(rank);
+  const bool decodes = batch.decodes(row);
+  const int length = decodes ? max(__ldcg(batch.lengths + row), 0) : 0, spans = (length + kSpan - 1) / kSpan;
+  if (threadIdx.x == 0) expect_sent(shared_address(sent), spans * heads_here * (D + 2) * 4);
+  __syncwarp();
+  arrive_in_cluster();
+
+  constexpr int PER_ROW = D * 2 / 16, ROWS = 32 / PER_ROW;  // as above
+  const int copy_row = lane / PER_ROW, copy_place = lane % PER_ROW;
+  const uint32_t copy_first = copy_place / 8 * 2048 + copy_row * 128 + (((copy_place % 8) ^ copy_row) * 16);
+  auto fetch = [&](int span, const unsigned char* from, uint32_t to) {
+    const int rest = length - span * kSpan - warp * kTile;
+    if (rest > 0) {
+      if (!waited && rest <= kTile) {
+        wait_for_previous();
+        waited = true;
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int block = __shfl_sync(~0u, blocks, half);
+        const unsigned char* piece = from + (size_t)(block * pieces + head) * PIECE + lane * 16;
+#pragma unroll
+        for (int j = 0; j < kBlock / ROWS; j++)
+          copy16_once(to + half * PIECE + ((copy_first + j * ROWS * 128) ^ (j * ROWS % 8 * 16)), piece + j * 512,
+                      copy_row + j * ROWS < rest - half * kBlock);
+      }
+    }
+    end_group();
+  };
+  fetch(rank, keys, own_tile);
+  fetch(rank, values, own_tile + 2 * PIECE);
+  if (!waited) wait_for_previous();
+  if (late) let_next_begin();
+  const int token = batch.starts ? __ldcg(batch.starts + row) : row;
+  __nv_bfloat16* to_out = out + ((long long)token * K * G + head * G) * D;
+  if (spans == 0 && rank == 0 && decodes)
+    for (int e = threadIdx.x * 8; e < G * D; e += blockDim.x * 8) *(uint4*)(to_out + e) = make_uint4(0, 0, 0, 0);
+  uint32_t query[NT][T][2];
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    const __nv_bfloat16* from = q + token * q_t + (long long)(head * G + n * 8 + g) * q_h + c * 2;
+    const bool there = rank < spans && n * 8 + g < G;
+#pragma unroll
+    for (int t = 0; t < T; t++) {
+      query[n][t][0] = there ? *(const uint32_t*)(from + t * 16) : 0;
+      query[n][t][1] = there ? *(const uint32_t*)(from + t * 16 + 8) : 0;
+    }
+  }
+  if (rank >= spans) wait_for_cluster();
+  for (int span = rank; span < spans; span += ranks) {
+    const int positions = min(kSpan, length - span * kSpan), tiles = (positions + kTile - 1) / kTile;
+    const int next = span + ranks;
+    if (next < spans) blocks = look_up(next);
+    wait_groups<1>();
+    __syncwarp();
+    float s[NT][2][4] = {};
+    if (warp < tiles) {
+      add_scores<D, NT>(s, own_tile, lane, query);
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const float top = top_of(s[n], h, positions - warp * kTile - g, scale2);
+          if (g == h) tops[warp][n * 8 + 2 * c + h] = top;
+        }
+    }
+    __syncwarp();  // all lanes have read the keys
+    if (next < spans) fetch(next, keys, own_tile);
+    else end_group();
+    __syncthreads();
+    if (warp < tiles) {
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          float top = tops[0][n * 8 + 2 * c + h];
+          for (int tile = 1; tile <= warp; tile++) top = fmaxf(top, tops[tile][n * 8 + 2 * c + h]);
+          weigh(s[n], h, scale2, shift_of(top));
+        }
+        const float sum = sum_of(s[n], odd);
+        if (g < 2) sums[warp][n * 8 + 2 * c + g] = sum;
+        uint32_t p[2][2];
+        turn(p, s[n]);
+        weights[warp][n][lane] = make_uint4(p[0][0], p[0][1], p[1][0], p[1][1]);
+      }
+    }
+    wait_groups<1>();
+    __syncthreads();  // all warps' values, weights, and sums of weights are there
+    if (warp < T) {
+      float o[NT][1][4] = {}, m[NT][2];
+#pragma unroll
+      for (int n = 0; n < NT; n++) m[n][0] = m[n][1] = -kInfinity;
+      for (int tile = 0; tile < tiles; tile++) {
+        uint32_t p[NT][2][2];
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+          const uint4 v = weights[tile][n][lane];
+          p[n][0][0] = v.x, p[n][0][1] = v.y, p[n][1][0] = v.z, p[n][1][1] = v.w;
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            const float top = fmaxf(m[n][h], tops[tile][n * 8 + 2 * c + h]), fade = exponential(m[n][h] - shift_of(top));
+            o[n][0][h] *= fade, o[n][0][2 + h] *= fade, m[n][h] = top;
+          }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          add_values<D, NT>(o, 0, warp, shared_address(memory) + tile * TILE, half, lane, p);
+      }
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          float* to = leaving[warp] + (n * 8 + 2 * c + h) * kPitch + g;
+          to[0] = o[n][0][h], to[8] = o[n][0][2 + h];
+        }
+      __syncwarp();
+    }
+    if (span == rank) wait_for_cluster();
+    if (warp < T)
+      for (int e = lane; e < G * 4; e += 32) {
+        const uint32_t to = shared_address(gathered + to_cluster.place_of(span, e / 4) * SENT + warp * 16 + e % 4 * 4);
+        send(to, *(const float4*)(leaving[warp] + e / 4 * kPitch + e % 4 * 4), shared_address(sent),
+             to_cluster.block_of(e / 4));
+      }
+    if (warp == kTiles - 1 && lane < G) {
+      float m = -kInfinity, l = 0;
+      for (int tile = 0; tile < tiles; tile++) {
+        const float top = fmaxf(m, tops[tile][lane]);
+        l = __fmaf_rn(l, exponential(m - shift_of(top)), sums[tile][lane]), m = top;
+      }
+      const uint32_t to = shared_address(gathered + to_cluster.place_of(span, lane) * SENT + D);
+      send(to, m, shared_address(sent), to_cluster.block_of(lane));
+      send(to + 4, l, shared_address(sent), to_cluster.block_of(lane));
+    }
+    if (next < spans) {
+      __syncthreads();  // all warps have read values, weights, maxima and sums
+      fetch(next, values, own_tile + 2 * PIECE);
+    }
+  }
+  if (spans == 0 || warp >= heads_here) return;
+  wait_for_sent(shared_address(sent));
+  add_of_cluster<D>(to_out, gathered, spans, heads_here, rank, ranks);
+#endif
+}
+
 }  // namespace
+
+#define TRANSECT_TOGETHER(DIM, TILES)                                                                                \
+  if (together && d == DIM && (G <= 8) == (TILES == 1)) {                                                           \
+    const int sums = ranks * together * ((G + (ranks ? ranks : 1) - 1) / (ranks ? ranks : 1)) * (DIM + 4);          \
+    const int shared = kTiles * (4 * kPiece<DIM> + TILES * (512 + 8 * kPitch * 4 + 64)) + sums * 4;                 \
+    if (!ranks || shared > kMostShared - 1024) return -1;                                                           \
+    return (int)launch(paged_spans_together<DIM, TILES>, rows * K * ranks, kTiles * 32, shared, ranks,              \
+                       dependent > 0, stream, (const __nv_bfloat16*)q, (const unsigned char*)keys,                  \
+                       (const unsigned char*)values, batch, (__nv_bfloat16*)out, K, G, scale2, q_t, q_h, pieces,    \
+                       ranks, (int)(dependent > 1), late);                                                          \
+  }
 
 #define TRANSECT_SPANS(DIM, TILES, STAGES)                                                                          \
   if (d == DIM && (G <= 8) == (TILES == 1) && stages == STAGES) {                                                   \
@@ -524,7 +769,8 @@ __global__ void __launch_bounds__(128)
 // for each span. arrivals: zeros for each row and key head, and again afterwards. scale2: of the scores, times log2(e).
 // blocks: of an even cut. ranks: blocks of a cluster, at least 2 (a launch without clusters knows no instructions for
 // them). warps of a block: of clusters, whose ranks times warps are as many as the longest row's spans or more. stages:
-// one of those compiled. whole_items: an even cut falls between items only, and parts are not used.
+// one of those compiled. together: 0, or of clusters, the most spans of a block, whose 8 warps share each. whole_items: an
+// even cut falls between items only, and parts are not used.
 // ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that reads the batch and old keys and values before the
 // kernel before has ended. ``late``: the next kernel begins when the one before has ended. Returns a cudaError_t, or -1
 // for what it does not take.
@@ -532,11 +778,16 @@ extern "C" int transect_paged_spans(const void* q, const void* keys, const void*
                                     const void* starts, const void* lengths, void* out, void* parts, void* parts_ml,
                                     void* arrivals, int rows, int columns, int table_stride, int K, int G, int d,
                                     long long q_t, int q_h, int pieces, float scale2, int blocks, int warps,
-                                    int stages, int ranks, int whole_items, int dependent, int late, void* stream) {
+                                    int stages, int ranks, int together, int whole_items, int dependent, int late,
+                                    void* stream) {
   if (rows < 1 || rows > kMostRows || G < 1 || G > 16 || blocks < 1 || ranks < 0 || ranks == 1 || ranks > 8 ||
-      warps < 1 || warps > 4 || (!ranks && warps > 1))
+      warps < 1 || warps > 4 || together < 0 || (!ranks && warps > 1))
     return -1;
   const Batch batch = {(const int*)tables, (const int*)starts, (const int*)lengths, rows, columns, table_stride};
+  TRANSECT_TOGETHER(128, 1)
+  TRANSECT_TOGETHER(128, 2)
+  TRANSECT_TOGETHER(64, 1)
+  TRANSECT_TOGETHER(64, 2)
   TRANSECT_SPANS(128, 1, 3)
   TRANSECT_SPANS(128, 2, 3)
   TRANSECT_SPANS(128, 1, 8)

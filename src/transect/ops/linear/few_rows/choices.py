@@ -24,7 +24,7 @@ from . import cuda, rule
 from .cuda import CUDA_ROWS, CudaTiling, quicker
 from .gluon import GluonTiling
 from .hopper import MOST_ROWS, HopperTiling
-from .triton import TritonTiling
+from .triton import TritonTiling, portable_gate
 
 FOLDER = SHIPPED / "small_matmul"
 """One file for each measured device: which implementation runs a size, and its tiling."""
@@ -113,10 +113,16 @@ def _rounded(m: int) -> int:
 
 
 def _by_rule(m: int, n: int, k: int, device: torch.device, gated: bool, stream: bool, alone: bool) -> Choice | None:
-    """Return the choice for an unmeasured size, on Hopper."""
-    if not target_of(device).hopper or k % 8 or n % 16:
+    """Return the choice for an unmeasured size on NVIDIA's GPUs since Ampere."""
+    target = target_of(device)
+    if target.capability < (8, 0) or k % 8 or n % 16:
         return None
     units = multiprocessors(device)
+    if not target.hopper:  # other products go by small_matmul.best_launcher
+        if (m == 1 and k % 64 == 0) if stream else gated and quicker(m, n, k, target.block_bytes):
+            return Choice("cuda", cuda.choose_tiling(m, n, units, target.block_bytes))
+        fits = gated and not stream and not target.bulk_copies and m <= 128  # more spill
+        return Choice("triton", portable_gate(m, n, k, target)) if fits else None
     if stream or m <= FEW:  # rules of small_matmul.cu decide; here only what else its launches do
         takes = (m == 1 and k % 64 == 0) if stream else gated
         return Choice("cuda", cuda.choose_tiling(m, n, units)) if takes else None

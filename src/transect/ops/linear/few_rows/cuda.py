@@ -31,11 +31,15 @@ class CudaTiling:
     warps: int = 8
     ranks: int = 1
     """Blocks of a cluster that share K; -p: one block, which adds p parts of K in order (``invariant.py``)."""
+    wide: int = 1
+    """Chunks of 64 k that a warp asks for at a time; more than one of parts in order alone."""
 
     def refusal(self, m: int, gated: bool = False) -> str | None:
         """Return the reason why the kernels do not take this tiling for m rows of X; None if they do."""
-        if (self.columns, self.stages) not in KERNELS + DEEP:
-            return f"no kernel of {self.columns} columns and {self.stages} stages is compiled"
+        if (self.columns, self.stages, self.wide) not in COMPILED:
+            return f"no kernel of {self.columns} columns, {self.stages} stages and {self.wide} chunks is compiled"
+        if self.wide > 1 and self.ranks > 0:
+            return "only of parts in order a warp asks for several chunks at a time"
         if self.ranks < 0:
             if not 1 <= self.warps <= MOST_WARPS or self.warps % self.ranks or self.per < 1:
                 return "of parts in order, warps must be a multiple, 1 to 8, and per at least 1"
@@ -95,6 +99,9 @@ KERNELS = ((3, 4), (3, 3), (2, 6), (2, 4), (3, 2), (2, 2), (2, 3), (1, 8), (1, 4
 MOST_WARPS = 8
 DEEP = ((3, 8), (2, 12))
 """Pairs for blocks of few warps."""
+WIDE = ((1, 8, 2), (1, 8, 4), (1, 12, 4), (2, 4, 2), (2, 6, 2), (2, 8, 4), (2, 12, 4), (3, 4, 2), (3, 8, 4))
+"""Compiled (columns, stages, wide) of parts in order."""
+COMPILED = (*((*pair, 1) for pair in KERNELS + DEEP), *WIDE)
 
 
 @cache
@@ -160,7 +167,7 @@ class CudaRows:
     """
 
     def __init__(self) -> None:
-        self._launch = cuda.bind("small_matmul", "transect_small_matmul", "ppppiiill" + "i" * 6 + "pppppf" + "ip")
+        self._launch = cuda.bind("small_matmul", "transect_small_matmul", "ppppiiill" + "i" * 7 + "pppppf" + "ip")
         target = target_of()
         if target.capability < (8, 0):
             raise Unavailable(f"small_matmul.cu is for compute capability 8.0 and later, not for {target.name}")
@@ -220,8 +227,8 @@ class CudaRows:
         norms = (norm.residual, norm.scale, scaled, squares, norm.squares)
         code = self._launch(
             x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k,
-            x.stride(0), weight.stride(0), tiling.columns, tiling.stages, tiling.warps, tiling.per, tiling.ranks,
-            int(gated), *(0 if t is None else t.data_ptr() for t in norms), norm.eps,
+            x.stride(0), weight.stride(0), tiling.columns, tiling.stages, tiling.wide, tiling.warps, tiling.per,
+            tiling.ranks, int(gated), *(0 if t is None else t.data_ptr() for t in norms), norm.eps,
             (2 if dependent_launch else 1) if self._dependent else 0,
             torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip

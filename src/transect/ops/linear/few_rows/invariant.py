@@ -28,11 +28,11 @@ from ...lang.jit import multiprocessors
 from ...registry import Unavailable
 from .. import fixed_order
 from . import choices, cuda, hopper, rule
-from .cuda import CUDA_ROWS, DEEP, CudaRows, CudaTiling, quicker
-from .hopper import CHUNK, COMPILED, INVARIANT, HopperRows, HopperTiling
+from .cuda import COMPILED, CUDA_ROWS, CudaRows, CudaTiling, quicker
+from .hopper import CHUNK, INVARIANT, HopperRows, HopperTiling
 
 log = logging.getLogger(__name__)
-KERNELS = (*COMPILED, *INVARIANT)
+KERNELS = (*hopper.COMPILED, *INVARIANT)
 LEAST_ROWS = 32
 """Fewest rows to which the rule's times are fitted well enough to choose by."""
 IN_FLIGHT = 64 * 1024
@@ -127,7 +127,7 @@ def by_rule(m: int, n: int, k: int, parts: int, gated: bool, units: int = 132) -
     """
     columns, rows = n // 2 if gated else n, max(m, LEAST_ROWS)
     found = list(candidates(m, n, k, parts, gated=gated, units=units))
-    few = [tiling for tiling in found if isinstance(tiling, CudaTiling)]
+    few = [tiling for tiling in found if isinstance(tiling, CudaTiling) and tiling.wide == 1]
     if few and (parts > 1 or quicker(m, n, k)):
         return max(few, key=lambda tiling: (min(ahead(tiling), IN_FLIGHT), tiling.columns, -tiling.stages))
     wide = [tiling for tiling in found if isinstance(tiling, HopperTiling)]
@@ -139,11 +139,11 @@ def candidates(m: int, n: int, k: int, parts: int = 1, *, gated: bool = False, u
     columns = n // 2 if gated else n
     if k % (CHUNK * parts) == 0 and n % 16 == 0 and m <= CUDA_ROWS:
         per = -(-n // (16 * units))
-        for across, stages in cuda.KERNELS + DEEP:
+        for across, stages, wide in COMPILED:
             groups = -(-per // across)
             at_once = -(-groups // -(-groups // (cuda.MOST_WARPS // parts)))
-            few = CudaTiling(across, stages, per, parts * at_once, -parts)
-            if across <= per and not few.refusal(m, gated):
+            few = CudaTiling(across, stages, per, parts * at_once, -parts, wide)
+            if across <= per and k % (CHUNK * parts * wide) == 0 and not few.refusal(m, gated):
                 yield few
     for compiled in hopper.fitting(m, gated, KERNELS):
         pair, blocks = compiled[5], compiled[6]
@@ -165,4 +165,4 @@ def candidates(m: int, n: int, k: int, parts: int = 1, *, gated: bool = False, u
 
 def ahead(tiling: CudaTiling) -> int:
     """Return the bytes of a weight that a block asks for ahead."""
-    return tiling.warps * (tiling.stages - 1) * tiling.columns * 16 * 2 * CHUNK
+    return tiling.warps * (tiling.stages - tiling.wide) * tiling.columns * 16 * 2 * CHUNK

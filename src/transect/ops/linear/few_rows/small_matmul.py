@@ -62,7 +62,7 @@ from . import choices
 from . import gluon as small_matmul_gluon
 from . import hopper as small_matmul_hopper
 from .cuda import CUDA_ROWS, CudaRows, cuda_refusal, quicker
-from .triton import TritonRows, _rows, _vector, by_triton, portable_tiling
+from .triton import TritonRows, _rows, _vector, by_triton, portable_gate, portable_tiling
 
 log = logging.getLogger(__name__)
 MOST_ROWS = 256
@@ -146,7 +146,7 @@ def gated_launcher() -> Callable[..., Tensor | None]:
     """Return a new ``gate_up(x, weight, *, dependent_launch=False)`` of one launch, as ``gate_up.py`` defines it,
     without a bias. None where the GPU or the shape has no such kernel, or where two launches are quicker."""
     triton_rows = TritonRows()
-    built: dict[torch.device, tuple[CudaRows, small_matmul_hopper.HopperRows] | None] = {}
+    built: dict[torch.device, tuple[CudaRows, small_matmul_hopper.HopperRows | None] | None] = {}
 
     def call(x: Tensor, weight: Tensor, *, dependent_launch: bool = False) -> Tensor | None:
         choice = choices.chosen(x.shape[0], *weight.shape, x.device, gated=True)
@@ -158,7 +158,8 @@ def gated_launcher() -> Callable[..., Tensor | None]:
             return triton_rows(x, weight, tiling=choice.tiling)
         if x.device not in built:
             try:
-                built[x.device] = CudaRows(), small_matmul_hopper.HopperRows(x.device)
+                wide = small_matmul_hopper.HopperRows(x.device) if target_of(x.device).hopper else None
+                built[x.device] = CudaRows(), wide
             except Unavailable:  # the product of one half after the other then runs, and says why in the log
                 built[x.device] = None
         kernels = built[x.device]
@@ -167,6 +168,8 @@ def gated_launcher() -> Callable[..., Tensor | None]:
         rows, hopper = kernels
         if choice.by == "cuda":
             return rows(x, weight, dependent_launch=dependent_launch, tiling=choice.tiling, gated=True)
+        if hopper is None:
+            return None
         return hopper(x, weight, dependent_launch=dependent_launch, tiling=choice.tiling)
 
     return call
@@ -223,17 +226,18 @@ def _cases() -> Sequence[Case]:
 
 
 def _kernels() -> Sequence[Kernel]:
-    def cut(rows: int) -> Kernel:
-        """Return the kernel with the portable tiling of ``rows`` rows."""
-        tiling = portable_tiling(rows, 6144, 4096, TARGETS["sm_89"])
+    def cut(rows: int, gated: bool = False) -> Kernel:
+        """Return the kernel with the portable tiling of ``rows`` rows, or that with a gate."""
+        tiling = (portable_gate if gated else portable_tiling)(rows, 28672 if gated else 6144, 4096, TARGETS["sm_89"])
         sizes = {"BM": tiling.bm, "BN": tiling.bn, "BK": tiling.bk, "SPLIT": tiling.split, "SWAP": tiling.swap}
+        sizes["GATED"] = gated
         constants = {**split.constants, **sizes}
         if tiling.split == 1:
             constants |= {"parts": None, "counters": None}
         arguments = {name: kind for name, kind in split.arguments.items() if name not in constants}
         return replace(
-            split, name=f"portable, {rows} rows", arguments=arguments, constants=constants, warps=tiling.warps,
-            stages=tiling.stages, targets=PLAIN_TARGETS,
+            split, name=f"portable{' gate' * gated}, {rows} rows", arguments=arguments, constants=constants,
+            warps=tiling.warps, stages=tiling.stages, targets=PLAIN_TARGETS,
         )  # fmt: skip
 
     ints = dict.fromkeys(("M", "N", "K", "x_m", "w_n", "out_m"), "i32")
@@ -272,6 +276,7 @@ def _kernels() -> Sequence[Kernel]:
     return [
         split,
         *(cut(rows) for rows in (32, 64, 128, 256)),
+        *(cut(rows, gated=True) for rows in (16, 64, 128)),
         Kernel(
             name="vector",
             function=_vector,

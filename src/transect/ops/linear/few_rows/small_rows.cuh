@@ -11,7 +11,8 @@
 //   ring away.)
 // * ``parts``: K is cut into as many consecutive parts instead, each added in the order of k by one warp, as the blocks of
 //   hopper_rows.cuh with as many ranks do: the sums have the same bits. Where a block has more warps than parts they take
-//   several groups at a time.
+//   several groups at a time. Such a warp may ask for WIDE chunks at a time, side by side in a row: with one each row gives
+//   128 bytes at a time, where the warps that take every so-many-th chunk ask for a KiB of it together.
 // * What a row of Y gets does not depend on the other rows, nor on how many there are: the order of its sum is fixed by
 //   the number of warps and of blocks in a cluster, and by which share of W it is.
 // * GATE: W is a gate's rows and then those of the other factor, N / 2 each; Y [M, N / 2] is silu(one) times the other.
@@ -176,7 +177,7 @@ __device__ __forceinline__ void add_gated(const float* sums, int m0, int n0, int
 }
 
 // w_stride in bytes. scale: [N], or of blocks [N / 128, K / 128] rounded up; null for bfloat16.
-template <Format F, int RB, int STAGES, int NT>
+template <Format F, int RB, int STAGES, int NT, int WIDE>
 __global__ void __launch_bounds__(256, 1)
     small_rows(const __nv_bfloat16* x, const unsigned char* weight, const float* scale, const __nv_bfloat16* bias,
                __nv_bfloat16* out, int M, int N, int K, long long x_stride, long long w_stride, int per, int row_tiles,
@@ -184,6 +185,7 @@ __global__ void __launch_bounds__(256, 1)
   constexpr bool BYTES = kBytes<F>;
   constexpr int CHUNK = kChunk<F>, X_BYTES = kXBytes<F>, ELEMENT = BYTES ? 1 : 2;
   constexpr int ROWS = NT * 8, COLUMNS = RB * 16, W_BYTES = COLUMNS * 128;
+  static_assert(STAGES % WIDE == 0 && STAGES > WIDE && (WIDE == 1 || !BYTES));
   extern __shared__ __align__(128) unsigned char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int rank = blockIdx.x % ranks, row_tile = blockIdx.x / ranks % row_tiles,
@@ -238,23 +240,42 @@ __global__ void __launch_bounds__(256, 1)
                   row + 4 * j < n_end && k < K);
   };
   auto fetch_x = [&](int slot, int step) {
-    constexpr int PIECES = X_BYTES / 16;
-    const int piece = lane % PIECES, k = chunk_of(step) + piece * 8;
+    constexpr int PIECES = X_BYTES / 16 * WIDE;
+    const int place = lane % PIECES, piece = WIDE > 1 ? place % 8 : place, k = chunk_of(step) + place * 8;
     for (int row = lane / PIECES; row < rows; row += 32 / PIECES)
-      copy16(ring + slot * stage_bytes + W_BYTES + place_x(row, piece), x + (m0 + row) * x_stride + k, k < K);
+      copy16(ring + (slot + (WIDE > 1 ? place / 8 : 0)) * stage_bytes + W_BYTES + place_x(row, piece),
+             x + (m0 + row) * x_stride + k, k < K);
+  };
+  // WIDE chunks from ``step`` on, to buffers from ``slot`` on: 4 / WIDE rows a copy.
+  auto fetch_wide = [&](int slot, int group, int step) {
+    constexpr int AT_ONCE = 4 / WIDE;
+    const int own_row = lane / (8 * WIDE), chunk = lane / 8 % WIDE;
+    const int first = n_first + group * COLUMNS;
+    const unsigned char* from =
+        weight + ((gate ? first / 2 : first) + own_row) * w_stride + (chunk_of(step) + lane % (8 * WIDE) * 8) * 2;
+    const uint32_t to = ring + (slot + chunk) * stage_bytes + own_row * 128;
+#pragma unroll
+    for (int row = 0; row < COLUMNS; row += AT_ONCE)
+      copy16_once(to + row * 128 + (lane % 8 ^ (row % 8 + own_row)) * 16,
+                  from + row % 8 * w_stride + row / 8 % 2 * half_step + row / 16 * block_step,
+                  first + row + own_row < n_end);
   };
   int load_group = parts ? warp / parts : 0, load_step = 0;
+  auto fetch_weight = [&](int slot) {
+    if constexpr (WIDE > 1) fetch_wide(slot, load_group, load_step);
+    else fetch_w(slot, load_group, load_step);
+  };
   auto advance = [&] {
-    if (++load_step == steps) load_step = 0, load_group += across;
+    if ((load_step += WIDE) == steps) load_step = 0, load_group += across;
   };
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) {
-    if (load_group < groups) fetch_w(s, load_group, load_step);
+  for (int s = 0; s < STAGES - WIDE; s += WIDE) {
+    if (load_group < groups) fetch_weight(s);
     advance();
   }
   if (ahead) wait_for_previous();
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) {
+  for (int s = 0; s < STAGES - WIDE; s += WIDE) {
     if (s < total) fetch_x(s, s % steps);
     end_group();
   }
@@ -315,15 +336,17 @@ __global__ void __launch_bounds__(256, 1)
     if (total > 0) fetch_scales(0, 0);
   int slot = 0, step = 0, group = 0;
   for (int i = 0; i < total; i++) {
-    wait_groups<STAGES - 2>();
-    __syncwarp();  // the copies of all lanes have landed, and all lanes have read the slot that is filled again now
-    if (load_group < groups) {
-      const int free = slot == 0 ? STAGES - 1 : slot - 1;
-      fetch_w(free, load_group, load_step);
-      fetch_x(free, load_step);
+    if (WIDE == 1 || i % WIDE == 0) {
+      wait_groups<STAGES / WIDE - 2>();
+      __syncwarp();  // the copies of all lanes have landed, and all lanes have read the slots that are filled again now
+      if (load_group < groups) {
+        const int free = slot == 0 ? STAGES - WIDE : slot - WIDE;
+        fetch_weight(free);
+        fetch_x(free, load_step);
+      }
+      end_group();
+      advance();
     }
-    end_group();
-    advance();
     const uint32_t from = ring + slot * stage_bytes;
     if constexpr (BYTES) {
       float own[RB][NT][4] = {};  // of this chunk, where it has a scale of its own
@@ -426,7 +449,7 @@ __global__ void __launch_bounds__(256, 1)
   if (ranks > 1) cluster.add([&](int e, float sum) { finish(m0 + e / columns, n_first + e % columns, sum); });
 }
 
-template <Format F, int RB, int STAGES, int NT>
+template <Format F, int RB, int STAGES, int NT, int WIDE = 1>
 static int start(const void* x, const void* weight, const void* scale, const void* bias, void* out, int M, int N, int K,
                  long long x_stride, long long w_stride, int per, int warps, int ranks, int gate, const Norm& norm,
                  int dependent, void* stream) {
@@ -434,12 +457,13 @@ static int start(const void* x, const void* weight, const void* scale, const voi
   const int shares = ((N + 15) / 16 + per - 1) / per, row_tiles = (M + ROWS - 1) / ROWS;
   const int parts = ranks < 0 ? -ranks : 0;
   if (parts) ranks = 1;
+  if (WIDE > 1 && (!parts || K % (64 * parts * WIDE))) return -1;
   const int rows = M < ROWS ? M : ROWS, round = warps * 32 * ranks,
             sent = (rows * per * 16 + round - 1) / round * round;
   const int shared =
       warps * STAGES * (COLUMNS * 128 + rows * kXBytes<F>) + (warps * ROWS * kPitch<COLUMNS> + (ranks > 1) * sent) * 4;
   if (shared + 4 * ROWS + 8 > kMostShared) return -1;
-  return (int)launch(small_rows<F, RB, STAGES, NT>, shares * row_tiles * ranks, warps * 32, shared, ranks, dependent > 0,
+  return (int)launch(small_rows<F, RB, STAGES, NT, WIDE>, shares * row_tiles * ranks, warps * 32, shared, ranks, dependent > 0,
                      stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const float*)scale,
                      (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, M, N, K, x_stride, w_stride, per, row_tiles,
                      ranks, parts, gate, norm, (int)(dependent > 1));

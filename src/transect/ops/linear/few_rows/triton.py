@@ -60,7 +60,8 @@ def _rows(  # type: ignore[no-untyped-def]
     """Compute one tile of Y, or one of SPLIT parts of it. Axis 0: column tiles; axis 1: row tiles; axis 2: parts of K.
 
     BULK: x and weight are tensor descriptors, which pad with zeros.
-    GATED: weight is one of ``[2, N, K]``, gate first, and Y is silu(one product) times the other; not with parts.
+    GATED: weight is ``[2 N, K]``, gate first (a descriptor of ``[2, N, K]``), and Y is silu(one product) times the
+    other; not with parts.
     residual ``[M, N]``, scale ``[N]``: Y is the product plus the residual, ``scaled`` gets Y times scale, and ``left``,
     ``[M, tiles of columns]``, sums of squares of Y. squares ``[M, n_squares]``: the product is divided by the root of
     their mean. See ``stream_products.py``; None where there is none.
@@ -82,11 +83,15 @@ def _rows(  # type: ignore[no-untyped-def]
         place = tl.arange(0, SQUARES)[None, :]
         square = tl.load(squares + m[:, None] * n_squares + place, (m[:, None] < M) & (place < n_squares), 0.0)
     WIDTH: tl.constexpr = 2 * BN if GATED else BN
+    row = tile_n * BN + tl.arange(0, WIDTH) % BN
+    of_weight = tl.where(row < N, row, 0).to(tl.int64)
+    if GATED:
+        of_weight += tl.arange(0, WIDTH) // BN * N
     acc = tl.zeros((WIDTH, BM), tl.float32) if SWAP else tl.zeros((BM, WIDTH), tl.float32)
     if not BULK:
         k = part * part_k + tl.arange(0, BK)
         x_at = x + m[:, None] * x_m + k[None, :]
-        w_at = weight + tl.where(n < N, n, 0).to(tl.int64)[:, None] * w_n + k[None, :]
+        w_at = weight + of_weight[:, None] * w_n + k[None, :]
     for start in range(part * part_k, k_end, BK):
         if BULK:
             if GATED:
@@ -179,7 +184,7 @@ class TritonTiling:
     dependent_launch: bool = False
     """The launch begins while the kernel before it on the stream still ends."""
     gated: bool = False
-    """``bn`` columns of the gate and as many of the other factor are one tile, see ``gate_up.py``; needs ``bulk``."""
+    """``bn`` columns of the gate and as many of the other factor are one tile, see ``gate_up.py``."""
 
 
 def choose_tiling(m: int, n: int, k: int, device: torch.device) -> TritonTiling:
@@ -205,6 +210,12 @@ def portable_tiling(m: int, n: int, k: int, target: KernelTarget) -> TritonTilin
     if not tiling.bm:
         return tiling
     return replace(tiling, stages=target.stages(tiling.stages, (tiling.bm + tiling.bn) * tiling.bk * 2))
+
+
+def portable_gate(m: int, n: int, k: int, target: KernelTarget) -> TritonTiling:
+    """Return ``portable_tiling`` of a weight ``[n, k]`` whose halves are a gate and the other factor, in one launch."""
+    tiling = portable_tiling(m, n, k, target)
+    return replace(tiling, bn=tiling.bn // 2, split=1, gated=True)
 
 
 def _rule(m: int, n: int, k: int, bulk: bool, early: bool) -> TritonTiling:
@@ -268,8 +279,7 @@ class TritonRows:
         """Compute ``small_matmul.reference`` on the GPU; with ``tiling.gated`` ``gate_up.reference``.
 
         Raises:
-            ValueError: shapes that do not fit; or a gate with a bias, with parts, or with a weight that bulk copies do
-                not take.
+            ValueError: shapes that do not fit; or a gate with a bias or with parts.
         """
         return self.beside(x, weight, bias, Beside(), tiling=tiling)[0]
 
@@ -336,14 +346,12 @@ class TritonRows:
             parts = x.new_empty((split, m, n), dtype=torch.float32)
             held = self._counters.get(x.device, grid[0] * grid[1])
         bulk = tiling.bulk and k * x.element_size() % 16 == 0 and fits_descriptor(x, weight)
-        if gated and (bias is not None or norm.residual is not None or split > 1 or not bulk):
-            raise ValueError(
-                "small_matmul: a gate is for whole sums of a weight that bulk copies take, without bias and residual"
-            )
+        if gated and (bias is not None or norm.residual is not None or split > 1):
+            raise ValueError("small_matmul: a gate is for whole sums, without bias and residual")
         left, right = x, weight
         if bulk:
             left, right = describe(x, tiling.bm, tiling.bk), describe(weight, tiling.bn, tiling.bk)
-        if gated:
+        if gated and bulk:
             gate, up = weight.chunk(2)
             right = describe_pair(gate, up, tiling.bn, tiling.bk)
         count = 1 if norm.squares is None else norm.squares.shape[1]

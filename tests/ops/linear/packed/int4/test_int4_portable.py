@@ -9,8 +9,16 @@ import torch.nn.functional as F
 from cuda_kernels import check_int4_product, int4_weight, loaded, miss, product_inputs
 
 from transect.hardware.targets import TARGETS
+from transect.ops.linear.few_rows.triton import Counters
 from transect.ops.linear.packed.int4 import int4_matmul, int4_portable
-from transect.ops.linear.packed.int4.int4_portable import PortableCodes, choose_tiling, shared_bytes
+from transect.ops.linear.packed.int4.int4_portable import (
+    PortableCodes,
+    TilesTiling,
+    choose_tiles,
+    choose_tiling,
+    shared_bytes,
+    tiles_bytes,
+)
 from transect.ops.numerics import sample
 
 SMALL = TARGETS["sm_89"].block_bytes
@@ -29,6 +37,16 @@ def test_a_tiling_covers_the_weight_and_fits(m: int, group: int) -> None:
             assert not gated or (tiling.per % 2 == tiling.columns % 2 == 0)
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_tiles_fit_and_use_most_multiprocessors(group: int) -> None:
+    for m in (9, 16, 17, 33, 64, 200, 256):
+        for n, k in [(6144, 4096), (28672, 4096), (4096, 14336), (48, 128)]:
+            tiling = choose_tiles(m, n, k, group, 132, SMALL)
+            blocks = -(-n // 256) * -(-m // (8 * tiling.tiles)) * tiling.split
+            assert tiles_bytes(tiling, group) <= SMALL and 1 <= tiling.split <= k // 128
+            assert 2 * blocks > 132 or tiling.split == k // 128
+
+
 def test_no_room_is_said() -> None:
     with pytest.raises(ValueError, match="fits 1024 bytes"):
         choose_tiling(1, 4096, 4096, 128, 128, 1024)
@@ -40,19 +58,27 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> PortableCodes:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     kernel = object.__new__(PortableCodes)
     kernel._target = TARGETS["sm_89"]
+    kernel._counters = Counters()
     kernel._launch = cuda_host.Launcher("int4_portable", "transect_int4_portable", "ppppiiiil" + "iiiii" + "iip")
+    kernel._launch_tiles = cuda_host.Launcher(
+        "int4_portable", "transect_int4_portable_tiles", "ppppppiiiil" + "iii" + "iip"
+    )
     return kernel
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "group"), [(1, 37, 640, 128), (8, 96, 256, 64), (11, 112, 384, 32), (20, 48, 256, 128)]
+    ("m", "n", "k", "group"),
+    [(1, 37, 640, 128), (8, 96, 256, 64), (11, 112, 384, 32), (20, 288, 384, 128), (40, 32, 256, 128)],
 )
 def test_products_on_a_processor(monkeypatch: pytest.MonkeyPatch, m: int, n: int, k: int, group: int) -> None:
     """Also with rows and spans that are not there, and with the gate."""
     kernel, weight = on_host(monkeypatch), int4_weight(n, k, group)
     x, bias = sample(m, k).bfloat16(), sample(n, seed=2).bfloat16()
-    kernel._launch.reads((x, weight, bias))
     want = int4_matmul.reference(x.double(), weight, n, bias.double())
+    whole = None if m <= int4_portable.ALONE_ROWS else TilesTiling(1, 1, 2)
+    kernel._launch.reads((x, weight, bias))
+    assert miss(kernel(x, weight, n, bias, tiling=whole), want) < 4e-3
+    kernel._launch.reads(())  # parts of sums are in memory of their own
     for seed in (1, 2):
         kernel._launch.draw(seed)
         assert miss(kernel(x, weight, n, bias), want) < 4e-3
@@ -72,7 +98,7 @@ def kernel() -> PortableCodes:
     ("m", "n", "k", "group"),
     [(1, 37, 256, 128), (1, 16, 128, 128), (5, 200, 1024, 64), (8, 520, 4096, 32), (16, 520, 4096, 128),
      (16, 256, 14336, 128), (9, 4096, 14336, 128), (23, 1000, 1024, 64), (16, 28672, 512, 32), (3, 6144, 4096, 64),
-     (1, 128256, 1024, 128)],
+     (1, 128256, 1024, 128), (40, 4096, 4096, 128), (64, 28672, 4096, 128), (100, 6144, 1024, 32)],
 )  # fmt: skip
 def test_error_is_that_of_torch_and_every_run_gives_the_same(
     kernel: PortableCodes, m: int, n: int, k: int, group: int
@@ -81,7 +107,7 @@ def test_error_is_that_of_torch_and_every_run_gives_the_same(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 8, 16])
+@pytest.mark.parametrize("m", [1, 8, 16, 40, 64])
 @pytest.mark.parametrize(("n", "k"), [(64, 256), (2816, 1024), (28672, 4096)])
 def test_the_gate_in_the_epilogue(kernel: PortableCodes, m: int, n: int, k: int) -> None:
     weight = int4_weight(n, k, 128, "cuda")

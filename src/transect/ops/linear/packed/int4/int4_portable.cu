@@ -200,6 +200,199 @@ int start_portable(const void* x, const void* weight, const void* bias, void* ou
                      (__nv_bfloat16*)out, M, N, K, x_stride, per, row_tiles, stages, gate, (int)(dependent > 1));
 }
 
+// More rows of X: NT eights of them at a time, which all warps of a block share, and for each warp its own two sixteens
+// of rows of W. A block brings spans of 128 k of both into one ring. (Its copies have no cache hint: nvcc 13.0 compiles
+// some that have one wrongly, see docs/lab-notes/int4.md.) Blocks may share K: each leaves its part of the sums in
+// ``parts``, as its threads hold them, and the last to arrive at a tile adds all of them, in the order of the parts.
+constexpr int kWarps = 8, kSixteens = 2 * kWarps;  // of rows of W in a tile
+
+template <int GROUP, int NT>
+__global__ void __launch_bounds__(kWarps * 32, 1)
+    int4_portable_tiles(const __nv_bfloat16* x, const unsigned char* weight, const __nv_bfloat16* bias,
+                        __nv_bfloat16* out, float4* parts, unsigned* counters, int M, int N, int K,
+                        long long x_stride, int row_tiles, int split, int stages, int gate) {
+  constexpr int TILE = kTile<GROUP>, ROWS = NT * 8, GROUPS = kChunk / GROUP, EACH = GROUP / 32;
+  constexpr int W_BYTES = kSixteens * TILE, STAGE = W_BYTES + ROWS * kXPitch;
+  constexpr bool ALONE = NT <= 2;  // each warp sums X for itself, which takes it less time than to wait for another
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ unsigned arrived[1];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int sixteens = (N + 15) / 16, tiles = (sixteens + kSixteens - 1) / kSixteens;
+  const int tile_n = blockIdx.x % tiles, tile_m = blockIdx.x / tiles % row_tiles, part = blockIdx.x / (tiles * row_tiles);
+  unsigned* counter = counters + tile_m * tiles + tile_n;
+  const int m0 = tile_m * ROWS, rows = min(ROWS, M - m0), first = tile_n * kSixteens;
+  const int chunks = K / kChunk, begin = (int)((long long)chunks * part / split);
+  const int total = (int)((long long)chunks * (part + 1) / split) - begin;
+  const uint32_t ring = shared_address(memory);
+  // Of each row of X in this span its sums over the groups.
+  float* sums = (float*)(memory + stages * STAGE);
+
+  let_next_begin();
+  wait_for_previous();
+  const int pieces = min(kSixteens, sixteens - first) * (TILE / 16);
+  auto fetch = [&](int slot, int step) {
+    const unsigned char* from = weight + ((size_t)(begin + step) * sixteens + first) * TILE;
+    const uint32_t to = ring + slot * STAGE;
+    for (int piece = threadIdx.x; piece < W_BYTES / 16; piece += kWarps * 32)
+      copy16(to + piece * 16, piece < pieces ? from + piece * 16 : weight, piece < pieces);
+    for (int piece = threadIdx.x; piece < ROWS * 16; piece += kWarps * 32) {
+      const int row = piece / 16, at = piece % 16;
+      copy16(to + W_BYTES + row * kXPitch + at * 16,
+             row < rows ? x + (m0 + row) * x_stride + (size_t)(begin + step) * kChunk + at * 8 : x, row < rows);
+    }
+  };
+  for (int s = 0; s < stages - 1; s++) {
+    if (s < total) fetch(s, s);
+    end_group();
+  }
+  constexpr uint32_t ones[4] = {0x3F803F80u, 0x3F803F80u, 0x3F803F80u, 0x3F803F80u};
+  const uint32_t x_at = W_BYTES + lane % 8 * kXPitch + lane / 8 * 16;
+  float acc[2][NT][4] = {};
+  int slot = 0;
+  for (int step = 0; step < total; step++) {
+    wait_for_stage<2>(stages);
+    __syncthreads();  // all copies of this span have landed, and the slot that is filled again has been read
+    if (step + stages - 1 < total) fetch(slot == 0 ? stages - 1 : slot - 1, step + stages - 1);
+    end_group();
+    const uint32_t from = ring + slot * STAGE;
+    // Sums of X: of each eight rows by one warp, for all.
+    for (int tile = ALONE ? NT : warp; tile < NT; tile += kWarps)
+#pragma unroll
+      for (int g = 0; g < GROUPS; g++) {
+        float sum[4] = {};
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+          uint32_t b[4];
+          read_matrices(b, from + x_at + tile * 8 * kXPitch + (g * EACH + e) * 64);
+          multiply(sum, ones, b[0], b[1]);
+          multiply(sum, ones, b[2], b[3]);
+        }
+        if (lane < 4) sums[g * ROWS + tile * 8 + lane * 2] = sum[0], sums[g * ROWS + tile * 8 + lane * 2 + 1] = sum[1];
+      }
+    if (!ALONE) __syncthreads();
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+      float dot[2][NT][4] = {}, own[ALONE ? NT : 1][4] = {};
+#pragma unroll
+      for (int e = 0; e < EACH; e++) {  // 32 k
+        const int at = g * EACH + e;
+        uint32_t a[2][2][4];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          uint2 w;
+          asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                       : "=r"(w.x), "=r"(w.y)
+                       : "r"(from + (warp * 2 + r) * TILE + at / 2 * 512 + lane * 16 + at % 2 * 8));
+#pragma unroll
+          for (int i = 0; i < 4; i++) a[r][0][i] = as_pair(w.x >> 4 * i), a[r][1][i] = as_pair(w.y >> 4 * i);
+        }
+#pragma unroll
+        for (int tile = 0; tile < NT; tile++) {
+          uint32_t b[4];
+          read_matrices(b, from + x_at + tile * 8 * kXPitch + at * 64);
+          if constexpr (ALONE) {
+            multiply(own[tile], ones, b[0], b[1]);
+            multiply(own[tile], ones, b[2], b[3]);
+          }
+#pragma unroll
+          for (int r = 0; r < 2; r++) {
+            multiply(dot[r][tile], a[r][0], b[0], b[1]);
+            multiply(dot[r][tile], a[r][1], b[2], b[3]);
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        uint2 both;  // of rows lane / 4 and 8 below: scale in the low half, zero in the high one
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(both.x), "=r"(both.y)
+                     : "r"(from + (warp * 2 + r) * TILE + 1024 + g * 64 + lane / 4 * 8));
+        const float scale[2] = {__uint_as_float(both.x << 16), __uint_as_float(both.y << 16)};
+        const float less[2] = {fmaf(-128.f, scale[0], __uint_as_float(both.x & 0xFFFF0000u)),
+                               fmaf(-128.f, scale[1], __uint_as_float(both.y & 0xFFFF0000u))};
+#pragma unroll
+        for (int tile = 0; tile < NT; tile++)
+#pragma unroll
+          for (int c = 0; c < 4; c++) {
+            const float sum = ALONE ? own[ALONE ? tile : 0][c] : sums[g * ROWS + tile * 8 + lane % 4 * 2 + c % 2];
+            acc[r][tile][c] = fmaf(scale[c / 2], dot[r][tile][c], fmaf(less[c / 2], sum, acc[r][tile][c]));
+          }
+      }
+    }
+    slot = slot + 1 == stages ? 0 : slot + 1;
+  }
+  // Element c of a tile: row of X m0 + 8 tile + 2 (lane % 4) + c % 2, row of W 16 sixteen + 8 (c / 2) + lane / 4.
+  auto row_of = [&](int tile, int c) { return m0 + tile * 8 + lane % 4 * 2 + c % 2; };
+  auto column_of = [&](int r, int c) { return (first + warp * 2 + r) * 16 + c / 2 * 8 + lane / 4; };
+  if (split > 1) {
+    constexpr int EACH_PART = 2 * NT * kWarps * 32, AT_ONCE = NT > 4 ? 1 : NT > 2 ? 2 : 4;
+    float4* tile_parts = parts + (size_t)(tile_m * tiles + tile_n) * split * EACH_PART + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < 2 * NT; i++) {
+      const float* v = acc[i / NT][i % NT];
+      __stcg(tile_parts + (size_t)part * EACH_PART + i * kWarps * 32, make_float4(v[0], v[1], v[2], v[3]));
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) arrived[0] = atomicAdd(counter, 1u);
+    __syncthreads();
+    if (arrived[0] != (unsigned)split - 1) return;
+    if (threadIdx.x == 0) *counter = 0;  // ready for the next launch
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < 2 * NT; i++)
+#pragma unroll
+      for (int c = 0; c < 4; c++) acc[i / NT][i % NT][c] = 0;
+    for (int p = 0; p < split; p += AT_ONCE) {
+      float4 v[AT_ONCE][2 * NT];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++)
+#pragma unroll
+        for (int i = 0; i < 2 * NT; i++)
+          v[j][i] = p + j < split ? __ldcg(tile_parts + (size_t)(p + j) * EACH_PART + i * kWarps * 32)
+                                  : make_float4(0, 0, 0, 0);
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++)
+#pragma unroll
+        for (int i = 0; i < 2 * NT; i++) {
+          float* sum = acc[i / NT][i % NT];
+          sum[0] += v[j][i].x, sum[1] += v[j][i].y, sum[2] += v[j][i].z, sum[3] += v[j][i].w;
+        }
+    }
+  }
+#pragma unroll
+  for (int tile = 0; tile < NT; tile++)
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      const int m = row_of(tile, c);
+      if (m >= M) continue;
+      if (gate) {
+        const int n = (first / 2 + warp) * 16 + c / 2 * 8 + lane / 4;
+        const float one = acc[0][tile][c], other = acc[1][tile][c];
+        if (n < N / 2) out[(size_t)m * (N / 2) + n] = __float2bfloat16(one / (1 + __expf(-one)) * other);
+        continue;
+      }
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int n = column_of(r, c);
+        if (n < N) out[(size_t)m * N + n] = __float2bfloat16(acc[r][tile][c] + (bias ? __bfloat162float(bias[n]) : 0.f));
+      }
+    }
+}
+
+template <int GROUP, int NT>
+int start_tiles(const void* x, const void* weight, const void* bias, void* out, void* parts, void* counters, int M,
+                int N, int K, long long x_stride, int split, int stages, int gate, int dependent, void* stream) {
+  constexpr int ROWS = NT * 8;
+  const int tiles = ((N + 15) / 16 + kSixteens - 1) / kSixteens, row_tiles = (M + ROWS - 1) / ROWS;
+  const int shared = stages * (kSixteens * kTile<GROUP> + ROWS * kXPitch) + ROWS * (kChunk / GROUP) * (int)sizeof(float);
+  if (shared > kMostShared) return -1;
+  return (int)launch(int4_portable_tiles<GROUP, NT>, tiles * row_tiles * split, kWarps * 32, shared, 1, dependent > 0,
+                     stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const __nv_bfloat16*)bias,
+                     (__nv_bfloat16*)out, (float4*)parts, (unsigned*)counters, M, N, K, x_stride, row_tiles, split,
+                     stages, gate);
+}
+
 }  // namespace
 
 // x [M, K] bfloat16 with x_stride elements between rows, on 16 bytes, x_stride a multiple of 8. weight: the order of
@@ -230,5 +423,29 @@ extern "C" int transect_int4_portable(const void* x, const void* weight, const v
   TRANSECT_SIZES(128)
   TRANSECT_SIZES(64)
   TRANSECT_SIZES(32)
+  return -1;
+}
+
+// The same by tiles of ``tiles`` eights of rows of X, 1, 2, 4, or with groups of 128 also 8, by 256 rows of W. split:
+// blocks that share K, at most K / 128; with several parts: float32 for every tile and block, and counters, one for each
+// tile: zeros, and left as zeros. stages 2 to 4. ``gate`` as above, with any split.
+extern "C" int transect_int4_portable_tiles(const void* x, const void* weight, const void* bias, void* out, void* parts,
+                                            void* counters, int M, int N, int K, int group, long long x_stride,
+                                            int tiles, int split, int stages, int gate, int dependent, void* stream) {
+  if (M < 1 || N < 1 || K < 128 || K % 128 || x_stride % 8 || stages < 2 || stages > 4 || split < 1 ||
+      split > K / 128 || (split > 1 && (!parts || !counters)) || (gate && (N % 32 || bias)))
+    return -1;
+#define TRANSECT_TILES(GROUP, NT)                                                                                  \
+  if (group == GROUP && tiles == NT)                                                                               \
+    return start_tiles<GROUP, NT>(x, weight, bias, out, parts, counters, M, N, K, x_stride, split, stages, gate,   \
+                                  dependent, stream);
+#define TRANSECT_ROWS(GROUP) \
+  TRANSECT_TILES(GROUP, 1)   \
+  TRANSECT_TILES(GROUP, 2)   \
+  TRANSECT_TILES(GROUP, 4)
+  TRANSECT_ROWS(128)
+  TRANSECT_TILES(128, 8)  // registers hold that for groups of 128 alone
+  TRANSECT_ROWS(64)
+  TRANSECT_ROWS(32)
   return -1;
 }

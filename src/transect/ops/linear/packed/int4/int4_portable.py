@@ -1,4 +1,4 @@
-"""``int4_portable.cu`` for Python: its tilings, and the call. bfloat16, up to 16 rows, since Ampere.
+"""``int4_portable.cu`` for Python: its tilings, and the call. bfloat16, since Ampere.
 
 Where Hopper's ``int4_matmul.cu`` does not run. Bound by the bytes of the weight; the head of the source says what a
 block does. The rule is a guess: as even shares as possible, then as many bytes on their way as fit.
@@ -16,10 +16,16 @@ from torch import Tensor
 from .....hardware.device import target_of
 from ....lang.cuda import bind_since_ampere
 from ....lang.jit import multiprocessors
+from ...few_rows.triton import Counters
 from .int4_packing import CHUNK, group_of
 from .int4_rows import cuda_refusal
 
-MOST_ROWS = 16
+MOST_ROWS = 128
+"""More rows read the weight more often than it takes to dequantize it once."""
+ALONE_ROWS = 8
+"""Up to this many rows every warp has a ring of its own; for more a block's warps share the rows of X."""
+TILE_COLUMNS, TILE_SIXTEENS = 256, 16
+"""Rows of W in a tile."""
 COLUMNS = (1, 2, 3, 4)
 """The compiled numbers of sixteens of W for a warp at a time."""
 ENOUGH = 24
@@ -74,8 +80,40 @@ def choose_tiling(m: int, n: int, k: int, group: int, units: int, shared: int, g
     return best[1]
 
 
+@dataclass(frozen=True, slots=True)
+class TilesTiling:
+    """The tiling for more rows; the fields are arguments of its launcher, in this order."""
+
+    tiles: int
+    """Groups of 8 rows of X in a tile: 1, 2, 4, or 8 with groups of 128."""
+    split: int
+    """Blocks that share K."""
+    stages: int
+
+
+def tiles_bytes(tiling: TilesTiling, group: int) -> int:
+    """Return the shared memory of a block, with the word that says which block was last."""
+    rows = 8 * tiling.tiles
+    stage = TILE_SIXTEENS * (1024 + CHUNK // group * 64) + rows * 272
+    return tiling.stages * stage + rows * (CHUNK // group) * 4 + 128
+
+
+@cache
+def choose_tiles(m: int, n: int, k: int, group: int, units: int, shared: int) -> TilesTiling:
+    """Return the tiling for ``m`` rows of X: as few reads of W as possible, then one block for each multiprocessor."""
+    most = 8 if group == 128 else 4
+    tiles = next((tiles for tiles in (1, 2, 4) if m <= 8 * tiles), most)
+    blocks = -(-n // TILE_COLUMNS) * -(-m // (8 * tiles))
+    split = max(1, min(k // CHUNK, units // blocks))
+    for stages in (4, 3, 2):
+        tiling = TilesTiling(tiles, split, stages)
+        if tiles_bytes(tiling, group) <= shared:
+            return tiling
+    raise ValueError(f"no tiling of int4_portable.cu fits {shared} bytes of shared memory")
+
+
 class PortableCodes:
-    """``int4_matmul`` by ``int4_portable.cu``.
+    """``int4_matmul`` by ``int4_portable.cu``, with counters of its own: its launches must be on one stream.
 
     Raises:
         Unavailable: no NVIDIA GPU since Ampere, or no nvcc to build the kernels with.
@@ -83,13 +121,17 @@ class PortableCodes:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._target = target_of(device)
-        self._launch = bind_since_ampere(
-            "int4_portable", "transect_int4_portable", "ppppiiiil" + "iiiii" + "iip", device
+        self._counters = Counters()
+        if device is not None and device.type == "cuda":
+            self._counters.get(device, 1)  # not in a capture
+        self._launch, self._launch_tiles = (
+            bind_since_ampere("int4_portable", f"transect_int4_portable{name}", signature, device)
+            for name, signature in (("", "ppppiiiil" + "iiiii" + "iip"), ("_tiles", "ppppppiiiil" + "iii" + "iip"))
         )
 
     def __call__(
         self, x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, gated: bool = False,
-        dependent_launch: bool = False, tiling: PortableTiling | None = None,
+        dependent_launch: bool = False, tiling: PortableTiling | TilesTiling | None = None,
     ) -> Tensor:  # fmt: skip
         """Compute ``int4_matmul.reference``; ``gated``: groups of 16 rows of W are gate and up in turn, and the result
         is ``silu(gate) * up [M, N / 2]``.
@@ -107,14 +149,27 @@ class PortableCodes:
         out = x.new_empty((m, n // 2 if gated else n))
         if not out.numel():
             return out
-        units = multiprocessors(x.device)
-        tiling = tiling or choose_tiling(m, n, k, group, units, self._target.block_bytes, gated)
+        units, room = multiprocessors(x.device), self._target.block_bytes
+        if tiling is None and m <= ALONE_ROWS:
+            tiling = choose_tiling(m, n, k, group, units, room, gated)
+        tiling = tiling or choose_tiles(m, n, k, group, units, room)
         early = (2 if dependent_launch else 1) if self._target.dependent_launch else 0
-        code = self._launch(
-            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k, group,
-            x.stride(0), tiling.columns, tiling.tiles, tiling.per, tiling.warps, tiling.stages, int(gated), early,
-            torch.cuda.current_stream(x.device).cuda_stream,
-        )  # fmt: skip
+        pointers = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
+        sizes = (m, n, k, group, x.stride(0))
+        last = (int(gated), early, torch.cuda.current_stream(x.device).cuda_stream)
+        if isinstance(tiling, PortableTiling):
+            code = self._launch(
+                *pointers, *sizes, tiling.columns, tiling.tiles, tiling.per, tiling.warps, tiling.stages, *last
+            )
+        else:
+            parts, counters = 0, 0
+            if tiling.split > 1:
+                blocks = -(-n // TILE_COLUMNS) * -(-m // (8 * tiling.tiles))
+                held = x.new_empty((blocks, tiling.split, 8 * tiling.tiles * TILE_COLUMNS), dtype=torch.float32)
+                parts, counters = held.data_ptr(), self._counters.get(x.device, blocks).data_ptr()
+            code = self._launch_tiles(
+                *pointers, parts, counters, *sizes, tiling.tiles, tiling.split, tiling.stages, *last
+            )
         if code:
             raise RuntimeError(f"int4_portable.cu: the launch of {tiling} for {m} x {k} by {n} x {k} returned {code}")
         return out
