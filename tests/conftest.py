@@ -17,6 +17,7 @@ import pytest
 import quick_interpreter
 import shared_tls
 import unwritten_memory
+import warm_processes
 from changed_package import ChangedPackages
 from hypothesis import HealthCheck, settings
 from remembered import Remembered
@@ -55,6 +56,8 @@ gc.disable()
 left_out = pytest.StashKey[int]()
 MANY = 1000
 """After so many tests the dearest of them are named."""
+STAYING = 100_000
+"""Objects that outlive several searches for garbage; a search through so many takes a tenth of a second."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -117,10 +120,23 @@ def pytest_collection_finish() -> None:
     if not effort.proving():
         quick_interpreter.install()
         shared_tls.install()
+        warm_processes.install()
     gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 5, 5)  # Triton's interpreter makes thousands of objects a millisecond
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """After a file, leave out of later searches for garbage what is there to stay, such as modules imported late.
+
+    Tests and the engines they close collect garbage themselves, each time through all of it.
+    """
+    yield
+    if (nextitem is None or nextitem.path != item.path) and len(gc.get_objects(generation=2)) > STAYING:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
