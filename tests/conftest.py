@@ -29,8 +29,10 @@ unwritten_memory.fill_with_nan()
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-# Test processes share the machine: threads that wait for each other would spin. Set before torch is first imported.
+# Test processes share the machine: threads that wait for each other would spin, also where an engine asks for two (ten
+# times the processor time). Set before torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # The first profiler of a process decides whether all of them log their starts and ends among what a test prints.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
