@@ -17,6 +17,7 @@ import pytest
 import quick_interpreter
 import shared_tls
 import unwritten_memory
+import warm_processes
 from changed_package import ChangedPackages
 from hypothesis import HealthCheck, settings
 from remembered import Remembered
@@ -28,8 +29,10 @@ unwritten_memory.fill_with_nan()
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-# Test processes share the machine: threads that wait for each other would spin. Set before torch is first imported.
+# Test processes share the machine: threads that wait for each other would spin, also where an engine asks for two (ten
+# times the processor time). Set before torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # The first profiler of a process decides whether all of them log their starts and ends among what a test prints.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -55,6 +58,8 @@ gc.disable()
 left_out = pytest.StashKey[int]()
 MANY = 1000
 """After so many tests the dearest of them are named."""
+STAYING = 100_000
+"""Objects that outlive several searches for garbage; a search through so many takes a tenth of a second."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -117,10 +122,23 @@ def pytest_collection_finish() -> None:
     if not effort.proving():
         quick_interpreter.install()
         shared_tls.install()
+        warm_processes.install()
     gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 5, 5)  # Triton's interpreter makes thousands of objects a millisecond
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """After a file, leave out of later searches for garbage what is there to stay, such as modules imported late.
+
+    Tests and the engines they close collect garbage themselves, each time through all of it.
+    """
+    yield
+    if (nextitem is None or nextitem.path != item.path) and len(gc.get_objects(generation=2)) > STAYING:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

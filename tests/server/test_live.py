@@ -358,7 +358,8 @@ def test_generated_requests_find_no_5xx(own_server):
 
 
 def test_overload_is_refused_with_retry_after_and_sigterm_drains(own_server):
-    server = own_server("--max-num-seqs", "1", "--max-queue", "1", "--api-key", "k", "--grace", "300")
+    patient = ("--grace", "300", "--keep-alive", "300", "--hung-after", "300")
+    server = own_server("--max-num-seqs", "1", "--max-queue", "1", "--api-key", "k", *patient)
     server.client.api_key = "k"
     with pytest.raises(openai.AuthenticationError):
         server.client.with_options(api_key="wrong").models.list()
@@ -387,10 +388,14 @@ def test_overload_is_refused_with_retry_after_and_sigterm_drains(own_server):
     chunks = iter(running)
     next(chunks)
     engine = psutil.Process(server.health()[1]["engine_pids"][0])
-    server.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: server.health()[1]["state"] == "draining", "draining")
-    refused = keep_alive.post("/v1/completions", json={"prompt": "x"})
-    assert refused.status_code == 503 and refused.headers["connection"] == "close"
+    engine.suspend()  # or the answer, and with it the server, may end before the next lines run
+    try:
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.health()[1]["state"] == "draining", "draining")
+        refused = keep_alive.post("/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503 and refused.headers["connection"] == "close"
+    finally:
+        engine.resume()
     tail = [choice for chunk in chunks for choice in chunk.choices]
     assert tail[-1].finish_reason == "length"
     code, errors = server.end()
