@@ -112,6 +112,8 @@ class Steady:
         self._before, self._after = UnprofiledSteps(self._least_s), UnprofiledSteps()
         self.recording = self._first
         """The recording to explain."""
+        self.imports_s = 0.0
+        """Time of importing modules in the first recording."""
         self.steps: Steps | None = None
         """Steps of the program; None if none repeat."""
         self.between: tuple[float, float] | None = None
@@ -275,6 +277,7 @@ class Steady:
             self._stop_sampling()
         for recording in filter(None, (self._first, self._window)):
             recording.finish()
+        self.imports_s = self._imports(ended)
         if self._step is None:
             return
         moments = self._moments.get(self._step, [])
