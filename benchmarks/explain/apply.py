@@ -4,13 +4,17 @@
     python benchmarks/explain/apply.py --device cuda --out benchmarks/results/h200/explain_apply.json
 
 Small scripts, each slow for reasons that a change from outside can mend, go the way of the command: they are explained
-under the profiler, and each change that a finding names is made and measured without it.
+under the profiler, and each change that a finding names is made and measured without it, in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ import _paths  # noqa: F401
 from benchmarks import record
 from transect.costs.ceilings import Ceilings
 from transect.explain import Explain
-from transect.explain.program.apply import Applied, apply
+from transect.explain.program.apply import Applied, applied, kept
 from transect.explain.program.explain import explain_script, machine_ceilings
 from transect.explain.program.script import Script
 
@@ -96,8 +100,8 @@ ON_CPU = ("small layers", "one core", "anomaly detection", "collections", "eager
 """Programs of a processor's table; the others need a GPU."""
 
 
-def tried(name: str, device: str, limits: Ceilings) -> list[dict[str, Any]]:
-    """Run one script: the predicted and obtained gain of each change."""
+def tried(name: str, device: str, limits: Ceilings) -> tuple[list[dict[str, Any]], str]:
+    """Run one script: the predicted and obtained gain of each change, and a line about those that are kept."""
     before = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name.replace(' ', '_')}.py"
@@ -106,14 +110,17 @@ def tried(name: str, device: str, limits: Ceilings) -> list[dict[str, Any]]:
             torch.set_num_threads(1 if name == "one core" else before)
             script = Script(path, (device,))
             explain_script(script, Explain(limits))  # the first time loads what it needs
-            found = explain_script(script, Explain(limits))
+            found = explain_script(script, Explain(limits, window_s=3.0), again_s=10.0)
             print(f"== {name}\n{found}", flush=True)
-            done = apply(script, found)
+            done = []
+            for each in applied(script, found):
+                print(each, flush=True)
+                done.append(each)
+            line = kept(script, found, done)
+            print(line, flush=True)
         finally:
             torch.set_num_threads(before)
-    for each in done:
-        print(each, flush=True)
-    return [row(name, each) for each in done]
+    return [row(name, each) for each in done], line
 
 
 def row(name: str, done: Applied) -> dict[str, Any]:
@@ -133,7 +140,7 @@ def row(name: str, done: Applied) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """Format the predicted and obtained gain of each change."""
     lines = [
-        "| script | change | before, ms | predicted gain, ms | gain, ms | one-time cost, ms |",
+        "| script | change | a step or the script, ms | predicted gain, ms | gain, ms | one-time cost, ms |",
         "|---|---|---:|---:|---:|---:|",
     ]
     for each in result["rows"]:
@@ -143,6 +150,8 @@ def table(result: dict[str, Any]) -> str:
             continue
         times = f"{1e3 * each['before_s']:.1f} | {promised} | {1e3 * each['obtained_s']:.1f}"
         lines.append(f"| {each['script']} | {each['change']} | {times} | {1e3 * each['once_s']:.0f} |")
+    said = [f"{name}: {line}" for name, line in result.get("kept", {}).items() if line]
+    lines += ["", "; ".join(said) + "."] if said else []
     machine = result["environment"]
     where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
     return "\n".join(lines) + f"\n\n`{result['command']}` on {where}, {record.made_at([machine])}.\n"
@@ -157,19 +166,29 @@ def main() -> None:
     gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
     if unknown := set(options.names) - set(SCRIPTS):
         parser.error(f"there is no script {sorted(unknown)[0]!r}: choose from {', '.join(SCRIPTS)}")
-    limits = machine_ceilings()
+    on_gpu = [name for name in SCRIPTS if name not in ON_CPU[1:]]
     result: dict[str, Any] = {
         "command": f"python benchmarks/explain/apply.py --device {options.device}",
         "environment": record.environment() | gpu,
         "rows": [],
+        "kept": {},
+        "seconds": {},
     }
-    on_gpu = [name for name in SCRIPTS if name not in ON_CPU[1:]]
-    for name in options.names or (on_gpu if gpu else ON_CPU):
-        try:
-            result["rows"] += tried(name, options.device, limits)
-        except ValueError as error:  # one that cannot run must not hide the others
-            print(f"{name} failed: {error}", flush=True)
+    names = options.names or (on_gpu if gpu else ON_CPU)
+    if len(names) == 1:
+        result["rows"], result["kept"][names[0]] = tried(names[0], options.device, machine_ceilings())
+    for name in names if len(names) > 1 else ():
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "one.json"
+            subprocess.run([sys.executable, __file__, name, "--device", options.device, "--out", path], check=False)
+            if path.exists():  # one that cannot run must not hide the others
+                found = json.loads(path.read_text())
+                result["rows"] += found["rows"]
+                result["kept"] |= found["kept"]
+        result["seconds"][name] = time.perf_counter() - began
         record.write(options.out, result)
+    record.write(options.out, result)
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def run(
     program without steps is profiled as a whole; one of a few seconds then runs once more, without profiling.
     The command may also be torchrun, accelerate launch or another launcher: ranks are compared.
     Ctrl-C or --seconds ends the program, and what ran until then is explained.
-    With --apply it runs a dozen times more, with the same standard input.
+    With --apply it runs a dozen times more, of a program with steps some of them, with the same standard input.
     """
     import dataclasses
 
@@ -168,7 +168,7 @@ def run(
         return
     from ..costs.presets import preset as find
     from ..explain.energy import Energies
-    from ..explain.program.apply import applied
+    from ..explain.program.apply import applied, kept
     from ..explain.program.explain import Explain, explain_script
     from ..explain.program.script import Input, ScriptFailed
 
@@ -189,8 +189,13 @@ def run(
     if failed is not None:
         raise failed
     again = dataclasses.replace(script, stdin=script.stdin or Input(io.BytesIO()), seconds=0.0)  # it ended by itself
-    for done in applied(again, found, _progress) if apply and not found.interrupted else ():
-        print(done, flush=True)
+    if apply and not found.interrupted:
+        done = []
+        for each in applied(again, found, _progress):
+            print(each, flush=True)
+            done.append(each)
+        if line := kept(again, found, done):
+            print(line)
 
 
 def _explain_job(words: list[str], window: float, preset: str, stacks: bool, as_json: Path | None) -> None:

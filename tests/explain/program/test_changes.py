@@ -21,6 +21,8 @@ def write(path, body):
 class Explained:
     """Findings alone, as ``apply`` looks at them."""
 
+    steps = None
+
     def __init__(self, *names):
         self.findings = [Finding("launch", "", "", 0.01, "", name) for name in names]
 

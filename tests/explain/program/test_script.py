@@ -175,7 +175,7 @@ def test_standard_input_is_the_same_each_time(tmp_path, capsys):
     body += "sys.stdout.buffer.write(b'bytes')\nassert total == 12\n"
     given = io.TextIOWrapper(io.BytesIO(b"some\nwords.\n"))
     script = _script(["python3.11", str(write(tmp_path, body))], given)
-    promised = SimpleNamespace(findings=[Finding("autograd", "", "", 0.01, "", "inference mode, threads")])
+    promised = SimpleNamespace(steps=None, findings=[Finding("autograd", "", "", 0.01, "", "inference mode, threads")])
     done = apply(script, promised)
     assert [each.failed for each in done] == ["", ""] and "characters" not in capsys.readouterr().out
     assert script.stdin.kept == b"some\nwords.\n" and given.read() == ""

@@ -6,11 +6,13 @@ embeddings get. What all of that costs is measured beforehand and shown as a par
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import io
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -81,8 +83,20 @@ class Explain:
         self._cores = cores or usable_cores()
         self._threads = torch.get_num_threads() if ceilings is None else 0
         self.ceilings = ceilings or machine_ceilings()
-        self.result: Explanation | None = None
+        self._explain: functools.partial[Explanation] | None = None
+        self._result: Explanation | None = None
         self._stacks, self._file, self._decisions = stacks, trace, decisions
+
+    @property
+    def result(self) -> Explanation | None:
+        """Explanation of what ran inside; None before its end, and after an error."""
+        if self._result is None and self._explain is not None:
+            with _no_collections():
+                self._result = self._explain(steps=self._steady.steps)
+            if self.limited:
+                seconds = f"{self._steady.limited:.0f}"
+                self._result.split.notes.append(f"no step repeats: only the first {seconds} seconds are explained")
+        return self._result
 
     def __enter__(self) -> Self:
         self._overhead = profiler_seconds()
@@ -99,7 +113,8 @@ class Explain:
             return
         self._say("reading the trace")
         steady = self._steady
-        trace, samples = steady.recording.read()
+        with _no_collections():
+            trace, samples = steady.recording.read()
         if steady.between is not None:
             begin, end = (each + steady.recording.offset for each in steady.between)
             trace.crop(begin, end, marks(trace)[0])
@@ -138,10 +153,6 @@ class Explain:
             floor_s=self._floor_s,
             plain_samples=steady.plain_samples,
         )
-        self.result = self._explain(steps=steady.steps)
-        if self.limited:
-            seconds = f"{self._steady.limited:.0f}"
-            self.result.split.notes.append(f"no step repeats: only the first {seconds} seconds are explained")
 
     @property
     def limited(self) -> bool:
@@ -153,20 +164,27 @@ class Explain:
         """True if the window of steps is over, or no step has repeated yet."""
         return self._steady.done
 
-    def again(self, script: Script, found: Explanation) -> Explanation:
-        """Time a script without profiling, and fit its explanation to that."""
+    def repeatable(self, longest_s: float) -> bool:
+        """Return True if the program had no steps, and took no longer than ``longest_s`` seconds."""
+        begin, end = self._steady.recording.span
+        return self._steady.steps is None and not self.limited and 0 < end - begin <= longest_s
+
+    def again(self, script: Script) -> Explanation:
+        """Time a script without profiling, and explain it with that."""
         self._say("timing the program without profiling")
         try:
             plain = timed(replace(script, stdin=script.stdin or Input(io.BytesIO())))
         except NotPossible as error:
-            found.split.notes.append(f"without profiling the program was not timed: {error}")
-            return found
+            assert self.result is not None
+            self.result.split.notes.append(f"without profiling the program was not timed: {error}")
+            return self.result
         return self.fitted(plain)
 
     def fitted(self, plain_s: float) -> Explanation:
-        """Explain a program without steps again, which took ``plain_s`` seconds without profiling and imports."""
-        assert self.result is not None
-        return self._explain(plain_s=plain_s + self.result.split.parts["startup"])
+        """Explain a program without steps that took ``plain_s`` seconds without profiling and imports."""
+        assert self._explain is not None
+        with _no_collections():
+            return self._explain(plain_s=plain_s + self._steady.imports_s)
 
     def _steps_floor(self) -> float:
         """Sum the floors of the engine steps that ended inside."""
@@ -281,22 +299,28 @@ def explain_script(script: Script, run: Explain, *, again_s: float = 0.0) -> Exp
     script.check()
     with run:
         ending = script.run()
-    assert run.result is not None
-    found = replace(run.result, interrupted=ending.interrupted)
-    if (
-        found.steps is None
-        and not run.limited
-        and 0 < found.split.wall <= again_s
-        and not ending.interrupted
-        and not ending.failed
-    ):
-        found = run.again(script, found)
+    again = run.repeatable(again_s) and not ending.interrupted and not ending.failed
+    found = run.again(script) if again else run.result
+    assert found is not None
+    found = replace(found, interrupted=ending.interrupted)
     if ending.interrupted:
         found.split.notes.append("the script was interrupted: this is what ran until then")
     if ending.failed:
         found.split.notes.append("the script ended with an error: this is what ran until then")
         raise ScriptFailed(ending.failed, found)
     return found
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Collect no garbage inside the block: of a million events it makes millions of objects that all stay."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
 
 
 def machine_ceilings() -> Ceilings:

@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import re
+import sys
 import tempfile
 import time
 import warnings
@@ -73,9 +74,9 @@ class Recording:
         self._profiler = torch.profiler.profile(
             activities=_activities(), record_shapes=True, experimental_config=_settings()
         )
-        self._profiler.__enter__()
-        self._alone = _no_other_profiler()
-        self._alone.__enter__()
+        self._ended = contextlib.ExitStack()
+        self._ended.enter_context(self._profiler)
+        self._ended.enter_context(_no_other_profiler())
         if torch.cuda.is_available():
             _first_launches()
         if self._sampler is not None:
@@ -87,7 +88,10 @@ class Recording:
         self.span = [time.monotonic(), math.inf]
 
     def stop(self, *, wait: bool = True) -> None:
-        """Stop recording, after the GPU has finished its work if ``wait``; a second call does nothing."""
+        """Stop recording, after the GPU has finished its work if ``wait``; a second call does nothing.
+
+        On a host the profiler pauses until ``finish``: it needs 10 us for each event, for which the program would wait.
+        """
         if self.span[1] < math.inf:
             return
         if wait and torch.cuda.is_available():
@@ -102,10 +106,14 @@ class Recording:
         self._range.__exit__(None, None, None)
         if self._sampler is not None:
             self._sampler.__exit__()
-        self._alone.__exit__(None, None, None)
-        self._profiler.__exit__(None, None, None)
         if self._quiet in warnings.filters:
             warnings.filters.remove(self._quiet)  # type: ignore[attr-defined]
+        if torch.cuda.is_available() or not _pause(self._profiler):
+            self.finish()
+
+    def finish(self) -> None:
+        """Make the profiler's events; a second call does nothing."""
+        self._ended.close()
 
     @property
     def sampled(self) -> list[Sample]:
@@ -114,6 +122,7 @@ class Recording:
 
     def read(self) -> tuple[Trace, StackSamples | None]:
         """Read the trace from its mark on, and the samples on its clock."""
+        self.finish()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json" if self._file is None else Path(self._file)
             self._profiler.export_chrome_trace(str(path))
@@ -124,6 +133,23 @@ class Recording:
         found = marks(trace)
         self.offset = float(trace.ts[found[0]]) - self.began if found else 0.0
         return trace, None if self._sampler is None else self._sampler.found.on_clock(self.offset)
+
+
+def _pause(profiler: torch.profiler.profile) -> bool:
+    """Let a profiler record no more operators; return False if torch cannot. Torch's warning about GPUs is dropped."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        profiler.toggle_collection_dynamic(False, [torch.profiler.ProfilerActivity.CPU])
+    except RuntimeError:
+        return False
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+    torch.autograd.profiler._is_profiler_enabled = False  # else optimizers and loaders name ranges
+    return True
 
 
 def marks(trace: Trace) -> list[int]:

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from .doing import doing_of
+from .doing import IMPORTS, user_stack
 from .recording import Recording, resident_bytes, total_memory
 from .sampler import StackSampler, StackSamples
 from .steps import KINDS, REPEATS, Mark, StepWatch, UnprofiledSteps
@@ -34,7 +34,10 @@ SELDOM_S = 0.005
 SAMPLES = 400
 """Samples of the Python stack that are taken without a profiler, if a second is enough for them."""
 SOME = 20
-"""Steps after which a window may end in a third of its time."""
+"""Steps after which a window may end in a third of its time, or in a tenth if they make the program slower by
+``COST``."""
+COST = 0.05
+"""Share of the time until then by which profiled steps may be longer than others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,8 @@ class Steady:
         self._before, self._after = UnprofiledSteps(self._least_s), UnprofiledSteps()
         self.recording = self._first
         """The recording to explain."""
+        self.imports_s = 0.0
+        """Time of importing modules in the first recording."""
         self.steps: Steps | None = None
         """Steps of the program; None if none repeat."""
         self.between: tuple[float, float] | None = None
@@ -183,15 +188,17 @@ class Steady:
         self._others.clear()
         if self._state == "plain":
             if self._before.mark():
+                self._first.finish()
                 self._window = Recording(stacks=self._stacks, file=self._file, period_s=SELDOM_S)
                 self._state = "window"
                 self._window.start()
                 self._inside.append(time.perf_counter())
         elif self._state == "window":
             self._inside.append(now)
-            spent = now - self._inside[0]
-            enough = len(self._inside) > 3 or spent > 10 * self._window_s
-            if spent >= self._window_s / (3 if len(self._inside) > SOME else 1) and enough:
+            spent, steps = now - self._inside[0], len(self._inside) - 1
+            enough = steps > 2 or spent > 10 * self._window_s
+            slower = spent - steps * self._before.median > COST * (now - self._began)
+            if spent >= self._window_s / (1 if steps < SOME else 10 if slower else 3) and enough:
                 assert self._window is not None
                 self._window.stop()
                 self._sample()
@@ -268,6 +275,9 @@ class Steady:
             self._window.stop(wait=wait)
         elif self._state == "sampled":
             self._stop_sampling()
+        for recording in filter(None, (self._first, self._window)):
+            recording.finish()
+        self.imports_s = self._imports(ended)
         if self._step is None:
             return
         moments = self._moments.get(self._step, [])
@@ -298,5 +308,5 @@ class Steady:
     def _imports(self, until: float) -> float:
         """Estimate the seconds before a time that were spent on importing modules."""
         samples = [each for each in self._first.sampled if each.at < until]
-        count = sum(doing_of(each.stack).kind == "import" for each in samples)
+        count = sum(any(IMPORTS in frame.file for frame in user_stack(each.stack)) for each in samples)
         return (until - self._began) * count / len(samples) if samples else 0.0
