@@ -5,6 +5,7 @@ import math
 import random
 from collections import Counter
 from itertools import repeat
+from typing import Any
 
 import pytest
 from effort import quick_first
@@ -197,6 +198,28 @@ def test_answers_that_repeat_in_part_are_not_slower_one_step_ahead(method: str, 
         return simulated.clock.time - began
 
     assert seconds({"method": method}) <= 1.02 * seconds(None)
+
+
+@pytest.mark.parametrize(("rows", "chance", "host"), [(1, 0.3, 5e-4), (1, 0.6, 5e-3), (4, 0.3, 5e-4), (16, 0.6, 2e-3)])
+def test_where_most_drafts_are_right_the_exposed_step_is_paid_once(rows: int, chance: float, host: float):
+    """Steps of an 8B model on a GPU: what a run of steps with drafts exposes counts once for the whole run."""
+
+    def seconds(speculation: dict[str, Any] | None) -> float:
+        config = SchedulerConfig(num_blocks=64 * rows, max_num_seqs=64, seed=1, speculation=speculation)
+        device = lambda batch: 3.7e-3 + 3.2e-5 * batch.num_tokens  # noqa: E731
+        simulated = SimulatedEngine(config, device, lag=1, host=host, acceptance=chance if speculation else None)
+        simulated._looks_ahead = True
+        for turn in range(4):
+            began = simulated.clock.time
+            for row in range(rows):
+                params = SamplingParams(max_tokens=128, ignore_eos=True)
+                simulated.add(Request(f"{turn}-{row}", (row, 8, 9), params), [iter(range(300, 900))])
+            simulated.run()
+        return simulated.clock.time - began
+
+    chosen = seconds({"method": "ngram", "num_speculative_tokens": 8})
+    fixed = [{"method": "ngram", "num_speculative_tokens": count, "adaptive": False} for count in (2, 4, 8)]
+    assert 0.95 * chosen <= min(map(seconds, [None, *fixed]))
 
 
 def test_steps_one_ahead_wait_for_tokens_only_where_drafts_may_pay():

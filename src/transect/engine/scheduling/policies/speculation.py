@@ -69,6 +69,9 @@ MOST_RESTS, REST_ROWS = 16, 16
 marked either."""
 RECENT = 4
 """Last steps of a rest whose times are learned."""
+FIRST_RUN, MOST_RUN, RUN_DECAY, RUN_DRIFT = 4.0, 16, 0.8, 0.005
+"""Assumed and most steps with drafts in a row; factor on the mean at each new run; and the share by which that mean
+goes back to what is assumed in each choice of none, so that drafts are tried again."""
 LEAST_CHANCE = 0.01
 """Chance of a draft below which it is not considered."""
 MOST_KEPT = 4096
@@ -234,6 +237,8 @@ class Speculation:
         """Number of decode steps by the bit length of their tokens."""
         self._resting = 0, 0
         """Steps left without a choice, and the sequences that decode in them."""
+        self._run, self._run_mean = 0, FIRST_RUN
+        """Steps with drafts so far since the engine waited for tokens, and the mean of that number at the end."""
         self._exposed = False
         """The next step without drafts that is timed belongs to ``_after``."""
 
@@ -263,13 +268,18 @@ class Speculation:
         gains: list[tuple[float, int]] = []
         for at, (seq, guess) in enumerate(guesses):
             chance, rate = 1.0, self._rate(seq, guess)
-            drawn = seq.length - seq.prompt_len - len(seq.output_token_ids)  # tokens under way are no drafts
-            for place, share in enumerate(guess.shares[: seq.max_length - 1 - seq.length]):
+            chances: list[float] = []
+            for share in guess.shares[: seq.max_length - 1 - seq.length]:
                 chance *= rate * share
                 if chance < LEAST_CHANCE:
                     break
-                if place >= drawn:
-                    gains.append((chance, at))
+                chances.append(chance)
+            if not known:  # tokens under way are no drafts of the first step of a run
+                drawn = seq.length - seq.prompt_len - len(seq.output_token_ids)
+                later = [*chances[drawn:], *[0.0] * drawn]
+                first = 1.0 / max(self._run_mean, 1.0)
+                chances = [first * b + (1.0 - first) * a for a, b in zip(chances, later, strict=False)]
+            gains += [(chance, at) for chance in chances]
         counts = self._best_counts(gains, sequences, room, known)
         rest = min(MOST_RESTS, len(sequences) // REST_ROWS, self._rest(sequences, len(gains)))
         self._chose(bool(counts), known, rest, len(sequences))
@@ -279,7 +289,14 @@ class Speculation:
     def _chose(self, drafts: bool, known: bool, rest: int, rows: int) -> None:
         """Note a choice; after one of no drafts there is none for ``rest`` steps, unless the next step is exposed."""
         waited, self.worthwhile = self.worthwhile, drafts
-        self._exposed = self._exposed or (known and waited and not drafts)
+        if known and drafts:
+            self._run += 1
+        elif known and waited:
+            self._exposed = True
+            self._run_mean += (1.0 - RUN_DECAY) * (min(self._run, MOST_RUN) - self._run_mean)
+            self._run = 0
+        elif not drafts:
+            self._run_mean += RUN_DRIFT * (FIRST_RUN - self._run_mean)
         self._resting = 0 if drafts or waited else rest, rows
 
     def verified(self, seq_id: int, drafted: int, accepted: int) -> None:
@@ -401,16 +418,16 @@ class Speculation:
         """Return a function from the number of drafts to the predicted seconds of a step with these sequences: at least
         those without drafts.
 
-        The step after one with drafts is planned while the device stands still, and that counts as time of the drafts.
-        Where all tokens are ``known`` this step itself is planned so, with or without drafts.
+        After a run of steps with drafts, the step without is planned while the device stands still. That counts as time
+        of the drafts, unless all tokens are ``known``: then it costs as much later as now.
         """
         rows = len(sequences)
         keys = sum(seq.length for seq in sequences)
         each = keys / rows
         exposed = 0.0
-        if self._after.measured(rows) >= PROBES:
+        if not known and self._after.measured(rows) >= PROBES:
             more = self._after.factor(rows, self._times) - self._plain.factor(rows, self._times)
-            exposed = max(0.0, more * self._times.predict(StepLoad(rows, keys)))
+            exposed = max(0.0, more * self._times.predict(StepLoad(rows, keys))) / max(self._run_mean, 0.5)
 
         def seconds(drafts: int) -> float:
             tokens, factor = rows + drafts, 1.0
@@ -421,8 +438,8 @@ class Speculation:
             return max(self._times.predict(load) * factor, 1e-9)
 
         alone = seconds(0)
-        hidden = 0.0 if known else exposed
-        return lambda drafts: max(seconds(drafts), alone) + exposed - (0.0 if drafts else hidden)
+        # If a step with drafts was measured as shorter, that was by chance.
+        return lambda drafts: max(seconds(drafts), alone) + exposed if drafts else alone
 
 
 def in_order(gains: list[tuple[float, int]], sequences: Listed[Sequence]) -> list[tuple[float, int]]:
