@@ -69,7 +69,7 @@ MOST_RESTS, REST_ROWS = 16, 16
 marked either."""
 RECENT = 4
 """Last steps of a rest whose times are learned."""
-FIRST_RUN, MOST_RUN, RUN_DECAY, RUN_DRIFT = 4.0, 16, 0.8, 0.005
+FIRST_RUN, MOST_RUN, RUN_DECAY, RUN_DRIFT = 1.0, 16, 0.8, 0.005
 """Assumed and most steps with drafts in a row; factor on the mean at each new run; and the share by which that mean
 goes back to what is assumed in each choice of none, so that drafts are tried again."""
 LEAST_CHANCE = 0.01
