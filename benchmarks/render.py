@@ -59,6 +59,7 @@ from benchmarks.plan import scaling as plan_scaling
 from benchmarks.plan import validation as plan_validation
 from benchmarks.server import (
     clients,
+    engine_threads,
     fair_sharing,
     hostile_schemas,
     http_vs_offline,
@@ -648,6 +649,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "beside-heavy-work": lambda: fair_sharing.beside_table(_load("cpu/fair_sharing.json")),
     "virtual-soak": lambda: virtual_soak.table(_load("cpu/virtual_soak.json")),
     "soak": once_recorded("cpu/soak.json", "benchmarks/server/soak.py --minutes 10 --window 30", soak.table),
+    "server-threads": once_recorded(
+        "cpu/server_threads.json", "benchmarks/server/engine_threads.py", engine_threads.table
+    ),
     "beside-heavy-work-gpu": once_recorded("h200/turns.json", "benchmarks/server/turns_gpu.py", turns_gpu.table),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),

@@ -5,11 +5,12 @@ their own: large bodies, crowds that leave at once, requests of many long answer
 refused late, paths that do not exist. The users' times to the first token and between tokens are compared with and
 without attackers. Windows are short and alternate, so other work on the machine affects both alike; the beginning of
 each is left out. The memory of the server's processes in attacked windows at the beginning is compared with that at the
-end. The file is written after each pair of windows.
+end. The file is written after each pair of windows, and says what has been run so far.
 
     python benchmarks/server/soak.py [--minutes 60] [--users 4] [--out benchmarks/results/cpu/soak.json]
 
-With ``--server-cores N`` the server has the first N of this process's cores, and users and attackers have the others.
+The server has the first half of this process's cores if there are four or more, and users and attackers have the
+others. ``--server-cores N`` gives it N; 0 lets all share all.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Times:
         self.first: dict[bool, list[float]] = {False: [], True: []}
         self.between: dict[bool, list[float]] = {False: [], True: []}
         self.refused: dict[str, int] = {}
+        """Answers to users that were errors or broke off, by status or error."""
 
 
 def user(url: str, key: str, times: Times, over: threading.Event) -> None:
@@ -70,17 +72,20 @@ def user(url: str, key: str, times: Times, over: threading.Event) -> None:
     with httpx.Client(timeout=PATIENCE_S) as client:
         while not over.is_set():
             body = {"model": BUILTIN, "prompt": f"User {chance.random()} asks", "max_tokens": 24, "stream": True}
-            attacked, began, last = times.attacked, time.perf_counter(), None
-            with client.stream("POST", f"{url}/v1/completions", json=body, headers=of(key)) as answer:
-                if answer.status_code != 200:
-                    name = str(answer.status_code)
-                    times.refused[name] = times.refused.get(name, 0) + 1
-                for line in answer.iter_lines():
-                    if line.startswith("data: {"):
-                        now = time.perf_counter()
-                        if attacked is not None and attacked == times.attacked:
-                            (times.first if last is None else times.between)[attacked].append(now - (last or began))
-                        last = now
+            attacked, began, last, failed = times.attacked, time.perf_counter(), None, ""
+            try:
+                with client.stream("POST", f"{url}/v1/completions", json=body, headers=of(key)) as answer:
+                    failed = "" if answer.status_code == 200 else str(answer.status_code)
+                    for line in answer.iter_lines():
+                        if line.startswith("data: {"):
+                            now = time.perf_counter()
+                            if attacked is not None and attacked == times.attacked:
+                                (times.first if last is None else times.between)[attacked].append(now - (last or began))
+                            last = now
+            except httpx.HTTPError as error:
+                failed = type(error).__name__
+            if failed:
+                times.refused[failed] = times.refused.get(failed, 0) + 1
             time.sleep(0.2)
 
 
@@ -124,8 +129,8 @@ def attacks(url: str) -> dict[str, Callable[[httpx.Client, int], None]]:
     }
 
 
-def attacker(attack: Callable[[httpx.Client, int], None], on: Any, over: Any) -> None:
-    """Attack until the end, while attacks are on."""
+def attacker(attack: Callable[[httpx.Client, int], None], on: Any, over: Any, counts: Any, place: int) -> None:
+    """Attack until the end, while attacks are on, and count attacks in ``counts[place]``."""
     with httpx.Client(timeout=PATIENCE_S) as client:
         for number in itertools.count():
             while not on.wait(1.0) and not over.is_set():
@@ -134,16 +139,16 @@ def attacker(attack: Callable[[httpx.Client, int], None], on: Any, over: Any) ->
                 return
             with contextlib.suppress(httpx.HTTPError, OSError):
                 attack(client, number)
+            counts[place] += 1
             time.sleep(0.2)
 
 
-def all_attackers(url: str, names: list[str], on: Any, over: Any) -> None:
-    """Attack in all ways, in a separate process, so that users do not wait for the attackers' computations."""
+def all_attackers(url: str, names: list[str], on: Any, over: Any, counts: Any) -> None:
+    """Attack in these ways, in a separate process, so that users do not wait for the attackers' computations."""
     os.nice(POLITENESS)
     found = attacks(url)
-    threads = [threading.Thread(target=attacker, args=(found[each], on, over), daemon=True) for each in names or found]
-    for thread in threads:
-        thread.start()
+    for place, name in enumerate(names):
+        threading.Thread(target=attacker, args=(found[name], on, over, counts, place), daemon=True).start()
     over.wait()
 
 
@@ -174,7 +179,7 @@ def soak(
     """Run, and give ``keep`` the figures so far after each pair of windows.
 
     Args:
-        names: attacks; all if empty.
+        names: attacks.
         cores: of the server; 0 for all.
         serve: further options of the server.
     """
@@ -188,8 +193,8 @@ def soak(
             me = psutil.Process()
             process = next(each for each in me.children() if "serve" in each.cmdline())
             context = multiprocessing.get_context("spawn")
-            active, ended = context.Event(), context.Event()
-            hostile = context.Process(target=all_attackers, args=(url, names, active, ended), daemon=True)
+            active, ended, counts = context.Event(), context.Event(), context.Array("q", len(names))
+            hostile = context.Process(target=all_attackers, args=(url, names, active, ended, counts), daemon=True)
             hostile.start()
             threads = [threading.Thread(target=user, args=(url, f"user-{n}", times, over)) for n in range(users)]
             for thread in threads:
@@ -197,6 +202,11 @@ def soak(
                 thread.start()
             began, seconds, samples = time.perf_counter(), 60 * minutes, list[tuple[float, int]]()
             pairs = 0
+
+            def keep_all(passed: float) -> None:
+                made = dict(zip(names, counts, strict=True))
+                keep({"attacks": made, **figures(passed, users, window_s, times, samples)})
+
             while (passed := time.perf_counter() - began) < seconds:
                 attacked, within = bool(int(passed / window_s) % 2), passed % window_s
                 (active.set if attacked else active.clear)()
@@ -206,7 +216,9 @@ def soak(
                 felt = (*times.first.values(), *times.between.values())
                 if passed >= (pairs + 1) * 2 * window_s and all(felt):
                     pairs += 1
-                    keep(figures(passed, users, window_s, times, samples))
+                    keep_all(passed)
+                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                    raise SystemExit(f"the server ended after {passed / 60:.1f} minutes; its last words are above")
                 time.sleep(min(SAMPLE_S, SETTLE * window_s))
             times.attacked = None
             over.set()
@@ -215,7 +227,7 @@ def soak(
                 thread.join(PATIENCE_S)
             hostile.kill()
             hostile.join()
-    keep(figures(seconds, users, window_s, times, samples))
+            keep_all(seconds)
 
 
 def figures(
@@ -246,10 +258,12 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"| {title} | {' | '.join(cells)} | {attacked['p99'] / quiet['p99']:.2f} |")
     machine, memory = result["environment"], {name: each / 1e6 for name, each in result["memory_bytes"].items()}
     total, own = machine["cores"], result["server_cores"]
+    made = result.get("attacks")
+    who = f"{sum(made.values()):,} attacks ({', '.join(made)})" if made else "all attackers"
     cores = f"{own} cores for the server and {total - own} for users and attackers" if own else f"{total} cores for all"
     return "\n".join(lines) + (
-        f"\n\n`{result['command']}`: {result['users']} users and all attackers for {result['minutes']:g} minutes, in "
-        f"turns of {result['window_s']:g} s. Largest memory of the server {memory['first_third']:.0f} MB in the first "
+        f"\n\n`{result['command']}`: {result['users']} users and {who} in {result['minutes']:.3g} minutes, in turns "
+        f"of {result['window_s']:g} s. Largest memory of the server {memory['first_third']:.0f} MB in the first "
         f"third and {memory['last_third']:.0f} MB in the last. {BUILTIN}, {machine['processor']}, {cores}, "
         f"{record.made_at([machine])}.\n"
     )
@@ -262,24 +276,29 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=4)
     parser.add_argument("--window", type=float, default=WINDOW_S, help="seconds with attackers, and as many without")
     parser.add_argument("--attacks", nargs="*", default=[], help="these attacks alone: leave, words, many, long, ...")
-    parser.add_argument("--server-cores", type=int, default=0, help="cores of the server alone; 0: all share all")
-    parser.add_argument("--threads", type=int, help="threads of the engine; by default one for each core of the server")
+    parser.add_argument("--server-cores", type=int, help="cores of the server alone; by default half; 0: all share all")
+    parser.add_argument("--threads", type=int, help="threads of the engine; by default those of transect serve")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "soak.json")
     options = parser.parse_args()
-    if options.server_cores >= len(os.sched_getaffinity(0)):
+    here = len(os.sched_getaffinity(0))
+    cores = (here // 2 if here >= 4 else 0) if options.server_cores is None else options.server_cores
+    if cores >= here:
         parser.error("--server-cores leaves no core for users and attackers")
     head = {
         "command": record.command("benchmarks/server/soak.py"),
         "environment": record.environment(("llguidance",)),
-        "server_cores": options.server_cores,
+        "server_cores": cores,
+        "threads": options.threads,
+        "kv_cache_bytes": KV_BYTES,
     }
+    names = options.attacks or list(attacks("http://host:0"))
 
     def keep(found: dict[str, Any]) -> None:
         record.write(options.out, {**head, **found})
         print(json.dumps(found), flush=True)
 
     serve = [] if options.threads is None else ["--threads", str(options.threads)]
-    soak(options.minutes, options.users, options.window, options.attacks, options.server_cores, serve, keep)
+    soak(options.minutes, options.users, options.window, names, cores, serve, keep)
 
 
 if __name__ == "__main__":

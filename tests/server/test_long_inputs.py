@@ -87,7 +87,9 @@ async def test_a_request_that_ends_gives_its_text_up():
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     tokenizer.go.set()
-    await asyncio.to_thread(encoder._pool.shutdown)
+    encoder._pool.close()
+    for thread in encoder._pool._threads:
+        await asyncio.to_thread(thread.join)
     assert len(tokenizer.texts) == 1
 
 

@@ -8,13 +8,14 @@ is bounded by the context, not by the text's length.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
+from ..text.grammar.fair_pool import FairPool
 from ..text.protocols import TokenizerLike
+from .http.lanes import in_lane
 
 SHORT = 8192
 """Most characters that are encoded in the caller's thread, which takes a millisecond or two. Passing a text to a thread
@@ -36,7 +37,7 @@ class Encoder:
     """Encodes texts; has the threads for long ones."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="transect-encode")
+        self._pool = FairPool(WORKERS, "transect-encode", time.thread_time)
 
     async def encode(
         self, tokenizer: TokenizerLike, text: str, limit: int, *, add_special: bool, parse_special: bool
@@ -60,7 +61,7 @@ class Encoder:
         given_up = threading.Event()
         work = functools.partial(_encode_long, encode, text, limit, add_special, given_up)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            return await in_lane(self._pool, len(text), work)
         finally:
             given_up.set()
 

@@ -44,7 +44,7 @@ SETTLE_S = 5.0
 """Seconds for the last answers to be sent after the engine has ended."""
 BACKLOG = 2048
 """Connections that wait to be accepted."""
-ACCEPTED_AT_ONCE = 32
+ACCEPTED_AT_ONCE = 4
 """Connections that are accepted in one pass of the event loop."""
 SILENT_S = 1.0
 """Seconds that a new connection gets for its first byte when the server ends and another one follows."""

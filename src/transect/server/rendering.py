@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from ..text.chat_template import ChatTemplate
+from ..text.grammar.fair_pool import FairPool
 from ..text.protocols import ChatTemplateLike
 from ..text.template_worker import TemplateWorker
+from .http.lanes import in_lane
 
 T = TypeVar("T")
 WORKERS = 2
@@ -53,7 +53,7 @@ class RenderApart:
     """
 
     def __init__(self, workers: int = WORKERS, **limits: Any) -> None:
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="transect-template")
+        self._pool = FairPool(workers, "transect-template")
         self._workers = [TemplateWorker(**limits) for _ in range(workers)]
         # The one that was used last comes first: the others need not be started before they are needed.
         self._idle: queue.LifoQueue[TemplateWorker] = queue.LifoQueue()
@@ -62,7 +62,7 @@ class RenderApart:
 
     def start(self, template: ChatTemplate) -> None:
         """Start a process, so that the first chat does not wait for it. Returns at once."""
-        self._pool.submit(self._with_worker, lambda worker: worker.start(template))
+        self._pool.submit("", lambda: self._with_worker(lambda worker: worker.start(template)))
 
     async def render(
         self,
@@ -74,12 +74,11 @@ class RenderApart:
         def render(worker: TemplateWorker) -> str:
             return worker.render(template, messages, add_generation_prompt, kwargs)  # type: ignore[arg-type]
 
-        work = functools.partial(self._with_worker, render)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        return await in_lane(self._pool, 0, self._with_worker, render)
 
     def close(self) -> None:
         """End all processes, even busy ones."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
         for worker in self._workers:
             worker.close()
 

@@ -7,6 +7,6 @@
 * ``accounts``: limits of clients, and their use.
 * ``body``: bounded JSON bodies. ``bounds``: limits on the number of values in a body.
 * ``errors``: error bodies of the APIs.
-* ``turns``: crowds of requests pass a few at a time.
+* ``turns``: crowds of requests pass a few at a time. ``lanes``: threads that clients share by time.
 * ``sse``: server-sent events that always end well.
 """

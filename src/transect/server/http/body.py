@@ -5,7 +5,7 @@ The route class below is FastAPI's documented way to put an own ``Request`` unde
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any, TypeVar, get_type_hints
@@ -17,8 +17,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
+from ...text.grammar.fair_pool import FairPool
 from .bounds import TOO_DEEP, check_depth, check_numbers, check_values, may_have_long_numbers
 from .errors import ApiError, from_validation
+from .lanes import in_lane
 
 # A client that is still sending cannot read the answer, so an oversized body is read on and thrown away up to this
 # many times the limit; beyond that the connection is simply closed.
@@ -28,8 +30,10 @@ LARGE = 64 * 1024
 MODEL = "transect.body"
 """The key of the body's model in a request's scope."""
 T = TypeVar("T")
-_large: ContextVar[bool] = ContextVar("transect_large_body", default=False)
-"""True in the task of a request with a large body."""
+_large: ContextVar[int] = ContextVar("transect_large_body", default=0)
+"""Bytes of the body in the task of a request with a large one, else 0."""
+_lanes = FairPool(2, "transect-body", time.thread_time)
+"""Threads for large bodies. More of them would only compete with the event loop for Python's lock."""
 
 
 class BoundedRequest(Request):
@@ -65,15 +69,16 @@ class BoundedRequest(Request):
         """
         body = await self.body()
         check_values(body)
-        _large.set(len(body) > LARGE)
+        _large.set(len(body) if len(body) > LARGE else 0)
         if _large.get():  # FastAPI takes an instance of the model as it is
-            return await asyncio.to_thread(_checked, body, self.scope.get(MODEL))
+            return await in_lane(_lanes, len(body), _checked, body, self.scope.get(MODEL))
         return _parsed(body)
 
 
 async def aside(work: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """Return the result of ``work``, which processes the whole body: run in a thread if the body is large."""
-    return await asyncio.to_thread(work, *arguments, **options) if _large.get() else work(*arguments, **options)
+    size = _large.get()
+    return await in_lane(_lanes, size, work, *arguments, **options) if size else work(*arguments, **options)
 
 
 def _checked(body: bytes, model: type[BaseModel] | None) -> Any:

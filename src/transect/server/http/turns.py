@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-AT_ONCE = 8
+AT_ONCE = 2
 """Requests that pass in one turn of the event loop. Each takes about a millisecond."""
 
 
