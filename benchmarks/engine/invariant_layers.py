@@ -1,9 +1,9 @@
-"""Tilings of ``--deterministic`` for few rows on one Hopper GPU, chosen where they run: in a chain of whole layers.
+"""Tilings of ``--deterministic`` on one Hopper GPU, chosen where they run: in a chain of whole layers.
 
-    python benchmarks/engine/invariant_few.py [SECTION ...] [--out FILE] [--replays 6]
+    python benchmarks/engine/invariant_layers.py [SECTION ...] [--out FILE] [--replays 6]
 
-Sections: products, attention, layers. ``products`` chooses for 1, 8, 16 and 32 rows, one product after another, by the
-time of whole layers: what a launch fetches while others end depends on the shared memory that they leave.
+Sections: products, attention, layers. ``products`` chooses for ROWS rows, one product after another, by the time of
+whole layers: what a launch fetches while others end depends on the shared memory that they leave.
 ``attention`` has every way to share decode rows of few items among warps and blocks. All tilings must have the same
 bits. ``layers`` is that of ``invariant.py``, with the choices made before it. Times in microseconds; ``invariant.py``
 says how they are taken.
@@ -38,6 +38,7 @@ from transect.ops.linear.few_rows.choices import Choice
 from transect.ops.linear.few_rows.cuda import CudaTiling
 from transect.ops.opset import OpSet
 
+ROWS = (1, 16, 256, 64, 8, 32, 128)
 CONTEXTS = ((1, 256), (1, 512), (1, 1024), (2, 1024), (4, 1024), (8, 1024), (1, 4096), (4, 4096), (1, 8192))
 """Decode rows, and positions of each."""
 
@@ -54,10 +55,10 @@ def layer_seconds(chain: Chain, ops: OpSet, expected: Tensor, key: str, choice: 
 
 
 def products(replays: int) -> Iterator[dict[str, Any]]:
-    """Yield for every product of few rows the tilings with which a layer takes the least time, of which the first is
+    """Yield for every product the tilings with which a layer takes the least time, of which the first is
     kept; the other products have those chosen so far. A tiling that changes a bit of the result fails."""
     invariant_times.use_measured()
-    for rows in (1, 16, 8, 32):
+    for rows in ROWS:
         torch.cuda.empty_cache()
         chain = Chain("llama-3.1-8b", rows)
         ops = gpu_ops(torch.device("cuda"), deterministic=True)
@@ -116,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     timed = {"products": products, "attention": clusters, "layers": invariant_times.layers}
     parser.add_argument("sections", nargs="*", default=list(timed))
-    parser.add_argument("--out", type=Path, default=Path("invariant_few.json"))
+    parser.add_argument("--out", type=Path, default=Path("invariant_layers.json"))
     parser.add_argument("--replays", type=int, default=6)
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
