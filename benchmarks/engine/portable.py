@@ -1,15 +1,16 @@
 """The portable kernels against Hopper's, on one Hopper GPU: decode and prefill of an 8B shape, beside the floor.
 
     python benchmarks/engine/portable.py [--target sm_89] [--formats bfloat16,fp8,int4] [--rows 1,16,64] [--ordinary]
-    [--out FILE]
+    [--kernels] [--out FILE]
 
 For each number format two engines with random weights are started, each in a process of its own: one as it is, one
 that acts as ``--target`` (99 KiB of shared memory, no Hopper instructions). Both hold the GPU's memory at once and are
 measured in turns. Decode: prompts of 512 tokens, the median over the rounds of the mean step; prefill: 16 prompts of
 512. Of the kernels that the second one ran the script reads shared memory, spills and instructions of newer GPUs. Both
-engines then answer the same prompts: the share of equal tokens is recorded. A profile of each decode step has the time
-of its kernels. With ``--ordinary`` a third engine has Hopper's kernels, which no card before has, but launches that
-begin when the one before has ended, as on such a card. Under 4 minutes on an H100.
+engines then answer the same prompts: the share of equal tokens is recorded. With ``--kernels`` a profile of each decode
+step has the time of its kernels (those of an early launch include its wait). With ``--ordinary`` a third engine has
+Hopper's kernels, which no card before has, but launches that begin when the one before has ended, as on such a card.
+Under 4 minutes on an H100.
 
 Each format has the command and the commit of its own run; formats that FILE has and this run does not measure stay.
 """
@@ -160,7 +161,9 @@ def pair(target: str, model: str, form: str, rows: Sequence[int], ordinary: bool
     return [Worker("", model, form, max(rows)), Worker(target, model, form, max(rows)), *third]
 
 
-def race(workers: list[Worker], target: str, model: str, form: str, rows: Sequence[int], rounds: int) -> dict[str, Any]:
+def race(
+    workers: list[Worker], target: str, model: str, form: str, rows: Sequence[int], rounds: int, kernels: bool
+) -> dict[str, Any]:
     """Measure both engines in one format, in turns, and end them."""
     from transect.costs.floors import Rates, step_floor
     from transect.costs.model import Row
@@ -185,7 +188,8 @@ def race(workers: list[Worker], target: str, model: str, form: str, rows: Sequen
             lengths = [Row(1, PROMPT + STEPS // 2)] * count
             floor = step_floor(PRESETS[model], lengths, rates, storage).seconds
             row = _row(times, floor)
-            row["kernels_us"] = {worker.name: worker.ask("of_kernels", count) for worker in workers}
+            if kernels:
+                row["kernels_us"] = {worker.name: worker.ask("of_kernels", count) for worker in workers}
             found["decode"].append({"rows": count, **row})
             _say(f"  decode, {count} rows", row)
         times = [[] for _ in workers]
@@ -249,6 +253,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,16,64")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ordinary", action="store_true", help="Also race Hopper's kernels in ordinary launches.")
+    parser.add_argument("--kernels", action="store_true", help="Profile each decode step.")
     parser.add_argument("--together", action="store_true", help="Start the engines of all formats first: 120 GB.")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "h100" / "portable.json")
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
@@ -271,7 +276,9 @@ def main() -> None:
     for form in forms:
         workers = started.get(form) or pair(options.target, options.model, form, rows, options.ordinary)
         try:
-            result["formats"][form] = run | race(workers, options.target, options.model, form, rows, options.rounds)
+            result["formats"][form] = run | race(
+                workers, options.target, options.model, form, rows, options.rounds, options.kernels
+            )  # fmt: skip
         except RuntimeError as error:
             result["formats"][form] = run | {"error": str(error)}
             print(error, flush=True)

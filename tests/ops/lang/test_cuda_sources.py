@@ -13,6 +13,7 @@ from remembered import Remembered
 from transect.ops.lang import cuda_build
 from transect.ops.lang.cuda_build import compile_source, sources
 from transect.ops.registry import Unavailable
+from transect.ops.tools.compile import disassemble, tool
 
 BUILDER = Path(cuda_build.__file__).read_bytes()
 
@@ -81,6 +82,23 @@ def test_every_lane_arrives_where_the_sanitizer_is_to_judge(tmp_path: Path, reme
     for_all = remembered(compiled, "arrivals", source.read_bytes(), versions())
     assert ordinary[0] == for_all[0] > 0
     assert ordinary[1] != for_all[1]
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(shutil.which("nvcc") is None or tool("nvdisasm") is None, reason="needs nvcc and nvdisasm")
+@pytest.mark.parametrize("name", ["int4_portable.cu", "gguf_rows.cu"])
+def test_copies_name_a_descriptor_that_something_writes(name: str, tmp_path: Path, remembered: Remembered) -> None:
+    """nvcc 13.0 compiles some copies with a cache hint to one that nothing writes, in an odd register: a GPU that acts
+    as an Ada card ends there with an illegal instruction."""
+    source, output = cuda_build.source(name), tmp_path / "out.cubin"
+
+    def odd() -> list[str]:
+        cuda_build._nvcc(["-gencode=arch=compute_89,code=sm_90", "-cubin", "-o", str(output), str(source)], source, "")
+        copies = [line for line in disassemble(output.read_bytes()).splitlines() if "LDGSTS" in line]
+        assert copies
+        return [line.strip() for line in copies if re.search(r"desc\[UR\d*[13579]\]", line)]
+
+    assert not remembered(odd, source.read_bytes(), "descriptors", versions())
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")

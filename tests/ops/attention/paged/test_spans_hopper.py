@@ -105,10 +105,11 @@ def test_keys_of_other_rows_are_read_when_the_kernel_before_has_written_them(mon
 
 
 def test_few_items_go_to_clusters_of_two_blocks_and_more():
-    sizes = [(8, 4), (16, 4), (24, 4), (64, 4), (128, 4), (136, 4), (128, 8), (8, 1), (8, 16)]
+    sizes = [(8, 4), (16, 4), (24, 4), (64, 4), (128, 4), (136, 4), (128, 8), (8, 1), (8, 8), (8, 16), (64, 2)]
     found = [decode_spans.choose(*size, 128) for size in sizes]
-    assert [(each.ranks, each.warps) for each in found if each.ranks and not each.together] == [(2, 2), (2, 2)]
-    assert [each.ranks for each in found] == [4, 4, 4, 2, 2, 0, 0, 0, 8]
+    assert [each.ranks for each in found] == [4, 4, 4, 2, 2, 0, 0, 2, 8, 8, 2]
+    assert [each.together for each in found] == [True] * 3 + [False] * 4 + [True] * 2 + [False, True]
+    assert [each.warps for each in found if each.ranks and not each.together] == [2, 2, 2]
 
 
 def test_the_launcher_is_called_with_what_the_source_says():

@@ -201,7 +201,7 @@ def test_more_work_is_predicted_to_take_longer() -> None:
 
 
 @pytest.mark.parametrize(("name", "few"), [("sm_80", 16), ("sm_89", 8), ("sm_120", 8)])
-def test_a_card_without_bulk_copies_has_gates_and_one_row_of_streams_by_rule(
+def test_a_card_without_bulk_copies_has_gates_and_norms_in_products_by_rule(
     monkeypatch: pytest.MonkeyPatch, name: str, few: int
 ) -> None:
     device = torch.device("cuda", 0)
@@ -217,6 +217,9 @@ def test_a_card_without_bulk_copies_has_gates_and_one_row_of_streams_by_rule(
     for m, choice in found.items():
         if choice is not None and choice.by == "cuda":
             assert cuda.shared_bytes(choice.tiling, m) <= TARGETS[name].block_bytes
-    assert choices._by_rule(1, 4096, 4096, device, False, True, False).by == "cuda"
-    assert choices._by_rule(2, 4096, 4096, device, False, True, False) is None
+    sizes = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False))
+    for m in (1, few, 40, 64):
+        kinds = {choices._by_rule(m, n, k, device, gated, True, False).by for n, k, gated in sizes}
+        assert kinds == {"cuda" if m <= few else "triton"}, m
+    assert choices._by_rule(64, 4080, 4096, device, False, True, False) is None  # no whole tiles
     assert choices._by_rule(1, 4096, 4096, device, False, False, False) is None

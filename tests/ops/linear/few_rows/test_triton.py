@@ -57,9 +57,9 @@ def test_a_gate_takes_no_bias_and_no_parts() -> None:
 
 @interpreted
 @pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize("split", [1, 3])
-def test_norms_beside_the_products_are_norms_apart(swap: bool, split: int) -> None:
-    tiling, rows = replace(SMALL, swap=swap), TritonRows()
+@pytest.mark.parametrize(("split", "bulk"), [(1, True), (3, True), (3, False)])
+def test_norms_beside_the_products_are_norms_apart(swap: bool, split: int, bulk: bool) -> None:
+    tiling, rows = replace(SMALL, swap=swap, bulk=bulk), TritonRows()
     x, inward, residual, scale = (
         sample(21, 104),
         sample(48, 104, seed=1) / 10,

@@ -269,14 +269,18 @@ def choose(items: int, spans: int, d: int) -> SpansHopperTiling:
     """Return a tiling for ``items`` rows times key heads of up to ``spans`` spans.
 
     A cluster takes an item where all clusters run at once, as in ``decode_hopper.choose``; of pairs of blocks with two
-    warps twice as many do. Adding its sums takes less time in shared memory than the sums of an even cut do in memory.
+    warps twice as many do. Where there is a block for each span its warps share that. Adding sums takes less time in
+    shared memory than those of an even cut do in memory.
     """
+    for ranks in (2, 4, 8):
+        if spans <= ranks:
+            if items <= AT_ONCE[ranks]:
+                return SpansHopperTiling(ranks, 1, together=True)
+            break
     for ranks in (8, 4, 2):
         warps = -(-spans // ranks)
         at_once = AT_ONCE[ranks] * (2 if ranks == 2 and warps <= 2 else 1)
         if items <= at_once and ranks < 2 * spans and warps <= MOST_WARPS:
-            if ranks > 2:
-                return SpansHopperTiling(ranks, 1, together=True)
             return SpansHopperTiling(ranks, warps, 6 if d < 128 else 8 if warps == 1 else 3)
     return SpansHopperTiling(stages=6 if d < 128 else 3)
 

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from ....hardware.device import target_of
+from ....hardware.targets import KernelTarget
 from ...lang.jit import multiprocessors
 from ...tuning import SHIPPED, device_name, file_name, user_folder
 from . import cuda, rule
 from .cuda import CUDA_ROWS, CudaTiling, quicker
 from .gluon import GluonTiling
 from .hopper import MOST_ROWS, HopperTiling
-from .triton import TritonTiling, portable_gate
+from .triton import TritonTiling, portable_gate, portable_tiling
 
 FOLDER = SHIPPED / "small_matmul"
 """One file for each measured device: which implementation runs a size, and its tiling."""
@@ -32,6 +33,8 @@ ROWS = (1, 8, 16, 32, 48, 64, 96, 128, 160, 192, 208, 224, 256)
 """A look-up rounds the number of rows up to one of these."""
 FEW = 16
 """Rows up to which ``small_matmul.cu`` runs every weight."""
+MOST_GATED, MOST_STREAMS = 128, 64
+"""Most rows of a gate, and of norms, beside Triton's products without bulk copies; with more their registers spill."""
 OR_ELSE = {48: 64, 96: 128}
 """Number of rows whose choice is used where one of ``ROWS`` has none."""
 TILINGS: Mapping[str, type] = {
@@ -118,11 +121,8 @@ def _by_rule(m: int, n: int, k: int, device: torch.device, gated: bool, stream: 
     if target.capability < (8, 0) or k % 8 or n % 16:
         return None
     units = multiprocessors(device)
-    if not target.hopper:  # other products go by small_matmul.best_launcher
-        if (m == 1 and k % 64 == 0) if stream else gated and quicker(m, n, k, target.block_bytes):
-            return Choice("cuda", cuda.choose_tiling(m, n, units, target.block_bytes))
-        fits = gated and not stream and not target.bulk_copies and m <= 128  # more spill
-        return Choice("triton", portable_gate(m, n, k, target)) if fits else None
+    if not target.hopper:  # products without norm and gate go by small_matmul.best_launcher
+        return _portable(m, n, k, target, units, gated, stream) if gated or stream else None
     if stream or m <= FEW:  # rules of small_matmul.cu decide; here only what else its launches do
         takes = (m == 1 and k % 64 == 0) if stream else gated
         return Choice("cuda", cuda.choose_tiling(m, n, units)) if takes else None
@@ -132,3 +132,14 @@ def _by_rule(m: int, n: int, k: int, device: torch.device, gated: bool, stream: 
     if tiling is None:
         return None if gated else Choice("cublas")
     return Choice("hopper", tiling)
+
+
+def _portable(m: int, n: int, k: int, target: KernelTarget, units: int, gated: bool, stream: bool) -> Choice | None:
+    """Return the choice for a product with a gate or norms beside it where Hopper's kernels do not run. Launches do not
+    overlap before Hopper, so each launch less saves more than there: norms are part of products of any few rows."""
+    if quicker(m, n, k, target.block_bytes):
+        return None if stream and k % 64 else Choice("cuda", cuda.choose_tiling(m, n, units, target.block_bytes))
+    if target.bulk_copies or m > (MOST_STREAMS if stream else MOST_GATED):
+        return None
+    tiling = portable_gate(m, n, k, target) if gated else portable_tiling(m, n, k, target)
+    return None if (n // 2 if gated else n) % tiling.bn else Choice("triton", tiling)

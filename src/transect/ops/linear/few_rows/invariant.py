@@ -127,9 +127,9 @@ def by_rule(m: int, n: int, k: int, parts: int, gated: bool, units: int = 132) -
     """
     columns, rows = n // 2 if gated else n, max(m, LEAST_ROWS)
     found = list(candidates(m, n, k, parts, gated=gated, units=units))
-    few = [tiling for tiling in found if isinstance(tiling, CudaTiling) and tiling.wide == 1]
+    few = [tiling for tiling in found if isinstance(tiling, CudaTiling)]
     if few and (parts > 1 or quicker(m, n, k)):
-        return max(few, key=lambda tiling: (min(ahead(tiling), IN_FLIGHT), tiling.columns, -tiling.stages))
+        return max(few, key=lambda tiling: (min(ahead(tiling), IN_FLIGHT), tiling.wide, tiling.columns, -tiling.stages))
     wide = [tiling for tiling in found if isinstance(tiling, HopperTiling)]
     return min(wide, key=lambda tiling: rule.seconds(tiling, rows, columns, k, units), default=None)
 

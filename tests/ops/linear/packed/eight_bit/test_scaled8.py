@@ -38,7 +38,7 @@ def test_the_source_compiles_the_kernels_that_are_known_here():
     listed = re.findall(r"^  TRANSECT_ROWS\((\w+), (\d), (\d)\)$", source, re.M)
     for format_ in ("kFp8", "kInt8", "kFp8Blocks"):
         found = sorted((int(columns), int(stages)) for own, columns, stages in listed if own == format_)
-        assert found == sorted(scaled8_rows.KERNELS)
+        assert found == sorted(scaled8_rows.KERNELS + scaled8_rows.SHALLOW)
 
 
 @pytest.mark.parametrize("n", [16, 1024, 4096, 6144, 28672, 151936])
@@ -127,7 +127,7 @@ def test_every_cut_of_few_rows_gives_the_product(few, name):
     codes, scale = weight(name, 520, 4096, "cuda")
     x = rows_of(9, 4096, "cuda", torch.bfloat16)
     want = exact(x, codes, scale, name != "int8")
-    for columns, stages in scaled8_rows.KERNELS:
+    for columns, stages in scaled8_rows.KERNELS + scaled8_rows.SHALLOW:
         for warps, ranks in ((4, 1), (8, 1), (4, 4)):
             tiling = CudaTiling(columns, stages, columns + 1, warps, ranks)
             if scaled8_rows.shared_bytes(tiling, 9) <= SHARED:

@@ -40,6 +40,8 @@ extern "C" int transect_scaled8(const void* x, const void* weight, const void* s
   TRANSECT_ROWS(kFp8, 2, 6)
   TRANSECT_ROWS(kFp8, 3, 3)
   TRANSECT_ROWS(kFp8, 3, 4)
+  TRANSECT_ROWS(kFp8, 2, 2)
+  TRANSECT_ROWS(kFp8, 3, 2)
   TRANSECT_ROWS(kInt8, 1, 3)
   TRANSECT_ROWS(kInt8, 1, 4)
   TRANSECT_ROWS(kInt8, 1, 8)
@@ -48,6 +50,8 @@ extern "C" int transect_scaled8(const void* x, const void* weight, const void* s
   TRANSECT_ROWS(kInt8, 2, 6)
   TRANSECT_ROWS(kInt8, 3, 3)
   TRANSECT_ROWS(kInt8, 3, 4)
+  TRANSECT_ROWS(kInt8, 2, 2)
+  TRANSECT_ROWS(kInt8, 3, 2)
   TRANSECT_ROWS(kFp8Blocks, 1, 3)
   TRANSECT_ROWS(kFp8Blocks, 1, 4)
   TRANSECT_ROWS(kFp8Blocks, 1, 8)
@@ -56,5 +60,7 @@ extern "C" int transect_scaled8(const void* x, const void* weight, const void* s
   TRANSECT_ROWS(kFp8Blocks, 2, 6)
   TRANSECT_ROWS(kFp8Blocks, 3, 3)
   TRANSECT_ROWS(kFp8Blocks, 3, 4)
+  TRANSECT_ROWS(kFp8Blocks, 2, 2)
+  TRANSECT_ROWS(kFp8Blocks, 3, 2)
   return -1;
 }

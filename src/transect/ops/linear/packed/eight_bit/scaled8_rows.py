@@ -22,6 +22,8 @@ from .scaled8_tiles import scales_refusal
 MOST_ROWS = 16
 KERNELS = ((3, 3), (3, 4), (2, 3), (2, 4), (2, 6), (1, 4), (1, 8), (1, 3))
 """The compiled pairs (columns, stages)."""
+SHALLOW = ((3, 2), (2, 2))
+"""Further pairs, for 9 to 16 rows in 99 KiB: narrower groups read X, two bytes a number, more often than W."""
 FP8, WHOLE, FP8_BLOCKS = 1, 2, 3
 """The launcher's names of the formats."""
 
@@ -44,15 +46,17 @@ def choose_tiling(m: int, n: int, k: int, units: int, gated: bool = False, share
     then narrower."""
     sixteens = -(-n // 16)
     per = -(-sixteens // units)
-    columns = 3 if per % 3 == 0 or (per > 6 and m <= 8) else min(2, per)
+    small = shared < 163 * 1024
+    columns = 3 if per % 3 == 0 or (per > 6 and (m <= 8 or small)) else min(2, per)
     warps, ranks, stages = 8, 1, 3
     if m == 1 and per == 2 and shared == SHARED:  # clusters are Hopper's
         stages = 6 if k >= 8192 else 4
         warps, ranks = (4, 2) if k >= 8192 and not gated else (8, 1)
     wanted = [CudaTiling(columns, stages, per, warps, ranks)]
     wanted += [CudaTiling(*kernel, per, warps) for warps in (8, 4) for kernel in KERNELS if kernel[0] == columns]
+    wanted += [CudaTiling(*kernel, per, 4) for kernel in SHALLOW if kernel[0] == columns and m > 8 and small]
     wanted += [CudaTiling(*kernel, per, warps) for warps in (8, 4) for kernel in KERNELS if kernel[0] < columns]
-    fitting = (t for t in wanted if (t.columns, t.stages) in KERNELS and shared_bytes(t, m) <= shared)
+    fitting = (t for t in wanted if (t.columns, t.stages) in KERNELS + SHALLOW and shared_bytes(t, m) <= shared)
     return next(fitting)
 
 

@@ -2,7 +2,7 @@
 
 * ``int4_matmul.py``  the operator, and which kernel runs; ``triton.py``: the portable kernels
 * ``int4_rows.py`` (``int4_matmul.cu``)           up to 16 rows on Hopper
-* ``int4_portable.py`` (``int4_portable.cu``)     up to 16 rows on other GPUs since Ampere
+* ``int4_portable.py`` (``int4_portable.cu``)     up to 128 rows on other GPUs since Ampere
 * ``int4_hopper.py`` (``int4_matmul_hopper.cu``)  heads on Hopper
 * ``int4_tiles.py`` (``int4_tiles.cu``)           17 to 512 rows on Hopper
 * ``int4_chain.py`` (``int4_chain.cu``)           one row: the four products between two attentions in one launch

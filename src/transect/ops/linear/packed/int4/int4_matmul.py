@@ -30,6 +30,8 @@ a chain of launches (``benchmarks/ops/int4.py``):
 * ``int4_tiles.cu`` (``int4_tiles.py``) runs 17 to 512 rows, 33 and more of narrow weights: it rounds each weight to
   bfloat16, in registers.
 * For more rows of a half type W is rebuilt and cuBLAS multiplies; elsewhere than on Hopper from 65 rows on.
+* On other GPUs since Ampere ``int4_portable.cu`` runs up to 128 rows; for 9 and more, and for wide weights, it rounds
+  each weight to bfloat16.
 * The Triton kernel of ``triton.py`` runs other dtypes and GPUs.
 
 Source: the formats of GPTQ (Frantar et al. 2022, arXiv:2210.17323) and AWQ (Lin et al. 2023, arXiv:2306.00978), with
@@ -296,7 +298,7 @@ def _in_cuda(
 
 def _portable_refusal(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> str | None:
     if len(x) > int4_portable.MOST_ROWS:
-        return f"more than {int4_portable.MOST_ROWS} rows read the weight several times"
+        return f"with more than {int4_portable.MOST_ROWS} rows it is faster to dequantize the weight"
     return int4_rows.cuda_refusal(x, weight, n, bias)
 
 

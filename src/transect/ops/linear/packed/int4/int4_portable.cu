@@ -201,10 +201,23 @@ int start_portable(const void* x, const void* weight, const void* bias, void* ou
 }
 
 // More rows of X: NT eights of them at a time, which all warps of a block share, and for each warp its own two sixteens
-// of rows of W. A block brings spans of 128 k of both into one ring. (Its copies have no cache hint: nvcc 13.0 compiles
+// of rows of W. A weight is rounded to bfloat16, as in block_tiles.cuh: a code is a bfloat16 c 2^-133 as it stands, and one
+// fused multiplication and addition of two at a time makes (scale c + zero) 2^-53 of it. A block brings spans of 128 k of
+// W and X into one ring. (Its copies have no cache hint: nvcc 13.0 compiles
 // some that have one wrongly, see docs/lab-notes/int4.md.) Blocks may share K: each leaves its part of the sums in
 // ``parts``, as its threads hold them, and the last to arrive at a tile adds all of them, in the order of the parts.
 constexpr int kWarps = 8, kSixteens = 2 * kWarps;  // of rows of W in a tile
+
+__device__ __forceinline__ uint32_t fused(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t v;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+  return v;
+}
+
+__device__ __forceinline__ uint32_t twice(float v) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(v, v);
+  return *(const uint32_t*)&both;
+}
 
 template <int GROUP, int NT>
 __global__ void __launch_bounds__(kWarps * 32, 1)
@@ -213,7 +226,6 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
                         long long x_stride, int row_tiles, int split, int stages, int gate) {
   constexpr int TILE = kTile<GROUP>, ROWS = NT * 8, GROUPS = kChunk / GROUP, EACH = GROUP / 32;
   constexpr int W_BYTES = kSixteens * TILE, STAGE = W_BYTES + ROWS * kXPitch;
-  constexpr bool ALONE = NT <= 2;  // each warp sums X for itself, which takes it less time than to wait for another
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ unsigned arrived[1];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -224,8 +236,6 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   const int chunks = K / kChunk, begin = (int)((long long)chunks * part / split);
   const int total = (int)((long long)chunks * (part + 1) / split) - begin;
   const uint32_t ring = shared_address(memory);
-  // Of each row of X in this span its sums over the groups.
-  float* sums = (float*)(memory + stages * STAGE);
 
   let_next_begin();
   wait_for_previous();
@@ -245,7 +255,6 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
     if (s < total) fetch(s, s);
     end_group();
   }
-  constexpr uint32_t ones[4] = {0x3F803F80u, 0x3F803F80u, 0x3F803F80u, 0x3F803F80u};
   const uint32_t x_at = W_BYTES + lane % 8 * kXPitch + lane / 8 * 16;
   float acc[2][NT][4] = {};
   int slot = 0;
@@ -255,24 +264,20 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
     if (step + stages - 1 < total) fetch(slot == 0 ? stages - 1 : slot - 1, step + stages - 1);
     end_group();
     const uint32_t from = ring + slot * STAGE;
-    // Sums of X: of each eight rows by one warp, for all.
-    for (int tile = ALONE ? NT : warp; tile < NT; tile += kWarps)
-#pragma unroll
-      for (int g = 0; g < GROUPS; g++) {
-        float sum[4] = {};
-#pragma unroll
-        for (int e = 0; e < EACH; e++) {
-          uint32_t b[4];
-          read_matrices(b, from + x_at + tile * 8 * kXPitch + (g * EACH + e) * 64);
-          multiply(sum, ones, b[0], b[1]);
-          multiply(sum, ones, b[2], b[3]);
-        }
-        if (lane < 4) sums[g * ROWS + tile * 8 + lane * 2] = sum[0], sums[g * ROWS + tile * 8 + lane * 2 + 1] = sum[1];
-      }
-    if (!ALONE) __syncthreads();
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
-      float dot[2][NT][4] = {}, own[ALONE ? NT : 1][4] = {};
+      uint32_t scale[2][2], zero[2][2];  // of rows lane / 4 and, with codes four bits up, lane / 4 + 8
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        uint2 both;  // scale in the low half, zero in the high one
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(both.x), "=r"(both.y)
+                     : "r"(from + (warp * 2 + r) * TILE + 1024 + g * 64 + lane / 4 * 8));
+        scale[r][0] = twice(__uint_as_float(both.x << 16) * 0x1p80f);
+        scale[r][1] = twice(__uint_as_float(both.y << 16) * 0x1p76f);
+        zero[r][0] = twice(__uint_as_float(both.x & 0xFFFF0000u) * 0x1p-53f);
+        zero[r][1] = twice(__uint_as_float(both.y & 0xFFFF0000u) * 0x1p-53f);
+      }
 #pragma unroll
       for (int e = 0; e < EACH; e++) {  // 32 k
         const int at = g * EACH + e;
@@ -284,39 +289,21 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
                        : "=r"(w.x), "=r"(w.y)
                        : "r"(from + (warp * 2 + r) * TILE + at / 2 * 512 + lane * 16 + at % 2 * 8));
 #pragma unroll
-          for (int i = 0; i < 4; i++) a[r][0][i] = as_pair(w.x >> 4 * i), a[r][1][i] = as_pair(w.y >> 4 * i);
+          for (int i = 0; i < 4; i++) {
+            const uint32_t mask = i % 2 ? 0x00F000F0u : 0x000F000Fu;
+            a[r][0][i] = fused(w.x >> (i / 2 * 8) & mask, scale[r][i % 2], zero[r][i % 2]);
+            a[r][1][i] = fused(w.y >> (i / 2 * 8) & mask, scale[r][i % 2], zero[r][i % 2]);
+          }
         }
 #pragma unroll
         for (int tile = 0; tile < NT; tile++) {
           uint32_t b[4];
           read_matrices(b, from + x_at + tile * 8 * kXPitch + at * 64);
-          if constexpr (ALONE) {
-            multiply(own[tile], ones, b[0], b[1]);
-            multiply(own[tile], ones, b[2], b[3]);
-          }
 #pragma unroll
-          for (int r = 0; r < 2; r++) {
-            multiply(dot[r][tile], a[r][0], b[0], b[1]);
-            multiply(dot[r][tile], a[r][1], b[2], b[3]);
-          }
+          for (int r = 0; r < 2; r++) multiply(acc[r][tile], a[r][0], b[0], b[1]);
+#pragma unroll
+          for (int r = 0; r < 2; r++) multiply(acc[r][tile], a[r][1], b[2], b[3]);
         }
-      }
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        uint2 both;  // of rows lane / 4 and 8 below: scale in the low half, zero in the high one
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                     : "=r"(both.x), "=r"(both.y)
-                     : "r"(from + (warp * 2 + r) * TILE + 1024 + g * 64 + lane / 4 * 8));
-        const float scale[2] = {__uint_as_float(both.x << 16), __uint_as_float(both.y << 16)};
-        const float less[2] = {fmaf(-128.f, scale[0], __uint_as_float(both.x & 0xFFFF0000u)),
-                               fmaf(-128.f, scale[1], __uint_as_float(both.y & 0xFFFF0000u))};
-#pragma unroll
-        for (int tile = 0; tile < NT; tile++)
-#pragma unroll
-          for (int c = 0; c < 4; c++) {
-            const float sum = ALONE ? own[ALONE ? tile : 0][c] : sums[g * ROWS + tile * 8 + lane % 4 * 2 + c % 2];
-            acc[r][tile][c] = fmaf(scale[c / 2], dot[r][tile][c], fmaf(less[c / 2], sum, acc[r][tile][c]));
-          }
       }
     }
     slot = slot + 1 == stages ? 0 : slot + 1;
@@ -364,6 +351,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   for (int tile = 0; tile < NT; tile++)
 #pragma unroll
     for (int c = 0; c < 4; c++) {
+      acc[0][tile][c] *= 0x1p53f, acc[1][tile][c] *= 0x1p53f;
       const int m = row_of(tile, c);
       if (m >= M) continue;
       if (gate) {
@@ -385,7 +373,7 @@ int start_tiles(const void* x, const void* weight, const void* bias, void* out, 
                 int N, int K, long long x_stride, int split, int stages, int gate, int dependent, void* stream) {
   constexpr int ROWS = NT * 8;
   const int tiles = ((N + 15) / 16 + kSixteens - 1) / kSixteens, row_tiles = (M + ROWS - 1) / ROWS;
-  const int shared = stages * (kSixteens * kTile<GROUP> + ROWS * kXPitch) + ROWS * (kChunk / GROUP) * (int)sizeof(float);
+  const int shared = stages * (kSixteens * kTile<GROUP> + ROWS * kXPitch);
   if (shared > kMostShared) return -1;
   return (int)launch(int4_portable_tiles<GROUP, NT>, tiles * row_tiles * split, kWarps * 32, shared, 1, dependent > 0,
                      stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const __nv_bfloat16*)bias,
@@ -426,7 +414,7 @@ extern "C" int transect_int4_portable(const void* x, const void* weight, const v
   return -1;
 }
 
-// The same by tiles of ``tiles`` eights of rows of X, 1, 2, 4, or with groups of 128 also 8, by 256 rows of W. split:
+// The same by tiles of ``tiles`` eights of rows of X, 1, 2, 4 or 8, by 256 rows of W. split:
 // blocks that share K, at most K / 128; with several parts: float32 for every tile and block, and counters, one for each
 // tile: zeros, and left as zeros. stages 2 to 4. ``gate`` as above, with any split.
 extern "C" int transect_int4_portable_tiles(const void* x, const void* weight, const void* bias, void* out, void* parts,
@@ -442,9 +430,9 @@ extern "C" int transect_int4_portable_tiles(const void* x, const void* weight, c
 #define TRANSECT_ROWS(GROUP) \
   TRANSECT_TILES(GROUP, 1)   \
   TRANSECT_TILES(GROUP, 2)   \
-  TRANSECT_TILES(GROUP, 4)
+  TRANSECT_TILES(GROUP, 4)   \
+  TRANSECT_TILES(GROUP, 8)
   TRANSECT_ROWS(128)
-  TRANSECT_TILES(128, 8)  // registers hold that for groups of 128 alone
   TRANSECT_ROWS(64)
   TRANSECT_ROWS(32)
   return -1;

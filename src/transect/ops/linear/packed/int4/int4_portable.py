@@ -23,7 +23,7 @@ from .int4_rows import cuda_refusal
 MOST_ROWS = 128
 """More rows read the weight more often than it takes to dequantize it once."""
 ALONE_ROWS = 8
-"""Up to this many rows every warp has a ring of its own; for more a block's warps share the rows of X."""
+"""Up to this many rows every warp may have a ring of its own (see ``shares_rows``)."""
 TILE_COLUMNS, TILE_SIXTEENS = 256, 16
 """Rows of W in a tile."""
 COLUMNS = (1, 2, 3, 4)
@@ -85,7 +85,7 @@ class TilesTiling:
     """The tiling for more rows; the fields are arguments of its launcher, in this order."""
 
     tiles: int
-    """Groups of 8 rows of X in a tile: 1, 2, 4, or 8 with groups of 128."""
+    """Groups of 8 rows of X in a tile: 1, 2, 4 or 8."""
     split: int
     """Blocks that share K."""
     stages: int
@@ -95,21 +95,27 @@ def tiles_bytes(tiling: TilesTiling, group: int) -> int:
     """Return the shared memory of a block, with the word that says which block was last."""
     rows = 8 * tiling.tiles
     stage = TILE_SIXTEENS * (1024 + CHUNK // group * 64) + rows * 272
-    return tiling.stages * stage + rows * (CHUNK // group) * 4 + 128
+    return tiling.stages * stage + 128
 
 
 @cache
 def choose_tiles(m: int, n: int, k: int, group: int, units: int, shared: int) -> TilesTiling:
-    """Return the tiling for ``m`` rows of X: as few reads of W as possible, then one block for each multiprocessor."""
-    most = 8 if group == 128 else 4
-    tiles = next((tiles for tiles in (1, 2, 4) if m <= 8 * tiles), most)
+    """Return the tiling for ``m`` rows of X: as few reads of W as possible, then one block for each multiprocessor, or
+    two where tiles are small, if each has 3 spans of K. On an H200 that acts as an Ada card those were quickest."""
+    tiles = next((tiles for tiles in (1, 2, 4) if m <= 8 * tiles), 8)
     blocks = -(-n // TILE_COLUMNS) * -(-m // (8 * tiles))
-    split = max(1, min(k // CHUNK, units // blocks))
+    split = max(1, min(k // CHUNK // 3, (2 if tiles <= 2 else 1) * units // blocks))
     for stages in (4, 3, 2):
         tiling = TilesTiling(tiles, split, stages)
         if tiles_bytes(tiling, group) <= shared:
             return tiling
     raise ValueError(f"no tiling of int4_portable.cu fits {shared} bytes of shared memory")
+
+
+def shares_rows(m: int, n: int, k: int) -> bool:
+    """Return True if the warps of a block share the rows of X; with up to 8 rows that was quicker for wide weights, and
+    from 5 rows on for deep ones."""
+    return m > ALONE_ROWS or n >= 16384 or (m > 4 and k >= 8192)
 
 
 class PortableCodes:
@@ -150,7 +156,7 @@ class PortableCodes:
         if not out.numel():
             return out
         units, room = multiprocessors(x.device), self._target.block_bytes
-        if tiling is None and m <= ALONE_ROWS:
+        if tiling is None and not shares_rows(m, n, k):
             tiling = choose_tiling(m, n, k, group, units, room, gated)
         tiling = tiling or choose_tiles(m, n, k, group, units, room)
         early = (2 if dependent_launch else 1) if self._target.dependent_launch else 0

@@ -1,12 +1,13 @@
-"""Tilings of ``--deterministic`` for few rows on one Hopper GPU, chosen where they run: in a chain of whole layers.
+"""Tilings of ``--deterministic`` on one Hopper GPU, chosen where they run: in a chain of whole layers.
 
-    python benchmarks/engine/invariant_few.py [SECTION ...] [--out FILE] [--replays 6]
+    python benchmarks/engine/invariant_layers.py [SECTION ...] [--rows 1,16,256,64] [--out FILE]
+    [--replays 6]
 
-Sections: products, attention, layers. ``products`` chooses for 1, 8, 16 and 32 rows, one product after another, by the
-time of whole layers: what a launch fetches while others end depends on the shared memory that they leave.
-``attention`` has every way to share decode rows of few items among warps and blocks. All tilings must have the same
-bits. ``layers`` is that of ``invariant.py``, with the choices made before it. Times in microseconds; ``invariant.py``
-says how they are taken.
+Sections: products, attention, layers. ``products`` chooses for each number of rows, one product after another, by the
+time of whole layers: what a launch fetches while others end depends on the shared memory that they leave. ``attention``
+has every way to share decode rows of few items among warps and blocks. All tilings must have the same bits. ``layers``
+is that of ``invariant.py``, with the choices made before it. Times in microseconds; ``invariant.py`` says how they are
+taken.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import statistics
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ from transect.ops.linear.few_rows.choices import Choice
 from transect.ops.linear.few_rows.cuda import CudaTiling
 from transect.ops.opset import OpSet
 
+ROWS = (1, 16, 256, 64)
+"""Numbers of rows without ``--rows``, in this order."""
 CONTEXTS = ((1, 256), (1, 512), (1, 1024), (2, 1024), (4, 1024), (8, 1024), (1, 4096), (4, 4096), (1, 8192))
 """Decode rows, and positions of each."""
 
@@ -53,11 +56,11 @@ def layer_seconds(chain: Chain, ops: OpSet, expected: Tensor, key: str, choice: 
     return statistics.median(graph_times([call], replays)) / chain.config.n_layers
 
 
-def products(replays: int) -> Iterator[dict[str, Any]]:
-    """Yield for every product of few rows the tilings with which a layer takes the least time, of which the first is
+def products(replays: int, rows_tried: Sequence[int] = ROWS) -> Iterator[dict[str, Any]]:
+    """Yield for every product the tilings with which a layer takes the least time, of which the first is
     kept; the other products have those chosen so far. A tiling that changes a bit of the result fails."""
     invariant_times.use_measured()
-    for rows in (1, 16, 8, 32):
+    for rows in rows_tried:
         torch.cuda.empty_cache()
         chain = Chain("llama-3.1-8b", rows)
         ops = gpu_ops(torch.device("cuda"), deterministic=True)
@@ -114,11 +117,18 @@ def clusters(replays: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    timed = {"products": products, "attention": clusters, "layers": invariant_times.layers}
+    timed: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
+        "products": products,
+        "attention": clusters,
+        "layers": invariant_times.layers,
+    }
     parser.add_argument("sections", nargs="*", default=list(timed))
-    parser.add_argument("--out", type=Path, default=Path("invariant_few.json"))
+    parser.add_argument("--out", type=Path, default=Path("invariant_layers.json"))
+    parser.add_argument("--rows", default="")
     parser.add_argument("--replays", type=int, default=6)
     options = parser.parse_args()
+    if options.rows:
+        timed["products"] = partial(products, rows_tried=[int(rows) for rows in options.rows.split(",")])
     options.out.parent.mkdir(parents=True, exist_ok=True)
     environment = record.environment(("torch", "triton"))
     result: dict[str, Any] = {"environment": {**environment, "gpu": torch.cuda.get_device_name()}}
