@@ -37,7 +37,7 @@ def new_page(browser):
 
     def opened(url, **options):
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 860}} | options)
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(120_000)
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
