@@ -5,9 +5,9 @@ process. ``install`` lets ``subprocess`` ask a helper process, which has importe
 ``fork`` and ``exec``. A clone is a child of the process that asked, with the requested arguments, environment, working
 directory, streams and group, and runs the module as ``__main__``. It has a helper of its own for its own children.
 
-Start a process as usual if imports matter: other interpreters and options, other values of variables that libraries
-read while they are imported, and programs that look at ``sys.modules`` are left alone. ``--prove`` starts every process
-as usual.
+A process starts as usual where imports matter: with another interpreter or its options, with another package on the
+path, if the program looks at ``sys.modules``, within ``cold()``, and always with ``--prove``. For other values of
+variables that libraries read while they are imported, there is a helper with these values.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import sys
 import tempfile
 import threading
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,6 +53,7 @@ CLONE = 0x01000000 | 0x00200000 | 0x00008000 | signal.SIGCHLD
 """Flags of ``clone``: the thread's number is set in the child and cleared at its end, as ``fork`` does, and the new
 process is a child of this one's parent."""
 SYSCALL_OF_CLONE = 56
+_warm = True
 
 
 class Warm:
@@ -108,8 +110,20 @@ def install() -> bool:
     """Let ``subprocess`` start warm processes, where this system can."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or Path("/dev/nvidiactl").exists():
         return False
-    _replace(Warm())
+    if getattr(subprocess.Popen._execute_child, "warm", False) is False:  # type: ignore[attr-defined]
+        _replace(Warm())
     return True
+
+
+@contextlib.contextmanager
+def cold() -> Iterator[None]:
+    """Start the processes of this block as usual, for tests of a start and an end themselves."""
+    global _warm
+    _warm = False
+    try:
+        yield
+    finally:
+        _warm = True
 
 
 def _replace(warm: Warm) -> None:
@@ -119,7 +133,7 @@ def _replace(warm: Warm) -> None:
     def execute(*positional: Any) -> None:
         given = dict(zip(names, positional, strict=True))
         popen, pid = given["self"], None
-        if (arguments := _to_run(given)) is not None:
+        if _warm and (arguments := _to_run(given)) is not None:
             pairs = ((0, "p2cread"), (1, "c2pwrite"), (2, "errwrite"))
             descriptors = {number: number if given[name] == -1 else given[name] for number, name in pairs}
             descriptors |= {each: each for each in given["pass_fds"]}
@@ -134,6 +148,7 @@ def _replace(warm: Warm) -> None:
         popen._close_pipe_fds(*(given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread",
                                                           "errwrite")))  # fmt: skip
 
+    execute.warm = True  # type: ignore[attr-defined]
     subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
 
 
