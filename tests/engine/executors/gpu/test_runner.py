@@ -163,9 +163,9 @@ class InTwoWays:
         self.anew.submit(batch).draw()
         self.anew._planner.plan = plan
         layout = plans[0].layout
+        found, wanted = (layout.numpy(each.memory) for each in (memory, beside))
         for name in StepFields._fields:
-            found, wanted = (getattr(layout.numpy(each.memory), name) for each in (memory, beside))
-            assert (found == wanted).all(), name
+            assert (getattr(found, name) == getattr(wanted, name)).all(), name
         return usual
 
 
