@@ -1,7 +1,6 @@
 """A real browser, the system's Chromium, and servers with a made-up engine."""
 
 import shutil
-import socket
 
 import pytest
 from page_engine import PageEngine, PageServer
@@ -69,10 +68,3 @@ def ask():
         return answer
 
     return asking
-
-
-@pytest.fixture
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
