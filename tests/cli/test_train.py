@@ -29,7 +29,7 @@ device = "cpu"
 
 [data]
 train = ["{folder}/text.txt"]
-validation = ["{folder}/text.txt"]
+validation = ["{folder}/few.txt"]
 seq_len = 64
 micro_batch = 256
 
