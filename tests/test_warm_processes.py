@@ -11,7 +11,7 @@ from warm_processes import _to_run, cold, install
 
 SHOW = """
 import json, os, signal, sys
-import torch
+import transect
 print(json.dumps({
     "argv": sys.argv, "cwd": os.getcwd(), "first": sys.path[0], "main": __name__, "given": os.environ.get("GIVEN"),
     "left": os.environ.get("GONE"), "parent": os.getppid(), "leads": os.getpgrp() == os.getpid(),
@@ -84,6 +84,11 @@ def test_a_child_of_it_is_warm_too_and_descriptors_are_passed():
     os.close(write)
     with os.fdopen(read) as answers:
         assert done.returncode == 0 and answers.read() == done.stdout.strip()
+
+
+def test_it_has_the_package_of_this_process():
+    usual, warm = both("import transect.spec.shapes as shapes; print(shapes.__file__)")
+    assert usual.stdout == warm.stdout != ""
 
 
 def test_signals_and_streams_reach_it():

@@ -31,8 +31,10 @@ def write_chats(path, count=40):
 
 
 def tiny_run(tmp_path, **changes):
-    """A ``TrainConfig`` over a tiny model in ``tmp_path/model`` and text in ``tmp_path/text.txt``, whose first lines are
-    in ``tmp_path/few.txt``."""
+    """A ``TrainConfig`` over a tiny model in ``tmp_path/model`` and text in ``tmp_path/text.txt``.
+
+    The first lines of the text are in ``tmp_path/few.txt``.
+    """
     model, text = tmp_path / "model", tmp_path / "text.txt"
     if not model.exists():
         model.mkdir()

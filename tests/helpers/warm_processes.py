@@ -6,8 +6,8 @@ process. ``install`` lets ``subprocess`` ask a helper process, which has importe
 directory, streams and group, and runs the module as ``__main__``. It has a helper of its own for its own children.
 
 A process starts as usual where imports matter: with another interpreter or its options, with another package on the
-path, if the program looks at ``sys.modules``, within ``cold()``, and always with ``--prove``. For other values of
-variables that libraries read while they are imported, there is a helper with these values.
+path, with other values of variables that libraries read while they are imported, if the program looks at
+``sys.modules``, within ``cold()``, and always with ``--prove``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ MODULES = ("torch", "transect.cli", "transect.cli.serve", "transect.cli.generate
            "transect.engine.build", "transect.engine.ranks", "transect.engine.frontends.async_engine",
            "transect.engine.frontends.llm", "transect.server.process", "transect.parallel.launch",
            "transect.parallel.rank", "transect.train.loop.trainer")  # fmt: skip
-READ_ON_IMPORT = re.compile(r"(PYTHON|TRITON|OMP|MKL|OPENBLAS|TORCH|PYTORCH|ATEN|KINETO|CUDA|LD_|HF_|XDG_|HOME$)")
+READ_ON_IMPORT = re.compile(r"(PYTHON|TRITON|OMP|MKL|OPENBLAS|TORCH|PYTORCH|ATEN|KINETO|LD_|HF_|XDG_|HOME$)")
 """Variables whose values libraries may have read already."""
+OTHER_HELPER = {"TRITON_INTERPRET"}
+"""Variables for whose other values there are other helpers: many tests compile kernels instead of interpreting them."""
 ITSELF = re.compile(r"sys\.modules|importtime|faulthandler|tracemalloc|executable|sys\.flags")
 """A program that contains one of these looks at its own process."""
 ABOVE = 200
@@ -82,10 +84,13 @@ class Warm:
                               sorted(os.sched_getaffinity(0)), list(descriptors)]).encode()  # fmt: skip
         read = _read_by_imports(environment)
         with self._lock:
-            if len(request) > MOST or (read not in self._controls and not self._may_start):
+            if len(request) > MOST:
                 return None
             if read not in self._controls:
-                kept = {name: value for name, value in self._environment.items() if not READ_ON_IMPORT.match(name)}
+                other = {name for name, _ in read ^ _read_by_imports(self._environment)}
+                if not self._may_start or not other <= OTHER_HELPER:
+                    return None
+                kept = {name: value for name, value in self._environment.items() if name not in OTHER_HELPER}
                 self._controls[read] = _helper(kept | dict(read))
             control = self._controls[read]
             with contextlib.suppress(OSError):
