@@ -14,7 +14,7 @@ import json, os, signal, sys
 import transect
 print(json.dumps({
     "argv": sys.argv, "cwd": os.getcwd(), "first": sys.path[0], "main": __name__, "given": os.environ.get("GIVEN"),
-    "left": os.environ.get("GONE"), "parent": os.getppid(), "leads": os.getpgrp() == os.getpid(),
+    "left": os.environ.get("PATH"), "parent": os.getppid(), "leads": os.getpgrp() == os.getpid(),
     "session": os.getsid(0) == os.getpid(), "input": sys.stdin.read(), "cores": sorted(os.sched_getaffinity(0)),
     "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
     "open": sorted(int(each) for each in os.listdir("/proc/self/fd"))[:3],
@@ -54,9 +54,8 @@ def both(program, *arguments, **options):
 @pytest.mark.parametrize(
     "options", [{}, {"process_group": 0}, {"start_new_session": True}], ids=["its parent's group", "group", "session"]
 )
-def test_surroundings_are_those_that_were_asked_for(tmp_path, monkeypatch, options):
-    monkeypatch.setenv("GONE", "1")
-    environment = {name: value for name, value in os.environ.items() if name != "GONE"} | {"GIVEN": "x"}
+def test_surroundings_are_those_that_were_asked_for(tmp_path, options):
+    environment = {name: value for name, value in os.environ.items() if name != "PATH"} | {"GIVEN": "x"}
     usual, warm = both(SHOW, "a", "b", cwd=tmp_path, env=environment, input="some words", **options)
     assert json.loads(usual.stdout) == json.loads(warm.stdout)
     assert usual.stderr == warm.stderr and json.loads(warm.stdout)["parent"] == os.getpid()
@@ -74,7 +73,10 @@ def test_it_ends_as_others_do():
 
 def test_a_child_of_it_is_warm_too_and_descriptors_are_passed():
     read, write = os.pipe()
-    inner = "import torch, os, sys; os.write(int(sys.argv[1]), str(os.getppid()).encode())"
+    inner = (
+        "import torch, os, sys as system; warm = 'transect.server.process' in system.modules;"
+        "os.write(int(system.argv[1]), f'{os.getppid()} {warm}'.encode())"
+    )
     outer = (
         "import torch, subprocess, sys, os; print(os.getpid());"
         f"subprocess.run([sys.executable, '-c', {inner!r}, sys.argv[1]], pass_fds=[int(sys.argv[1])], check=True)"
@@ -83,7 +85,7 @@ def test_a_child_of_it_is_warm_too_and_descriptors_are_passed():
     done = subprocess.run(run, pass_fds=[write], capture_output=True, text=True)
     os.close(write)
     with os.fdopen(read) as answers:
-        assert done.returncode == 0 and answers.read() == done.stdout.strip()
+        assert done.returncode == 0 and answers.read() == f"{done.stdout.strip()} True"
 
 
 def test_it_has_the_package_of_this_process():

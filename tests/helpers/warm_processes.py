@@ -44,7 +44,7 @@ READ_ON_IMPORT = re.compile(r"(PYTHON|TRITON|OMP|MKL|OPENBLAS|TORCH|PYTORCH|ATEN
 """Variables whose values libraries may have read already."""
 OTHER_HELPER = {"TRITON_INTERPRET"}
 """Variables for whose other values there are other helpers: many tests compile kernels instead of interpreting them."""
-ITSELF = re.compile(r"sys\.modules|importtime|faulthandler|tracemalloc|executable|sys\.flags")
+ITSELF = re.compile(r"sys\.modules|importtime|faulthandler|tracemalloc|sys\.flags")
 """A program that contains one of these looks at its own process."""
 ABOVE = 200
 """Descriptors of a new process are moved above this number, before each gets the number that was asked for."""
