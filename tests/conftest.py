@@ -27,6 +27,7 @@ unwritten_memory.fill_with_nan()
 
 # A test fails by what it finds, not by how busy the machine is.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("patient"), max_examples=60)
 settings.load_profile("patient")
 
 # Test processes share the machine: threads that wait for each other would spin, also where an engine asks for two (ten
@@ -69,6 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Leave out tests marked ``prove``, unless asked for by ``--prove``, by ``-m`` or by name."""
     config.stash[left_out] = 0
+    settings.load_profile("patient" if config.option.prove else "quick")
     if config.option.prove:
         os.environ[effort.PROVE] = "1"
     elif not config.option.markexpr and not any("::" in argument for argument in config.args):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from commands import run_here
+from warm_processes import cold
 
 TRANSECT = [sys.executable, "-m", "transect"]
 PATIENCE_S = 200
@@ -94,7 +95,8 @@ def test_debug_shows_where(tmp_path):
 
 
 def test_generate_streams_to_stdout_and_speed_to_stderr(model):
-    done = run("generate", model, "The capital of France is", "--max-tokens", "12")
+    with cold():
+        done = run("generate", model, "The capital of France is", "--max-tokens", "12")
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert re.search(r"12 tokens, \d+ tok/s, first after \d", done.stderr)

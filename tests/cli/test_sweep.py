@@ -13,7 +13,7 @@ def write(tmp_path, grid, **base):
     tiny_run(tmp_path)
     lines = {"model": f"{tmp_path}/model", "run_dir": f"{tmp_path}/runs/s", "steps": 2, "device": "cpu", "threads": 1}
     text = "".join(f"{key} = {value!r}\n" for key, value in {**lines, **base}.items())
-    data = f'train = ["{tmp_path}/text.txt"]\nvalidation = ["{tmp_path}/text.txt"]\nseq_len = 32\nmicro_batch = 64\n'
+    data = f'train = ["{tmp_path}/text.txt"]\nvalidation = ["{tmp_path}/few.txt"]\nseq_len = 32\nmicro_batch = 64\n'
     (tmp_path / "run.toml").write_text(f"{text}[data]\n{data}")
     (tmp_path / "grid.toml").write_text(f'base = "run.toml"\n[grid]\n{grid}')
     return tmp_path / "grid.toml"

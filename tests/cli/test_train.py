@@ -13,6 +13,7 @@ import pytest
 from commands import run_here
 from effort import proving
 from training_runs import tiny_run
+from warm_processes import cold
 
 from transect.train.loop import checkpoint, follow
 from transect.train.loop.report import read_log
@@ -28,7 +29,7 @@ device = "cpu"
 
 [data]
 train = ["{folder}/text.txt"]
-validation = ["{folder}/text.txt"]
+validation = ["{folder}/few.txt"]
 seq_len = 64
 micro_batch = 256
 
@@ -107,7 +108,8 @@ def test_killed_and_resumed_it_is_the_same_run(folder) -> None:
 
 
 def test_sigterm_writes_a_checkpoint_and_resume_needs_no_argument(folder) -> None:
-    process = start(folder, write_config(folder, "stopped"))
+    with cold():
+        process = start(folder, write_config(folder, "stopped"))
     wait_for_step(folder, "stopped", 4)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=300)

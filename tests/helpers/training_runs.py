@@ -31,13 +31,17 @@ def write_chats(path, count=40):
 
 
 def tiny_run(tmp_path, **changes):
-    """A ``TrainConfig`` over a tiny model in ``tmp_path/model`` and text in ``tmp_path/text.txt``."""
+    """A ``TrainConfig`` over a tiny model in ``tmp_path/model`` and text in ``tmp_path/text.txt``.
+
+    The first lines of the text are in ``tmp_path/few.txt``.
+    """
     model, text = tmp_path / "model", tmp_path / "text.txt"
     if not model.exists():
         model.mkdir()
         save_tiny_llm(model)
     if not text.exists():
         write_text(text)
+        (tmp_path / "few.txt").write_text(TEXT[:2000])
     values = {
         "model": str(model),
         "run_dir": str(tmp_path / "run"),

@@ -5,9 +5,9 @@ process. ``install`` lets ``subprocess`` ask a helper process, which has importe
 ``fork`` and ``exec``. A clone is a child of the process that asked, with the requested arguments, environment, working
 directory, streams and group, and runs the module as ``__main__``. It has a helper of its own for its own children.
 
-Start a process as usual if imports matter: other interpreters and options, other values of variables that libraries
-read while they are imported, and programs that look at ``sys.modules`` are left alone. ``--prove`` starts every process
-as usual.
+A process starts as usual where imports matter: with another interpreter or its options, with another package on the
+path, with other values of variables that libraries read while they are imported, if the program looks at
+``sys.modules``, within ``cold()``, and always with ``--prove``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import sys
 import tempfile
 import threading
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,9 +40,11 @@ MODULES = ("torch", "transect.cli", "transect.cli.serve", "transect.cli.generate
            "transect.engine.build", "transect.engine.ranks", "transect.engine.frontends.async_engine",
            "transect.engine.frontends.llm", "transect.server.process", "transect.parallel.launch",
            "transect.parallel.rank", "transect.train.loop.trainer")  # fmt: skip
-READ_ON_IMPORT = re.compile(r"(PYTHON|TRITON|OMP|MKL|OPENBLAS|TORCH|PYTORCH|ATEN|KINETO|CUDA|LD_|HF_|XDG_|HOME$)")
+READ_ON_IMPORT = re.compile(r"(PYTHON|TRITON|OMP|MKL|OPENBLAS|TORCH|PYTORCH|ATEN|KINETO|LD_|HF_|XDG_|HOME$)")
 """Variables whose values libraries may have read already."""
-ITSELF = re.compile(r"sys\.modules|importtime|faulthandler|tracemalloc|executable|sys\.flags")
+OTHER_HELPER = {"TRITON_INTERPRET"}
+"""Variables for whose other values there are other helpers: many tests compile kernels instead of interpreting them."""
+ITSELF = re.compile(r"sys\.modules|importtime|faulthandler|tracemalloc|sys\.flags")
 """A program that contains one of these looks at its own process."""
 ABOVE = 200
 """Descriptors of a new process are moved above this number, before each gets the number that was asked for."""
@@ -52,6 +55,7 @@ CLONE = 0x01000000 | 0x00200000 | 0x00008000 | signal.SIGCHLD
 """Flags of ``clone``: the thread's number is set in the child and cleared at its end, as ``fork`` does, and the new
 process is a child of this one's parent."""
 SYSCALL_OF_CLONE = 56
+_warm = True
 
 
 class Warm:
@@ -80,10 +84,13 @@ class Warm:
                               sorted(os.sched_getaffinity(0)), list(descriptors)]).encode()  # fmt: skip
         read = _read_by_imports(environment)
         with self._lock:
-            if len(request) > MOST or (read not in self._controls and not self._may_start):
+            if len(request) > MOST:
                 return None
             if read not in self._controls:
-                kept = {name: value for name, value in self._environment.items() if not READ_ON_IMPORT.match(name)}
+                other = {name for name, _ in read ^ _read_by_imports(self._environment)}
+                if not self._may_start or not other <= OTHER_HELPER:
+                    return None
+                kept = {name: value for name, value in self._environment.items() if name not in OTHER_HELPER}
                 self._controls[read] = _helper(kept | dict(read))
             control = self._controls[read]
             with contextlib.suppress(OSError):
@@ -108,8 +115,20 @@ def install() -> bool:
     """Let ``subprocess`` start warm processes, where this system can."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or Path("/dev/nvidiactl").exists():
         return False
-    _replace(Warm())
+    if getattr(subprocess.Popen._execute_child, "warm", False) is False:  # type: ignore[attr-defined]
+        _replace(Warm())
     return True
+
+
+@contextlib.contextmanager
+def cold() -> Iterator[None]:
+    """Start the processes of this block as usual, for tests of a start and an end themselves."""
+    global _warm
+    _warm = False
+    try:
+        yield
+    finally:
+        _warm = True
 
 
 def _replace(warm: Warm) -> None:
@@ -119,7 +138,7 @@ def _replace(warm: Warm) -> None:
     def execute(*positional: Any) -> None:
         given = dict(zip(names, positional, strict=True))
         popen, pid = given["self"], None
-        if (arguments := _to_run(given)) is not None:
+        if _warm and (arguments := _to_run(given)) is not None:
             pairs = ((0, "p2cread"), (1, "c2pwrite"), (2, "errwrite"))
             descriptors = {number: number if given[name] == -1 else given[name] for number, name in pairs}
             descriptors |= {each: each for each in given["pass_fds"]}
@@ -134,6 +153,7 @@ def _replace(warm: Warm) -> None:
         popen._close_pipe_fds(*(given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread",
                                                           "errwrite")))  # fmt: skip
 
+    execute.warm = True  # type: ignore[attr-defined]
     subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
 
 

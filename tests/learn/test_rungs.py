@@ -20,7 +20,7 @@ MISTAKES = json.loads((Path(__file__).parents[1] / "data" / "learn_mistakes.json
 EACH = [(rung, each["name"]) for rung, found in MISTAKES.items() for each in found]
 LONG = ("autoscaler", "digits", "flash_attention", "matmul_naive", "matmul_tiled", "router")
 """Rungs that take seconds: they and their mistakes run with ``--prove``."""
-SLOW = ("line", "prefix_cache", "python_to_cpp", "sampler", "vector_add")
+SLOW = ("line", "python_to_cpp", "sampler", "vector_add")
 """Rungs of each kind, which ``make test`` times as well, with their slow solutions; of others it counts the work."""
 QUICK = [
     (rung, each)

@@ -26,7 +26,7 @@ def test_each_takes_the_oldest_python_that_this_package_takes():
         if found is None or found.version.partition("+")[0] != version:
             continue
         seen += 1
-        needs = found.metadata["Requires-Python"]
+        needs = found.metadata.get("Requires-Python")  # of importlib_metadata, a missing one is an error, if imported
         if needs and not SpecifierSet(needs).contains(OLDEST):
             asked[f"{name}=={version}"] = needs
     if not seen:

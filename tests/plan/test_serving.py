@@ -21,7 +21,7 @@ from transect.plan.target import LatencyTarget
 from transect.spec.shapes import PRESETS
 
 MIX = Mix(prompt=Lengths.parse("uniform:200-600"), output=Lengths.parse("uniform:20-60"))
-LOAD = MixLoad(MIX, 60, seconds=1.0)
+LOAD, FEW = (MixLoad(MIX, count, seconds=1.0) for count in (60, 20))
 TARGET = LatencyTarget.parse("ttft.p99=1s,itl.p99=30ms")
 LLAMA = PRESETS["llama-3.1-8b"]
 HEAD = drafting_model(SpeculativeConfig(method="eagle3", model="organisation/head"), LLAMA)
@@ -106,7 +106,7 @@ def test_the_command(tmp_path):
     found = json.loads(done.stdout)
     assert found["choices"][0]["gpu"] == "l4" and found["choices"][0]["requests_per_second"] == 4
     trace, page = tmp_path / "trace.jsonl", tmp_path / "plan.html"
-    write_lines(MIX.generate(60.0, 80), trace)
+    write_lines(MIX.generate(60.0, 60), trace)
     more = ("--trace", str(trace), "--page", str(page), *given)
     done = run_here("plan", "serving", "llama-3.2-1b", "--gpu", "l4", "--target", "ttft=3s,itl=100ms", *more)
     assert done.returncode == 0, done.stderr
@@ -134,7 +134,7 @@ def test_drafts_make_answers_sooner():
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     means = []
     for drafting in (None, (speculation, 0.0), (speculation, 0.8)):
-        demand = Demand(load=LOAD, rate=2.0, speculation=drafting)
+        demand = Demand(load=FEW, rate=2.0, speculation=drafting)
         plan = plan_serving(ways(), demand, TARGET, simulated=1)
         means.append(plan.answers[0].level.summary["e2e"]["mean"])
     assert means[2] < 0.7 * means[0] and means[1] < 1.05 * means[0]
@@ -146,7 +146,7 @@ def test_drafts_of_a_model_take_its_time():
     for name, draft in (("", None), ("1b", PRESETS["llama-3.2-1b"]), ("3b", PRESETS["llama-3.2-3b"]), ("head", HEAD)):
         speculation = SpeculativeConfig(method="draft_model", model="x", num_speculative_tokens=4)
         drafting = None if draft is None else (speculation, 0.8)
-        demand = Demand(load=LOAD, rate=2.0, speculation=drafting, draft=draft)
+        demand = Demand(load=FEW, rate=2.0, speculation=drafting, draft=draft)
         plan = plan_serving(ways(), demand, TARGET, simulated=1)
         means[name] = plan.answers[0].level.summary["e2e"]["mean"]
     assert means["head"] < means["1b"] < means["3b"] and means["1b"] < 0.9 * means[""]

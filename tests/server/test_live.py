@@ -19,6 +19,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from warm_processes import cold
 
 HELLO = [{"role": "user", "content": "Count from one to ten in words."}]
 LONG = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}, "temperature": 0}
@@ -100,7 +101,8 @@ def servers():
 def server(model, servers):
     """The shared server; another one if a test has ended it, as the last of this file does."""
     if not servers or servers[-1].process.poll() is not None:
-        servers.append(Server(model, "--max-model-len", "2048", "--max-body-bytes", "100000", "--grace", "0.2"))
+        with cold():
+            servers.append(Server(model, "--max-model-len", "2048", "--max-body-bytes", "100000", "--grace", "0.2"))
     return servers[-1]
 
 

@@ -8,37 +8,37 @@ from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
 
 
-@examples(80, 800, print_blob=True)
+@examples(40, 800, print_blob=True)
 @given(workloads(lag=0))
 def test_tokens_at_once(workload: Workload):
     run(workload)
 
 
-@examples(80, 1000, print_blob=True)
+@examples(40, 1000, print_blob=True)
 @given(workloads(lag=1))
 def test_tokens_one_step_late(workload: Workload):
     run(workload)
 
 
-@examples(50, 350, print_blob=True)
+@examples(25, 350, print_blob=True)
 @given(workloads(lag=0, storm=True))
 def test_preemption_storm_with_tokens_at_once(workload: Workload):
     run(workload)
 
 
-@examples(50, 450, print_blob=True)
+@examples(25, 450, print_blob=True)
 @given(workloads(lag=1, storm=True))
 def test_preemption_storm_with_tokens_one_step_late(workload: Workload):
     run(workload)
 
 
-@examples(40, 150, print_blob=True)
+@examples(20, 150, print_blob=True)
 @given(workloads(lag=0, batching="static"))
 def test_static_batches_with_tokens_at_once(workload: Workload):
     run(workload)
 
 
-@examples(40, 150, print_blob=True)
+@examples(20, 150, print_blob=True)
 @given(workloads(lag=1, batching="static"))
 def test_static_batches_with_tokens_one_step_late(workload: Workload):
     run(workload)
@@ -50,13 +50,13 @@ def test_short_prompts_behind_long_ones(workload: Workload):
     run(workload)
 
 
-@examples(50, 500, print_blob=True)
+@examples(25, 500, print_blob=True)
 @given(workloads(lag=2, depth=3))
 def test_pipeline(workload: Workload):
     run(workload)
 
 
-@examples(40, 350, print_blob=True)
+@examples(20, 350, print_blob=True)
 @given(workloads(lag=1, depth=2, storm=True))
 def test_preemption_storm_in_a_pipeline(workload: Workload):
     run(workload)
@@ -73,67 +73,67 @@ def test_forced_tokens_that_cross_a_block_while_none_is_free():
         Run(Workload(config, (Arrival(0, prompt, params, grammar=(0, 4, None)),), lag=1)).finish()
 
 
-@examples(60, 600, print_blob=True)
+@examples(30, 600, print_blob=True)
 @given(workloads(lag=0, breaking=True))
 def test_steps_that_raise_with_tokens_at_once(workload: Workload):
     run(workload)
 
 
-@examples(60, 600, print_blob=True)
+@examples(30, 600, print_blob=True)
 @given(workloads(lag=1, breaking=True))
 def test_steps_that_raise_with_tokens_one_step_late(workload: Workload):
     run(workload)
 
 
-@examples(40, 300, print_blob=True)
+@examples(20, 300, print_blob=True)
 @given(workloads(lag=2, depth=3, breaking=True))
 def test_steps_that_raise_in_a_pipeline(workload: Workload):
     run(workload)
 
 
-@examples(40, 300, print_blob=True)
+@examples(20, 300, print_blob=True)
 @given(workloads(lag=1, storm=True, breaking=True))
 def test_steps_that_raise_in_a_preemption_storm(workload: Workload):
     run(workload)
 
 
-@examples(60, 600, print_blob=True)
+@examples(30, 600, print_blob=True)
 @given(preempted_failures())
 def test_sequences_whose_logits_are_not_finite_while_they_are_preempted(workload: Workload):
     run(workload)
 
 
-@examples(80, 4000, print_blob=True)
+@examples(40, 4000, print_blob=True)
 @given(workloads(lag=0, drafting=True))
 def test_drafted_tokens(workload: Workload):
     run(workload)
 
 
-@examples(60, 3000, print_blob=True)
+@examples(30, 3000, print_blob=True)
 @given(workloads(lag=1, drafting=True))
 def test_drafted_tokens_of_an_engine_that_plans_ahead(workload: Workload):
     run(workload)
 
 
-@examples(60, 3000, print_blob=True)
+@examples(30, 3000, print_blob=True)
 @given(workloads(lag=1, storm=True, drafting=True))
 def test_drafted_tokens_in_a_preemption_storm(workload: Workload):
     run(workload)
 
 
-@examples(40, 1000, print_blob=True)
+@examples(20, 1000, print_blob=True)
 @given(workloads(lag=1, drafting=True, breaking=True))
 def test_drafted_tokens_in_steps_that_raise(workload: Workload):
     run(workload)
 
 
-@examples(30, 1000, print_blob=True)
+@examples(15, 1000, print_blob=True)
 @given(workloads(lag=2, depth=3, drafting=True))
 def test_drafted_tokens_in_a_pipeline(workload: Workload):
     run(workload)
 
 
-@examples(30, 1000, print_blob=True)
+@examples(15, 1000, print_blob=True)
 @given(workloads(lag=1, depth=2, storm=True, drafting=True))
 def test_drafted_tokens_in_a_preemption_storm_of_a_pipeline(workload: Workload):
     run(workload)

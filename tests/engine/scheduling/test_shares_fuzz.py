@@ -29,7 +29,7 @@ BACKLOGS = st.tuples(st.integers(5, 25), st.sampled_from(sorted(WEIGHTS)), SCHED
 )
 
 
-@examples(150, 4000, print_blob=True)
+@examples(75, 4000, print_blob=True)
 @given(st.one_of(SCHEDULES, BACKLOGS), st.integers(1, 8))
 def test_arrival_between_clients_and_within(schedule, tokens):
     engine = Engine("fcfs", 2, max(tokens, 2))
@@ -38,7 +38,7 @@ def test_arrival_between_clients_and_within(schedule, tokens):
     check_order(engine)
 
 
-@examples(150, 4000, print_blob=True)
+@examples(75, 4000, print_blob=True)
 @given(st.sampled_from(("fcfs", "priority")), st.one_of(SCHEDULES, BACKLOGS), st.integers(1, 8))
 def test_every_wait_is_bounded(policy, schedule, tokens):
     engine = Engine(policy, 1, tokens)
@@ -48,7 +48,7 @@ def test_every_wait_is_bounded(policy, schedule, tokens):
     check_waits(engine)
 
 
-@examples(100, 2000, print_blob=True)
+@examples(50, 2000, print_blob=True)
 @given(st.sampled_from(("fcfs", "priority")), BACKLOGS, st.integers(2, 6))
 def test_places_are_shared(policy, schedule, places):
     """A client that waits without a place gets one within a few steps while another client has several and more than

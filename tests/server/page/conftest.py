@@ -1,7 +1,6 @@
 """A real browser, the system's Chromium, and servers with a made-up engine."""
 
 import shutil
-import socket
 
 import pytest
 from page_engine import PageEngine, PageServer
@@ -37,7 +36,7 @@ def new_page(browser):
 
     def opened(url, **options):
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 860}} | options)
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(120_000)
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
@@ -69,10 +68,3 @@ def ask():
         return answer
 
     return asking
-
-
-@pytest.fixture
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
