@@ -230,7 +230,7 @@ def graphs_collated_in_each_epoch(fast):
     return work
 
 
-@program("python", "loading", library="transformers")
+@program("preparing", "python", "loading", library="transformers")
 def audio_features_made_clip_by_clip(fast):
     from transformers import WhisperFeatureExtractor
 

@@ -39,7 +39,7 @@ def centers_moved_cluster_by_cluster(fast):
     return work
 
 
-@program("sync", "launch", "python", "logging")
+@program("hooks", "sync", "launch", "python", "logging")
 def activations_watched_by_hooks(fast):
     net, x = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12)]), torch.randn(32, 64)
     history: dict[int, list[tuple[float, float, float]]] = {}

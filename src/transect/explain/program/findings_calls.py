@@ -240,7 +240,7 @@ def looped_share(material: Material) -> tuple[float, float]:
         place = _place(sample.stack)
         if not place and any(frame.file.endswith("/torch/nn/modules/module.py") for frame in sample.stack):
             place = "module"
-        inside = loop_around(sample.stack) not in training
+        inside = loop_around(sample.stack) not in training or _derives(sample.stack)
         return "loop" if inside and place != "optimizer" else place
 
     times = weighed(calling, name)
@@ -253,6 +253,11 @@ def looped_share(material: Material) -> tuple[float, float]:
     backward = times.get("backward", 0.0)
     looped = backward * loop / (loop + once) * recorded if loop else 0.0
     return loop + looped, times.get("module", 0.0) + backward - looped
+
+
+def _derives(stack: tuple[Frame, ...]) -> bool:
+    """Return True if torch goes through the outputs of a function to derive each, for which one batch is enough."""
+    return any(frame.file.endswith("/torch/autograd/functional.py") for frame in stack)
 
 
 def _around_most(calling: Sequence[Sample]) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .doing import LIBRARY, doing_of, loop_at, user_stack
+from .doing import LIBRARY, doing_of, loop_at, user_stack, whole_kind
 from .finding import Finding, Material
 from .findings_calls import training_loops
 from .findings_work import REACHED
@@ -36,6 +36,8 @@ LEAST_SCORES = 4096
 """Scores of a head from which fused attention may gain."""
 WITH_BACKWARD = 3.5
 """Time of fused attention with its backward pass, in forward passes."""
+MOSTLY = 0.6
+"""Least gain of a batch that replaces a loop with its reads of values, in gains of reading values less often."""
 LOOPED = ("python", "launch", "sync", "small batch")
 """Kinds of findings about a loop that a batch replaces."""
 
@@ -58,6 +60,7 @@ LIGHTNING = re.compile(r"/(?:pytorch_)?lightning/")
 ACCELERATE = re.compile(r"/accelerate/")
 SENTENCES = re.compile(r"/sentence_transformers/")
 SKLEARN = re.compile(r"/sklearn/")
+DERIVATIVES = re.compile(r"/torch/autograd/functional\.py:")
 GRAPHS = re.compile(r"/torch_geometric/")
 DIFFUSERS = re.compile(r"/diffusers/")
 PICTURES = re.compile(r"/torchvision/transforms/")
@@ -96,6 +99,7 @@ SWITCHES = (
            "pipe.unet = torch.compile(pipe.unet)"),
     Switch("torchvision", PICTURES, ("loading", "python"), "transforms.v2 on batches of tensors, after the loader"),
     Switch("pandas", PANDAS, ("loading", "python"), "torch.from_numpy(frame.to_numpy()) once, then index the tensor"),
+    Switch("torch", DERIVATIVES, CALLS, "vectorize=True, or torch.func.jacrev and torch.func.hessian"),
     Switch("torch", OPTIM, ("optimizer", "launch", "eager"), "the optimizer's fused=True"),
 )  # fmt: skip
 
@@ -119,11 +123,11 @@ def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
         inside = bool(loop[0]) and (not trains or (bool(training) and loop not in training))
         if each.kind not in (LOOPED[:2] if trains else LOOPED) or not inside or loop in reading:
             rest.append(each)
-        elif each.kind == "sync" and loop not in loops:  # its change leaves the loop as it is
+        elif each.kind == "sync" and loop not in loops and not _called(found, each):  # the rest of the loop stays
             reading.add(loop)
             rest.append(each)
         elif loop in loops:
-            first = loops[loop]
+            first, each = (each, loops[loop]) if loops[loop].kind == "sync" else (loops[loop], each)
             more = 0.0 if each.kind == "small batch" else 1.0  # its operators are those that are called
             gain, share = first.gain + more * each.gain, min(1.0, first.share + more * each.share)
             evidence = f"{first.evidence}; in the same loop: {each.title} ({each.share:.0%})"
@@ -134,6 +138,11 @@ def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
     yield from sorted([*rest, *loops.values()], key=lambda each: -each.gain)
 
 
+def _called(found: Sequence[Finding], reading: Finding) -> bool:
+    """Return True if calls of operators gain nearly as much as reading values does: a batch replaces both."""
+    return any(each.kind == "launch" and each.gain > MOSTLY * reading.gain for each in found)
+
+
 def _belongs(sample: Sample, kind: str) -> bool:
     """Return True if a sample may be part of a finding's subject."""
     doing = doing_of(sample.stack)
@@ -141,7 +150,7 @@ def _belongs(sample: Sample, kind: str) -> bool:
         return any("/torch/utils/data/" in frame.file for frame in sample.stack)
     if kind == "optimizer":
         return any("/torch/optim/" in frame.file for frame in sample.stack)
-    return doing.kind == kind if kind not in CALLING else doing.part in ("host", "launch")
+    return kind in (doing.kind, whole_kind(sample.stack)) if kind not in CALLING else doing.part in ("host", "launch")
 
 
 def _switches(kind: str, samples: Sequence[Sample]) -> Iterator[str]:
