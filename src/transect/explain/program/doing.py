@@ -52,6 +52,8 @@ LINES = (
     ("process", re.compile(r"\bos\.(?:system|popen)\(")),
 )
 """Kinds of work by the text of the user's line, if that line is the innermost."""
+COMPREHENSION = re.compile(r"[\[({].*\sfor\s.*\sin\s", re.S)
+"""Statement with a loop inside, which takes longer than what is done with its result."""
 READS = ("parse", "file", "saving")
 """Kinds that are determined by the user's line for any library."""
 WRITERS = re.compile(r"/(?:loguru|absl|structlog|rich|tqdm|wandb|tensorboard\w*|encodings)/|/codecs\.py$")
@@ -325,5 +327,5 @@ def _by_adapter(inner: Sequence[Frame]) -> str:
 def _by_line(inner: Sequence[Frame], user: Frame | None) -> str:
     """Classify by the text of the user's line, which called the ``inner`` frames."""
     text = statement(user.file, user.line) if user is not None else ""
-    alone = all(WRITERS.search(frame.file) for frame in inner)
+    alone = all(WRITERS.search(frame.file) for frame in inner) and not COMPREHENSION.search(text)
     return next((kind for kind, each in LINES if (alone or kind in READS) and each.search(text)), "python")
