@@ -13,6 +13,7 @@ import itertools
 import linecache
 import re
 import sysconfig
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,6 +92,7 @@ LIBRARIES = (
         re.compile(
             r"/(?:tensorboard\w*|wandb|mlflow|comet_ml|aim|clearml|neptune)/"
             r"|/(?:lightning\w*|pytorch_lightning)/.*/(?:loggers|logger_connector)/"
+            r"|/tqdm/\w+\.py:(?:update|refresh|display|set_postfix\w*|set_description\w*)$|/rich/progress\.py:update$"
         ),
     ),
     (
@@ -303,6 +305,25 @@ def loop_text(loop: tuple[str, int]) -> str:
     file, first = loop
     last = next((last for begin, last in _loops(file) if begin == first), first) if file else 0
     return "".join(linecache.getlines(file)[first - 1 : last]) if file else ""
+
+
+@functools.lru_cache(maxsize=200)
+def needs_itself(loop: tuple[str, int]) -> bool:
+    """Return True if a loop computes a variable from its value of the iteration before."""
+    try:
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(loop_text(loop)))))
+    except (SyntaxError, ValueError):
+        return False
+    carried, fresh = set[str](), set[str]()
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            targets = {each.id for each in node.targets if isinstance(each, ast.Name)}
+            used = {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
+            carried |= targets & used
+            fresh |= targets - used
+        elif isinstance(node, ast.For):
+            fresh |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
+    return bool(carried - fresh)
 
 
 def loops_around(file: str, first: int) -> list[int]:

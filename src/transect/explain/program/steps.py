@@ -34,7 +34,7 @@ TRAINING_S = 0.3
 """Seconds after which forward calls of a module that trains are steps, if no optimizer has made one."""
 OUTNUMBERED = 500
 """Forward calls that are steps beside an optimizer, which may need many of them for each of its own."""
-TOKENS = 24
+TOKENS = 12
 """Forward calls inside of one ``generate``, after which a step is a token."""
 LOOKS = 200
 """Calls whose masks and ids are inspected."""
