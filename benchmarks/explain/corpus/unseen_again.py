@@ -1,23 +1,19 @@
-"""Programs that were written before today's rules were read, and explained once."""
+"""Programs that were held out when they were written; what explains programs has changed since."""
 
 import copy
 import logging
 import tempfile
 import warnings
-from functools import partial
 
 import numpy as np
 import pandas as pd
 import torch
-from corpus import program as any_program
-from hugging_face import llama
+from corpus import program
 from PIL import Image
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torch_programs import mlp, train
-
-program = partial(any_program, held_out=True)
 
 
 @program("launch")
@@ -39,7 +35,7 @@ def centers_moved_cluster_by_cluster(fast):
     return work
 
 
-@program("sync", "launch", "python", "logging")
+@program("hooks", "sync", "launch", "python", "logging")
 def activations_watched_by_hooks(fast):
     net, x = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12)]), torch.randn(32, 64)
     history: dict[int, list[tuple[float, float, float]]] = {}
@@ -326,20 +322,6 @@ def healthy_unet_of_batches(fast):
         with torch.inference_mode():
             for step in range(2):
                 net(x, step)
-
-    return work
-
-
-@program(library="transformers")
-def healthy_llama_training(fast):
-    model = llama(max_position_embeddings=256).train()
-    optimizer, ids = torch.optim.AdamW(model.parameters(), fused=True), torch.randint(3, 200, (16, 128))
-
-    def work():
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
 
     return work
 

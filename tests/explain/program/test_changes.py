@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from transect.explain.program import changes
-from transect.explain.program.apply import _batching, apply
+from transect.explain.program import apply as applying
+from transect.explain.program import changes, timing
+from transect.explain.program.apply import Applied, _batching, apply, kept
 from transect.explain.program.changes import Batched, NotPossible, calls_by, compiled, pinned
 from transect.explain.program.finding import Finding
 from transect.explain.program.script import Script
@@ -177,6 +178,34 @@ def test_loaders_get_workers_and_give_the_same_batches(tmp_path):
         kept = torch.utils.data.DataLoader(torch.arange(4), num_workers=2)
     assert loader.num_workers >= 1 and loader.persistent_workers and kept.num_workers == 2
     assert torch.utils.data.DataLoader(torch.arange(4)).num_workers == 0
+
+
+TRAIN = """optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [(TRAIN, "optimizer step"), ("while True:\n    model(torch.ones(2, 8))\n", "forward call")],
+)
+def test_steps_are_timed_and_the_script_ends_after_them(tmp_path, monkeypatch, body, kind):
+    """Each script would never end by itself."""
+    monkeypatch.setattr(timing, "STEPS_S", 0.05)
+    assert 0 < timing.timed(write(tmp_path / "s.py", body), kind) < 0.05
+
+
+def test_changes_that_help_are_measured_together(tmp_path, monkeypatch):
+    script = write(tmp_path / "s.py", "for _ in range(20):\n    model(torch.ones(2, 8))\n")
+    finding = Explained("threads").findings[0]
+    done = [Applied(finding, name, 9.0, 5.0 + i) for i, name in enumerate(("threads", "one thread", "inference mode"))]
+    said = kept(script, Explained(), done)
+    assert said.startswith("kept: threads, inference mode, ") and "less time" in said
+    assert kept(script, Explained(), [Applied(finding, "threads", 9.0, 9.0)]) == ""
+    monkeypatch.setattr(applying, "MOST_S", -1.0)
+    assert "other changes" in apply(script, Explained("threads"))[0].failed
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from transect.explain.program.doing import Doing, doing_of, loop_at, statement
+from transect.explain.program.doing import Doing, doing_of, loop_at, needs_itself, statement, whole_kind
 from transect.explain.program.finding import Finding, Material, weighed
 from transect.explain.program.findings import EVICTED, WARMER, _warmed
 from transect.explain.program.findings_host import rest_share
@@ -150,6 +150,55 @@ def test_samples_have_the_clock_of_the_trace():
     (index,) = (i for i in trace.where(OP) if trace.key_of(int(i)).name == "aten::neg")
     clock = 100e-6  # the profiler's clock may differ by some microseconds
     assert first - clock <= trace.ts[index] - recording.offset <= last + clock
+
+
+def test_events_are_made_after_the_program():
+    """A recording that has stopped sees no more operators, and its events are made when it is read."""
+    recording = Recording(stacks=False)
+    recording.start()
+    torch.ones(3).neg()
+    recording.stop()
+    torch.ones(3).abs()
+    assert not torch.autograd.profiler._is_profiler_enabled
+    trace, _ = recording.read()
+    names = {key.name for key in trace.keys}
+    assert "aten::neg" in names and "aten::abs" not in names
+
+
+def test_a_single_long_wait_is_in_no_step():
+    samples = [Sample(0.001 * i, (Frame("x", "work", 1),), 0) for i in range(40)]
+    samples.append(Sample(9.0, (Frame("x", "collect", 1),), 0))
+    assert weighed(samples, lambda sample: sample.stack[0].function)["collect"] < 0.1
+
+
+HOOKED = Frame("/x/torch/nn/modules/module.py", "_call_impl", 1)
+
+
+@pytest.mark.parametrize(
+    ("stack", "kind"),
+    [
+        ((Frame("user.py", "watch", 1), HOOKED, Frame("user.py", "work", 2)), "hooks"),
+        ((Frame("user.py", "forward", 1), HOOKED, Frame("user.py", "work", 2)), "python"),
+        ((Frame("user.py", "forward", 1), Frame("user.py", "wrapper", 1), HOOKED), "python"),
+        (
+            (Frame("/site-packages/transformers/w/feature_extraction_w.py", "call", 1), Frame("user.py", "work", 2)),
+            "preparing",
+        ),
+        (
+            (Frame("/site-packages/lightning/pytorch/loggers/csv_logs.py", "save", 1), Frame("user.py", "work", 2)),
+            "logging",
+        ),
+    ],
+)
+def test_hooks_and_prepared_inputs_contain_other_work(stack, kind):
+    assert whole_kind(stack) == kind
+
+
+@pytest.mark.parametrize(("body", "needs"), [("y = y * 0.9", True), ("y = f(x)", False), ("x = x * 2", False)])
+def test_a_loop_may_need_its_own_results(tmp_path, body, needs):
+    path = tmp_path / "loop.py"
+    path.write_text(f"def work():\n    for x in range(3):\n        {body}\n")
+    assert needs_itself((str(path), 2)) is needs
 
 
 def test_forgetting_is_a_part_of_recording():

@@ -37,6 +37,15 @@ with torch.inference_mode():
     for _ in range(3000):
         net(torch.ones(4, 16))
 """
+ACCUMULATED = """
+import torch
+net = torch.nn.Linear(16, 16)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+for _ in range(300):
+    for _ in range(20):
+        net(torch.ones(4, 16)).sum().backward()
+    optimizer.step()
+"""
 FOREVER = "while time.time() < began + 0.5"
 NO_STEPS = "import torch\nx = torch.ones(8, 8)\nfor _ in range(300):\n    x = (x @ x).tanh()\n"
 
@@ -47,7 +56,9 @@ def explained(folder, body, **options):
     return explain_script(Script(path), Explain(ceilings(), cores=1, window_s=0.2), **options)
 
 
-@pytest.mark.parametrize(("body", "kind"), [(TRAIN, "optimizer step"), (INFER, "forward call")])
+@pytest.mark.parametrize(
+    ("body", "kind"), [(TRAIN, "optimizer step"), (INFER, "forward call"), (ACCUMULATED, "optimizer step")]
+)
 def test_steps_are_found_and_timed_plain(tmp_path, body, kind):
     found = explained(tmp_path, body)
     steps = found.steps

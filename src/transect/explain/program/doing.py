@@ -13,6 +13,7 @@ import itertools
 import linecache
 import re
 import sysconfig
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,8 @@ LINES = (
     ("process", re.compile(r"\bos\.(?:system|popen)\(")),
 )
 """Kinds of work by the text of the user's line, if that line is the innermost."""
+COMPREHENSION = re.compile(r"[\[({].*\sfor\s.*\sin\s", re.S)
+"""Statement with a loop inside, which takes longer than what is done with its result."""
 READS = ("parse", "file", "saving")
 """Kinds that are determined by the user's line for any library."""
 WRITERS = re.compile(r"/(?:loguru|absl|structlog|rich|tqdm|wandb|tensorboard\w*|encodings)/|/codecs\.py$")
@@ -61,6 +64,9 @@ CALLERS = re.compile(
     r"|sentence_transformers|torchvision/models|torchvision/ops)/"
 )
 """Libraries that mostly call operators: their Python code between operators is the cost of calling these."""
+ARRAYS = re.compile(r"/(?:numpy|scipy|PIL|cv2|sklearn|pandas|librosa|soxr|numba)/")
+NUMPY = re.compile(r"\b(?:np|numpy)\.")
+"""Libraries that compute without operators of torch, and a call of numpy in a line."""
 MODELS = re.compile(
     rf"{CALLERS.pattern.replace('torch|', '')}|/torch/nn/modules/(?:activation|transformer|rnn)\.py$|/torch/optim/"
 )
@@ -81,7 +87,14 @@ PYTHONS_OWN = f"{sysconfig.get_paths()['stdlib']}/tokenize.py"
 """Tokenizer of Python's own source, used when a source line is looked up."""
 IMPORTS = "<frozen importlib"
 LIBRARIES = (
-    ("logging", re.compile(r"/(?:tensorboard\w*|wandb|mlflow|comet_ml|aim|clearml|neptune)/")),
+    (
+        "logging",
+        re.compile(
+            r"/(?:tensorboard\w*|wandb|mlflow|comet_ml|aim|clearml|neptune)/"
+            r"|/(?:lightning\w*|pytorch_lightning)/.*/(?:loggers|logger_connector)/"
+            r"|/tqdm/\w+\.py:(?:update|refresh|display|set_postfix\w*|set_description\w*)$|/rich/progress\.py:update$"
+        ),
+    ),
     (
         "building",
         re.compile(
@@ -114,6 +127,15 @@ WAITING = ("wait", "poll", "join", "recv", "_try_wait", "_communicate")
 """Functions in which the parent waits for the start or end of a process."""
 
 
+PREPARES = re.compile(
+    r"/transformers/.*(?:feature_extraction|image_processing|image_transforms|video_processing|audio_utils)"
+    r"|/torchvision/transforms/|/torchaudio/(?:transforms|functional|compliance)|/librosa/"
+)
+"""Files of libraries that make a model's inputs."""
+WHOLE = ("stacks", "printing", "saving", "building", "copying", "optimizer", "adapters", "hooks", "preparing")
+"""Kinds that include the operators called for them, not only the gaps between these."""
+
+
 @dataclass(frozen=True, slots=True)
 class Doing:
     """Work of the host: a part, a kind (``tokenize``, ``logging``, ``sleep``, ...), and the user's line."""
@@ -139,6 +161,17 @@ def calls_itself(stack: tuple[Frame, ...]) -> bool:
     inner = itertools.takewhile(lambda frame: any(part in frame.file for part in LIBRARY), stack)
     elsewhere = "_engine_run_backward", "synchronize"
     return not any(MODELS.search(frame.file) or frame.function in elsewhere for frame in inner)
+
+
+def in_hook(stack: tuple[Frame, ...]) -> bool:
+    """Return True if a stack is in a function of the user that a module calls as a hook."""
+    for index in range(1, len(stack)):
+        inner, caller = stack[index - 1], stack[index]
+        if caller.function in ("_call_impl", "inner") and caller.file.endswith("/torch/nn/modules/module.py"):
+            if any(part in inner.file for part in LIBRARY) or inner.function == "forward":
+                continue
+            return all(frame.function != "forward" or frame.file != inner.file for frame in stack[:index])
+    return False
 
 
 def waits_for_gpu(stack: tuple[Frame, ...]) -> bool:
@@ -169,9 +202,22 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
         if "/logging/" in frame.file and frame.function not in FORKS:
             return Doing("host", "logging", user)
     kind = _by_library(inner) or _by_adapter(inner) or _by_line(inner, user)
-    if kind == "python" and any(CALLERS.search(frame.file) for frame in inner):
+    if kind == "python" and any(CALLERS.search(frame.file) for frame in inner) and not _computes(inner[0]):
         return Doing("launch", "calls", user)
     return Doing("loading" if kind == "file" else "host", kind, user)
+
+
+@functools.lru_cache(maxsize=10_000)
+def whole_kind(stack: tuple[Frame, ...]) -> str:
+    """Return the kind of a stack's work, of which hooks and the preparation of inputs contain others."""
+    if in_loader(stack):
+        return ""
+    kind = doing_of(stack).kind
+    if kind not in WHOLE and in_hook(stack):
+        return "hooks"
+    if kind in ("calls", "python") and any(PREPARES.search(frame.file) for frame in user_stack(stack)):
+        return "preparing"
+    return kind
 
 
 def _computes_again(stack: tuple[Frame, ...]) -> bool:
@@ -182,6 +228,11 @@ def _computes_again(stack: tuple[Frame, ...]) -> bool:
         if frame.function == "_engine_run_backward":
             return False
     return False
+
+
+def _computes(frame: Frame) -> bool:
+    """Return True if a line is in a library for arrays or pictures, or calls numpy."""
+    return bool(ARRAYS.search(frame.file) or NUMPY.search(linecache.getline(frame.file, frame.line)))
 
 
 def _by_library(inner: Sequence[Frame]) -> str:
@@ -256,6 +307,25 @@ def loop_text(loop: tuple[str, int]) -> str:
     return "".join(linecache.getlines(file)[first - 1 : last]) if file else ""
 
 
+@functools.lru_cache(maxsize=200)
+def needs_itself(loop: tuple[str, int]) -> bool:
+    """Return True if a loop computes a variable from its value of the iteration before."""
+    try:
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(loop_text(loop)))))
+    except (SyntaxError, ValueError):
+        return False
+    carried, fresh = set[str](), set[str]()
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            targets = {each.id for each in node.targets if isinstance(each, ast.Name)}
+            used = {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
+            carried |= targets & used
+            fresh |= targets - used
+        elif isinstance(node, ast.For):
+            fresh |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
+    return bool(carried - fresh)
+
+
 def loops_around(file: str, first: int) -> list[int]:
     """Return the first lines of the loops around the one that begins at a line."""
     last = max((last for begin, last in _loops(file) if begin == first), default=first)
@@ -278,5 +348,5 @@ def _by_adapter(inner: Sequence[Frame]) -> str:
 def _by_line(inner: Sequence[Frame], user: Frame | None) -> str:
     """Classify by the text of the user's line, which called the ``inner`` frames."""
     text = statement(user.file, user.line) if user is not None else ""
-    alone = all(WRITERS.search(frame.file) for frame in inner)
+    alone = all(WRITERS.search(frame.file) for frame in inner) and not COMPREHENSION.search(text)
     return next((kind for kind, each in LINES if (alone or kind in READS) and each.search(text)), "python")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,11 +79,14 @@ class Material:
 def weighed(samples: Sequence[Sample], name: Callable[[Sample], str]) -> dict[str, float]:
     """Return the share of the time by ``name`` of its samples; a sample stands for the time since the one before.
 
-    A sampler waits while a function of C holds the interpreter's lock, and finds it or the next line afterwards.
+    A sampler waits while a function of C holds the interpreter's lock, and finds it or the next line afterwards. A
+    single long wait does not belong to each step, and counts as the second longest.
     """
     times: dict[str, float] = {}
+    waits = sorted(sample.at - before.at for before, sample in itertools.pairwise(samples))
+    most = 2 * waits[-2] if len(waits) > MANY else math.inf
     for before, sample in itertools.pairwise(samples):
         each = name(sample)
-        times[each] = times.get(each, 0.0) + sample.at - before.at
+        times[each] = times.get(each, 0.0) + min(most, sample.at - before.at)
     whole = sum(times.values())
     return {each: seconds / whole for each, seconds in times.items()} if whole else {}

@@ -50,6 +50,8 @@ RECURRENT = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
 """Operators that call others for each element of a sequence."""
 COMPILED_S, TRAINED_S = 15e-6, 110e-6
 """Seconds that a call of a compiled module takes beside its operators, without a backward pass and with it."""
+MOST_CALL_S = 15e-6
+"""Longest time of calling an operator on a host, with the Python around it; freeing large results takes longer."""
 MOST = 0.6
 """Share of the calls of a loop that is mended alone, not with the loops around it."""
 LARGE_WORK = 0.7
@@ -148,6 +150,7 @@ def launching(material: Material) -> Iterator[Finding]:
         calling = weighed(material.stacks, lambda sample: _calling(sample, reading)) if share else {}
         left = 1 - calling.get("read", 0.0) / max(1e-9, 1 - calling.get("", 0.0))
         seconds = split.parts["launch"] * left if share else split.parts["launch"] - _sync_launch(split, waits)
+    seconds = min(seconds, calls * MOST_CALL_S) if not split.on_gpu else seconds  # memory is freed between them
     seconds *= 1 - 1 / most.calls
     chained = bool(material.facts.get("chained"))
     fused = seconds * _fusible(split)
@@ -240,7 +243,7 @@ def looped_share(material: Material) -> tuple[float, float]:
         place = _place(sample.stack)
         if not place and any(frame.file.endswith("/torch/nn/modules/module.py") for frame in sample.stack):
             place = "module"
-        inside = loop_around(sample.stack) not in training
+        inside = loop_around(sample.stack) not in training or _derives(sample.stack)
         return "loop" if inside and place != "optimizer" else place
 
     times = weighed(calling, name)
@@ -253,6 +256,11 @@ def looped_share(material: Material) -> tuple[float, float]:
     backward = times.get("backward", 0.0)
     looped = backward * loop / (loop + once) * recorded if loop else 0.0
     return loop + looped, times.get("module", 0.0) + backward - looped
+
+
+def _derives(stack: tuple[Frame, ...]) -> bool:
+    """Return True if torch goes through the outputs of a function to derive each, for which one batch is enough."""
+    return any(frame.file.endswith("/torch/autograd/functional.py") for frame in stack)
 
 
 def _around_most(calling: Sequence[Sample]) -> float:

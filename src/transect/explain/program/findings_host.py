@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .doing import doing_of, in_loader
+from .doing import WHOLE, doing_of, in_loader, whole_kind
 from .finding import ENOUGH, Finding, Material, weighed
 from .findings_work import recorded_calls
 from .gaps import Named
@@ -40,6 +40,14 @@ HOST_ADVICE = {
     "building": ("models are built or loaded in the loop", "build and load them once, before the loop"),
     "copying": ("objects are copied deep in the loop", "keep one copy and write into it: tensor.copy_()"),
     "optimizer": ("the optimizer goes from parameter to parameter", "fused=True, or foreach=True"),
+    "hooks": (
+        "hooks of modules compute beside the model",
+        "remove them (handle.remove()), or let them return at once but for every N steps",
+    ),
+    "preparing": (
+        "inputs are prepared in the training loop",
+        "prepare them once before the loop, or in the workers of a DataLoader",
+    ),
     "adapters": ("adapters compute beside the weights", "merge them: model.merge_and_unload() for inference"),
     "python": (
         "Python computes between operators",
@@ -52,8 +60,6 @@ RESTARTS = 0.1
 """Least share of the time, spent on starting a loader's workers, that is a finding of its own."""
 MOST_LEFT = 1.25
 """Largest factor of what samples leave to operators."""
-WHOLE = ("stacks", "printing", "saving", "building", "copying", "optimizer", "adapters")
-"""Kinds that include the operators called for them, not only the gaps between these."""
 SAMPLED = (*EVERYWHERE, *WHOLE, "loading", "collection", "attention", "padding")
 """Kinds of findings whose gain comes from samples, or from elsewhere than the times of operators."""
 CHECKS = ("isnan", "ne", "any", "is_nonzero", "item", "_local_scalar_dense")
@@ -198,14 +204,15 @@ def _fused_update(split: Split) -> float:
 def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
     """Return for each kind in ``WHOLE`` its share of the samples, and the user's line that is most of them."""
     samples = material.stacks
-    shares = weighed(samples, lambda sample: doing_of(sample.stack).kind)
+    shares = weighed(samples, lambda sample: whole_kind(sample.stack))
     lines: dict[str, Counter[str]] = {}
     for sample in samples:
-        doing = doing_of(sample.stack)
-        if doing.kind in WHOLE:
-            lines.setdefault(doing.kind, Counter())[str(doing.frame or "a library")] += 1
+        if (kind := whole_kind(sample.stack)) in WHOLE:
+            lines.setdefault(kind, Counter())[str(doing_of(sample.stack).frame or "a library")] += 1
     if material.samples is not None and not material.samples.anomalies:
         lines.pop("stacks", None)  # other code wrote a stack down
+    if not material.facts.get("backward", True):
+        lines.pop("preparing", None)  # a batch replaces it together with the calls of the model
     return {kind: (shares.get(kind, 0.0), seen.most_common(1)[0][0]) for kind, seen in lines.items()}
 
 

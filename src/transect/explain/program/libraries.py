@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .doing import LIBRARY, doing_of, loop_at, user_stack
+from .doing import LIBRARY, doing_of, loop_around, needs_itself, user_stack, whole_kind
 from .finding import Finding, Material
 from .findings_calls import training_loops
 from .findings_work import REACHED
@@ -36,6 +36,12 @@ LEAST_SCORES = 4096
 """Scores of a head from which fused attention may gain."""
 WITH_BACKWARD = 3.5
 """Time of fused attention with its backward pass, in forward passes."""
+Place = tuple[tuple[str, int], str]
+"""(File, first line) of a loop, and a function in it."""
+CALLED = 0.3
+"""Least share of the samples of calls that are inside of libraries, with which these show where calls are made."""
+MOSTLY = 0.6
+"""Least gain of a batch, in gains of reading values or of Python alone, with which a loop's change is the batch."""
 LOOPED = ("python", "launch", "sync", "small batch")
 """Kinds of findings about a loop that a batch replaces."""
 
@@ -58,6 +64,7 @@ LIGHTNING = re.compile(r"/(?:pytorch_)?lightning/")
 ACCELERATE = re.compile(r"/accelerate/")
 SENTENCES = re.compile(r"/sentence_transformers/")
 SKLEARN = re.compile(r"/sklearn/")
+DERIVATIVES = re.compile(r"/torch/autograd/functional\.py:")
 GRAPHS = re.compile(r"/torch_geometric/")
 DIFFUSERS = re.compile(r"/diffusers/")
 PICTURES = re.compile(r"/torchvision/transforms/")
@@ -96,6 +103,7 @@ SWITCHES = (
            "pipe.unet = torch.compile(pipe.unet)"),
     Switch("torchvision", PICTURES, ("loading", "python"), "transforms.v2 on batches of tensors, after the loader"),
     Switch("pandas", PANDAS, ("loading", "python"), "torch.from_numpy(frame.to_numpy()) once, then index the tensor"),
+    Switch("torch", DERIVATIVES, CALLS, "vectorize=True, or torch.func.jacrev and torch.func.hessian"),
     Switch("torch", OPTIM, ("optimizer", "launch", "eager"), "the optimizer's fused=True"),
 )  # fmt: skip
 
@@ -105,33 +113,41 @@ def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
     loop spends in Python and on calls is one finding, if all of the loop can be done in a batch."""
     samples = material.stacks
     training = training_loops(material)
-    loops: dict[tuple[str, int], Finding] = {}
-    reading: set[tuple[str, int]] = set()
+    loops: dict[Place, Finding] = {}
+    reading: set[Place] = set()
     rest: list[Finding] = []
     for each in found:
         chosen = [sample for sample in samples if _belongs(sample, each.kind)] or list(samples)
         words = next(_switches(each.kind, chosen), "")
         advice = f"{words}. Else: {each.advice}" if words else each.advice
-        line, where = _where(chosen)
-        each = replace(each, where=where, advice=advice)
-        loop = loop_at(line)
+        each = replace(each, where=_where(chosen), advice=advice)
+        calling = [sample for sample in chosen if doing_of(sample.stack).part == "launch"]
+        few = each.kind != "launch" or len(calling) < CALLED * len(chosen)
+        place = loop, _ = _loop(chosen if few else calling)
         trains = bool(material.facts.get("backward", True))
         inside = bool(loop[0]) and (not trains or (bool(training) and loop not in training))
-        if each.kind not in (LOOPED[:2] if trains else LOOPED) or not inside or loop in reading:
+        if each.kind not in (LOOPED[:2] if trains else LOOPED) or not inside or place in reading:
             rest.append(each)
-        elif each.kind == "sync" and loop not in loops:  # its change leaves the loop as it is
-            reading.add(loop)
+        elif each.kind == "sync" and place not in loops and (needs_itself(loop) or not _called(found, each)):
+            reading.add(place)  # the rest of the loop stays
             rest.append(each)
-        elif loop in loops:
-            first = loops[loop]
+        elif place in loops:
+            first = loops[place]
+            if each.kind == "launch" and each.gain > MOSTLY * first.gain:  # the loop mostly calls operators
+                first, each = each, first
             more = 0.0 if each.kind == "small batch" else 1.0  # its operators are those that are called
             gain, share = first.gain + more * each.gain, min(1.0, first.share + more * each.share)
             evidence = f"{first.evidence}; in the same loop: {each.title} ({each.share:.0%})"
             apply = ", ".join(dict.fromkeys(filter(None, [first.apply, each.apply])))
-            loops[loop] = replace(first, gain=gain, share=share, evidence=evidence, apply=apply)
+            loops[place] = replace(first, gain=gain, share=share, evidence=evidence, apply=apply)
         else:
-            loops[loop] = each
+            loops[place] = each
     yield from sorted([*rest, *loops.values()], key=lambda each: -each.gain)
+
+
+def _called(found: Sequence[Finding], reading: Finding) -> bool:
+    """Return True if calls of operators gain nearly as much as reading values does: a batch replaces both."""
+    return any(each.kind == "launch" and each.gain > MOSTLY * reading.gain for each in found)
 
 
 def _belongs(sample: Sample, kind: str) -> bool:
@@ -141,7 +157,7 @@ def _belongs(sample: Sample, kind: str) -> bool:
         return any("/torch/utils/data/" in frame.file for frame in sample.stack)
     if kind == "optimizer":
         return any("/torch/optim/" in frame.file for frame in sample.stack)
-    return doing.kind == kind if kind not in CALLING else doing.part in ("host", "launch")
+    return kind in (doing.kind, whole_kind(sample.stack)) if kind not in CALLING else doing.part in ("host", "launch")
 
 
 def _switches(kind: str, samples: Sequence[Sample]) -> Iterator[str]:
@@ -158,8 +174,17 @@ def _switches(kind: str, samples: Sequence[Sample]) -> Iterator[str]:
             yield f"{switch.library}: {switch.words}"
 
 
-def _where(samples: Sequence[Sample]) -> tuple[Frame | None, str]:
-    """Return the user's line that most samples are below, also as text with the function that it calls there."""
+def _loop(samples: Sequence[Sample]) -> Place:
+    """Return the user's innermost loop that most samples are in, ("", 0) if that is none, and the function in it."""
+    counts: Counter[Place] = Counter()
+    for sample in samples:
+        frame = doing_of(sample.stack).frame
+        counts[loop_around(sample.stack), frame.function if frame is not None else ""] += 1
+    return counts.most_common(1)[0][0] if counts else (("", 0), "")
+
+
+def _where(samples: Sequence[Sample]) -> str:
+    """Return the user's line that most samples are below, with the function that it calls there."""
     counts: Counter[tuple[Frame, Frame | None]] = Counter()
     for sample in samples:
         stack = user_stack(sample.stack)
@@ -167,11 +192,11 @@ def _where(samples: Sequence[Sample]) -> tuple[Frame | None, str]:
         if index is not None:
             counts[stack[index], stack[index - 1] if index else None] += 1
     if not counts:
-        return None, ""
+        return ""
     (user, called), _ = counts.most_common(1)[0]
     file = user.file.rpartition("/")[2]
     inside = f", which calls {called.function} ({_library(called.file)})" if called is not None else ""
-    return user, f"{file}:{user.line} in {user.function}{inside}"
+    return f"{file}:{user.line} in {user.function}{inside}"
 
 
 def _library(file: str) -> str:

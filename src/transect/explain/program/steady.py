@@ -36,7 +36,7 @@ SAMPLES = 400
 SOME = 20
 """Steps after which a window may end in a third of its time, or in a tenth if they make the program slower by
 ``COST``."""
-COST = 0.05
+COST = 0.03
 """Share of the time until then by which profiled steps may be longer than others."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import sys
 import threading
 import time
@@ -29,7 +30,11 @@ REPEATS = 3
 LATER = 8
 """Marks of a lesser kind needed while a module trains, or beside a loader: an optimizer or the loader may mark the
 steps."""
-TOKENS = 24
+TRAINING_S = 0.3
+"""Seconds after which forward calls of a module that trains are steps, if no optimizer has made one."""
+OUTNUMBERED = 500
+"""Forward calls that are steps beside an optimizer, which may need many of them for each of its own."""
+TOKENS = 12
 """Forward calls inside of one ``generate``, after which a step is a token."""
 LOOKS = 200
 """Calls whose masks and ids are inspected."""
@@ -73,6 +78,8 @@ class StepWatch:
         """Steps of each optimizer, without its first."""
         self._optimizers: list[weakref.ref[Any]] = []
         self._training: dict[Mark, bool] = {}
+        self._trained = math.inf
+        """Time of the first forward call of a module that trains."""
         self._inside: set[int] = set()
         """Modules inside of a root: a module that was called by no other."""
         self._roots: dict[int, tuple[weakref.ref[nn.Module], tuple[str, int]]] = {}
@@ -144,6 +151,10 @@ class StepWatch:
             return REPEATS
         if self._generating:
             return TOKENS
+        if any(kind == KINDS[0] for kind, _ in self.counts):
+            return OUTNUMBERED
+        if self._training.get(mark) and time.perf_counter() - self._trained < TRAINING_S:
+            return OUTNUMBERED
         beside = any(kind != KINDS[3] for kind, _ in self.counts)
         return LATER if beside or self._training.get(mark) else REPEATS
 
@@ -223,7 +234,9 @@ class StepWatch:
         if isinstance(mask, Tensor) and _is_mask(mask) and len(self._masks) < LOOKS:
             self._masks.append((mask.detach()[:: -(-len(mask) // SEEN_ROWS)].clone(), mask.numel()))
         number = self._roots[id(module)][1]
-        self._training[KINDS[3], number] = module.training and torch.is_grad_enabled()
+        self._training[KINDS[3], number] = trains = module.training and torch.is_grad_enabled()
+        if trains:
+            self._trained = min(self._trained, time.perf_counter())
         self._mark(KINDS[3], number)
 
     def _follow(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
