@@ -18,8 +18,8 @@ def table(result: dict[str, Any]) -> str:
     compared, differing = (sum(check[name] for check in checks) for name in ("checked", "differing"))
     lines.append(
         "\nA layer of Llama-3.1-8B's shape at 1,024 positions, in bfloat16. `python "
-        f"benchmarks/engine/invariant_layers.py` on one {machine['gpu']}, {packages}, {record.made_at(result['runs'])}; "
-        f"medians. Of {compared:,} results of products and attention by other tilings, in other batches and chunks, "
+        f"benchmarks/engine/invariant_layers.py` on one {machine['gpu']}, {packages}, {record.made_at(result['runs'])}"
+        f"; medians. Of {compared:,} results of products and attention by other tilings, in other batches and chunks, "
         f"{differing} differ."
     )
     return "\n".join(lines) + "\n"
