@@ -17,8 +17,9 @@ def table(result: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     compared, differing = (sum(check[name] for check in checks) for name in ("checked", "differing"))
     lines.append(
-        "\nA layer of Llama-3.1-8B's shape at 1,024 positions, in bfloat16. `python benchmarks/engine/invariant.py` on "
-        f"one {machine['gpu']}, {packages}, {record.made_at(result['runs'])}; medians. Of {compared:,} results of "
-        f"products and attention by other tilings, in other batches and chunks, {differing} differ."
+        "\nA layer of Llama-3.1-8B's shape at 1,024 positions, in bfloat16. `python "
+        f"benchmarks/engine/invariant_layers.py` on one {machine['gpu']}, {packages}, {record.made_at(result['runs'])}"
+        f"; medians. Of {compared:,} results of products and attention by other tilings, in other batches and chunks, "
+        f"{differing} differ."
     )
     return "\n".join(lines) + "\n"

@@ -99,7 +99,7 @@ KERNELS = ((3, 4), (3, 3), (2, 6), (2, 4), (3, 2), (2, 2), (2, 3), (1, 8), (1, 4
 MOST_WARPS = 8
 DEEP = ((3, 8), (2, 12))
 """Pairs for blocks of few warps."""
-WIDE = ((1, 12, 4), (2, 4, 2), (2, 6, 2), (2, 8, 4), (3, 8, 2), (3, 12, 2), (4, 4, 2))
+WIDE = ((1, 12, 4), (2, 4, 2), (2, 6, 2))
 """Compiled (columns, stages, wide) of parts in order."""
 COMPILED = (*((*pair, 1) for pair in KERNELS + DEEP), *WIDE)
 

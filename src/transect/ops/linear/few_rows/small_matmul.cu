@@ -49,9 +49,5 @@ extern "C" int transect_small_matmul(const void* x, const void* weight, const vo
   TRANSECT_ROWS(1, 12, 4)
   TRANSECT_ROWS(2, 4, 2)
   TRANSECT_ROWS(2, 6, 2)
-  TRANSECT_ROWS(2, 8, 4)
-  TRANSECT_ROWS(3, 8, 2)
-  TRANSECT_ROWS(3, 12, 2)
-  TRANSECT_ROWS(4, 4, 2)
   return -1;
 }
