@@ -227,6 +227,12 @@ def test_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch, t
         build.library_path()
 
 
+def test_nothing_is_compiled_where_that_is_not_wanted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "cache_folder", lambda: tmp_path)
+    with pytest.raises(Unavailable, match="not compiled yet"):
+        build.library_path(build=False)
+
+
 def test_a_broken_compiler_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "c++"
     compiler.write_text(

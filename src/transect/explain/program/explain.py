@@ -324,8 +324,8 @@ def _no_collections() -> Iterator[None]:
 
 
 def machine_ceilings() -> Ceilings:
-    """Return the ceilings of this machine's first device, measured if unknown."""
-    return device_measurement(detect()).ceilings
+    """Return the ceilings of this machine's first device, measured if unknown; nothing is compiled for that."""
+    return device_measurement(detect(), build=False).ceilings
 
 
 def fit(split: Split, named: list[Named], plain: float) -> list[Named]:

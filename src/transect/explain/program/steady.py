@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import os
 import threading
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from .doing import IMPORTS, user_stack
 from .recording import Recording, resident_bytes, total_memory
 from .sampler import StackSampler, StackSamples
-from .steps import KINDS, REPEATS, Mark, StepWatch, UnprofiledSteps
+from .steps import KINDS, LOOKS, REPEATS, Mark, StepWatch, UnprofiledSteps
 
 MOST_AFTER = 50
 """Most steps that are timed after the window."""
@@ -47,7 +48,7 @@ class Steps:
     kind: str
     """Kind of event that marks a step."""
     count: int
-    """Number of steps of the whole program."""
+    """Number of steps of the whole program; if each is a forward call, those after the first hundreds are estimated."""
     explained: int
     plain_s: float
     """Median time of a step without profiling; 0 if none was timed."""
@@ -103,6 +104,8 @@ class Steady:
         self._stopping = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._cut)
         self._switching = False
         """True while a recording starts or stops."""
+        self._unseen = math.inf
+        """Time from which steps are no longer counted."""
         self._others: Counter[Mark] = Counter()
         """Marks of the step's kind since the step was last seen."""
         self.limited = 0.0
@@ -210,6 +213,9 @@ class Steady:
                 self._after.restart()
         elif len(self._after.seconds) < MOST_AFTER:
             self._after.mark()
+        elif mark[0] == KINDS[-1] and self.watch.counts[mark] >= LOOKS:  # hooks make each call of each module longer
+            self.watch.ignore_forward()
+            self._unseen = now
 
     def _adopt(self, mark: Mark) -> None:
         """Take another mark as that of steps."""
@@ -296,7 +302,8 @@ class Steady:
         self.between = inside[0], inside[-1]
         self.steps = Steps(
             self._step[0],
-            sum(self.watch.counts[mark] for mark in self._taken),
+            sum(self.watch.counts[mark] for mark in self._taken)
+            + (int(max(0.0, ended - self._unseen) / plain.median) if plain.median else 0),
             len(inside) - 1,
             plain.median,
             lengths[len(lengths) // 2],

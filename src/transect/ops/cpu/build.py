@@ -40,10 +40,11 @@ COMPILERS = ("c++", "g++", "clang++")
 BUILD_TIMEOUT = 300
 
 
-def library_path(march: str = "native") -> Path:
+def library_path(march: str = "native", *, build: bool = True) -> Path:
     """Return the compiled library for this machine, built if it does not exist yet.
 
     Args:
+        build: False raises ``Unavailable`` where it would be built, which takes up to a minute.
         march: the compiler's ``-march``: ``native`` in use; tests name older levels to try the other paths.
 
     ``TRANSECT_CXXFLAGS`` of the environment comes after our flags, for a sanitizer or symbols. ``CXXFLAGS`` is not
@@ -63,6 +64,8 @@ def library_path(march: str = "native") -> Path:
         key.update(file.read_bytes())
     target = cache_folder() / "native" / f"kernels-{march}-{key.hexdigest()[:16]}.so"
     if not target.exists():
+        if not build:
+            raise Unavailable("the C++ kernels are not compiled yet")
         _compile(compiler, march, target)
     return target
 
