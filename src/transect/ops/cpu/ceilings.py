@@ -33,7 +33,8 @@ def device_measurement(device: Device, *, again: bool = False, build: bool = Tru
     if device.kind != "cpu":
         return measurement(device, again=again)
     try:
-        library_path(build=build)
+        if not build:
+            library_path(build=False)
         library = load(torch.get_num_threads())
     except Unavailable:
         return measurement(device, again=again)
