@@ -100,7 +100,7 @@ class Warm:
 
 
 def _finds_the_same(environment: dict[str, str]) -> bool:
-    """Whether what has been imported is what a process with this ``PYTHONPATH`` would import."""
+    """Return True if a process with this ``PYTHONPATH`` would import the same files as the helper."""
     added = {Path(each).resolve() for each in _paths(environment)} - {Path(each).resolve() for each in sys.path}
     replaced = ("transect", "torch", "sitecustomize.py", "usercustomize.py")
     return not any((folder / name).exists() for folder in added for name in replaced)
