@@ -23,6 +23,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -125,18 +126,26 @@ def serve(model: str, form: str, rows: int, dependent_launch: bool) -> None:
     def decode(count: int, seed: int) -> float:
         return decode_steps(llm, tokens(count, seed), STEPS, -(-count * PROMPT // 8192) + 2).per_token
 
-    def of_kernels(count: int) -> dict[str, list[float]]:
-        """Return the launches and the microseconds of each kernel in a decode step."""
-        from torch.autograd import DeviceType
-
+    def of_kernels(count: int) -> list[dict[str, Any]]:
+        """Return the kernels of a decode step, in their order: launches and microseconds a step, from the end of the
+        kernel before to the own end. Launches of one kernel are apart by their grid and the kernel before."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             decode(count, 0)
-        found: dict[str, list[float]] = {}
-        least = 0.5 * STEPS  # of prompts there are fewer
-        for event in profile.key_averages():
-            if event.device_type == DeviceType.CUDA and event.count >= least:
-                found[event.key[:80]] = [event.count / STEPS, event.self_device_time_total / STEPS]
-        return dict(sorted(found.items(), key=lambda item: -item[1][1])[:16])
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            profile.export_chrome_trace(file.name)
+            events = json.loads(Path(file.name).read_text())["traceEvents"]
+        ran = sorted((each for each in events if each.get("cat") == "kernel"), key=lambda each: each["ts"])
+        ran = ran[len(ran) // 2 :]  # prompts came before
+        steps = max(1, sum("embed" in event["name"] for event in ran))
+        found: dict[tuple[str, ...], dict[str, Any]] = {}
+        before, ended = "", 0.0
+        for event in ran:
+            name, grid, end = event["name"][:60], event["args"]["grid"], event["ts"] + event["dur"]
+            row = found.setdefault((name, str(grid), before), {"kernel": name, "grid": grid, "count": 0.0, "us": 0.0})
+            row["count"] += 1 / steps
+            row["us"] += max(0, end - max(ended, event["ts"] - 10)) / steps
+            before, ended = name, max(ended, end)
+        return [row for row in found.values() if row["count"] > 0.5]
 
     asked: dict[str, Callable[..., Any]] = {
         "start": lambda: {"seconds": started, "kernels": llm.kernels, "gpu": torch.cuda.get_device_name()},
@@ -189,7 +198,7 @@ def race(
             floor = step_floor(PRESETS[model], lengths, rates, storage).seconds
             row = _row(times, floor)
             if kernels:
-                row["kernels_us"] = {worker.name: worker.ask("of_kernels", count) for worker in workers}
+                row["kernels"] = {worker.name: worker.ask("of_kernels", count) for worker in workers}
             found["decode"].append({"rows": count, **row})
             _say(f"  decode, {count} rows", row)
         times = [[] for _ in workers]
@@ -241,8 +250,10 @@ def _say(name: str, row: Mapping[str, Any]) -> None:
         + (f", ordinary launches {row['ordinary_s']['median'] * 1e3:.3f} ms" if "ordinary_s" in row else ""),
         flush=True,
     )
-    for name, kernels in row.get("kernels_us", {}).items():
-        print(f"    {name}: " + "; ".join(f"{us:.0f} us in {count:.1f} {key}" for key, (count, us) in kernels.items()))
+    for name, kernels in row.get("kernels", {}).items():
+        print(f"    {name}: {sum(each['us'] for each in kernels):.0f} us a step")
+        for each in kernels:
+            print(f"      {each['us']:7.1f} us in {each['count']:5.1f} of {each['kernel']} {each['grid']}", flush=True)
 
 
 def main() -> None:

@@ -219,16 +219,19 @@ __device__ __forceinline__ uint32_t twice(float v) {
   return *(const uint32_t*)&both;
 }
 
-template <int GROUP, int NT>
-__global__ void __launch_bounds__(kWarps * 32, 1)
+// All threads of the first team.
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(kWarps * 32) : "memory"); }
+
+template <int GROUP, int NT, int TEAMS>
+__global__ void __launch_bounds__(TEAMS * kWarps * 32, 1)
     int4_portable_tiles(const __nv_bfloat16* x, const unsigned char* weight, const __nv_bfloat16* bias,
                         __nv_bfloat16* out, float4* parts, unsigned* counters, int M, int N, int K,
                         long long x_stride, int row_tiles, int split, int stages, int gate) {
-  constexpr int TILE = kTile<GROUP>, ROWS = NT * 8, GROUPS = kChunk / GROUP, EACH = GROUP / 32;
+  constexpr int TILE = kTile<GROUP>, ROWS = NT * 8, EACH = GROUP / 32, THREADS = TEAMS * kWarps * 32;
   constexpr int W_BYTES = kSixteens * TILE, STAGE = W_BYTES + ROWS * kXPitch;
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ unsigned arrived[1];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kWarps, team = threadIdx.x / (kWarps * 32);
   const int sixteens = (N + 15) / 16, tiles = (sixteens + kSixteens - 1) / kSixteens;
   const int tile_n = blockIdx.x % tiles, tile_m = blockIdx.x / tiles % row_tiles, part = blockIdx.x / (tiles * row_tiles);
   unsigned* counter = counters + tile_m * tiles + tile_n;
@@ -239,20 +242,24 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
 
   let_next_begin();
   wait_for_previous();
-  const int pieces = min(kSixteens, sixteens - first) * (TILE / 16);
-  auto fetch = [&](int slot, int step) {
-    const unsigned char* from = weight + ((size_t)(begin + step) * sixteens + first) * TILE;
-    const uint32_t to = ring + slot * STAGE;
-    for (int piece = threadIdx.x; piece < W_BYTES / 16; piece += kWarps * 32)
-      copy16(to + piece * 16, piece < pieces ? from + piece * 16 : weight, piece < pieces);
-    for (int piece = threadIdx.x; piece < ROWS * 16; piece += kWarps * 32) {
-      const int row = piece / 16, at = piece % 16;
-      copy16(to + W_BYTES + row * kXPitch + at * 16,
-             row < rows ? x + (m0 + row) * x_stride + (size_t)(begin + step) * kChunk + at * 8 : x, row < rows);
-    }
+  // Each thread brings the same pieces of every span. Rows past the end are left as they are: their sums are not stored.
+  const int pieces = min(kSixteens, sixteens - first) * (TILE / 16), row = threadIdx.x / 16;
+  const size_t span = (size_t)sixteens * TILE, rows_on = THREADS / 16 * x_stride;
+  const unsigned char* w_from = weight + begin * span + (size_t)first * TILE + threadIdx.x * 16;
+  const __nv_bfloat16* x_from = x + (m0 + row) * x_stride + (size_t)begin * kChunk + threadIdx.x % 16 * 8;
+  const uint32_t w_to = ring + threadIdx.x * 16, x_to = ring + W_BYTES + row * kXPitch + threadIdx.x % 16 * 16;
+  auto fetch = [&](int slot) {
+#pragma unroll
+    for (int i = 0; i * THREADS < W_BYTES / 16; i++)
+      if (i * THREADS + (int)threadIdx.x < pieces) copy16(w_to + slot * STAGE + i * THREADS * 16, w_from + i * THREADS * 16, true);
+#pragma unroll
+    for (int i = 0; i * THREADS < ROWS * 16; i++)
+      if (i * (THREADS / 16) + row < rows)
+        copy16(x_to + slot * STAGE + i * (THREADS / 16) * kXPitch, x_from + i * rows_on, true);
+    w_from += span, x_from += kChunk;
   };
   for (int s = 0; s < stages - 1; s++) {
-    if (s < total) fetch(s, s);
+    if (s < total) fetch(s);
     end_group();
   }
   const uint32_t x_at = W_BYTES + lane % 8 * kXPitch + lane / 8 * 16;
@@ -261,52 +268,65 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   for (int step = 0; step < total; step++) {
     wait_for_stage<2>(stages);
     __syncthreads();  // all copies of this span have landed, and the slot that is filled again has been read
-    if (step + stages - 1 < total) fetch(slot == 0 ? stages - 1 : slot - 1, step + stages - 1);
+    if (step + stages - 1 < total) fetch(slot == 0 ? stages - 1 : slot - 1);
     end_group();
     const uint32_t from = ring + slot * STAGE;
+    uint32_t scale[2][2], zero[2][2];  // of rows lane / 4 and, with codes four bits up, lane / 4 + 8
 #pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
-      uint32_t scale[2][2], zero[2][2];  // of rows lane / 4 and, with codes four bits up, lane / 4 + 8
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        uint2 both;  // scale in the low half, zero in the high one
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                     : "=r"(both.x), "=r"(both.y)
-                     : "r"(from + (warp * 2 + r) * TILE + 1024 + g * 64 + lane / 4 * 8));
-        scale[r][0] = twice(__uint_as_float(both.x << 16) * 0x1p80f);
-        scale[r][1] = twice(__uint_as_float(both.y << 16) * 0x1p76f);
-        zero[r][0] = twice(__uint_as_float(both.x & 0xFFFF0000u) * 0x1p-53f);
-        zero[r][1] = twice(__uint_as_float(both.y & 0xFFFF0000u) * 0x1p-53f);
-      }
-#pragma unroll
-      for (int e = 0; e < EACH; e++) {  // 32 k
-        const int at = g * EACH + e;
-        uint32_t a[2][2][4];
+    for (int h = 0; h < 4 / TEAMS; h++) {  // 32 k
+      const int at = team * (4 / TEAMS) + h;
+      if (h % EACH == 0) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-          uint2 w;
+          uint2 both;  // scale in the low half, zero in the high one
           asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                       : "=r"(w.x), "=r"(w.y)
-                       : "r"(from + (warp * 2 + r) * TILE + at / 2 * 512 + lane * 16 + at % 2 * 8));
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            const uint32_t mask = i % 2 ? 0x00F000F0u : 0x000F000Fu;
-            a[r][0][i] = fused(w.x >> (i / 2 * 8) & mask, scale[r][i % 2], zero[r][i % 2]);
-            a[r][1][i] = fused(w.y >> (i / 2 * 8) & mask, scale[r][i % 2], zero[r][i % 2]);
-          }
+                       : "=r"(both.x), "=r"(both.y)
+                       : "r"(from + (warp * 2 + r) * TILE + 1024 + at / EACH * 64 + lane / 4 * 8));
+          scale[r][0] = twice(__uint_as_float(both.x << 16) * 0x1p80f);
+          scale[r][1] = twice(__uint_as_float(both.y << 16) * 0x1p76f);
+          zero[r][0] = twice(__uint_as_float(both.x & 0xFFFF0000u) * 0x1p-53f);
+          zero[r][1] = twice(__uint_as_float(both.y & 0xFFFF0000u) * 0x1p-53f);
         }
+      }
+      uint32_t a[2][2][4];
 #pragma unroll
-        for (int tile = 0; tile < NT; tile++) {
-          uint32_t b[4];
-          read_matrices(b, from + x_at + tile * 8 * kXPitch + at * 64);
+      for (int r = 0; r < 2; r++) {
+        uint2 w;
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(w.x), "=r"(w.y)
+                     : "r"(from + (warp * 2 + r) * TILE + at / 2 * 512 + lane * 16 + at % 2 * 8));
 #pragma unroll
-          for (int r = 0; r < 2; r++) multiply(acc[r][tile], a[r][0], b[0], b[1]);
-#pragma unroll
-          for (int r = 0; r < 2; r++) multiply(acc[r][tile], a[r][1], b[2], b[3]);
+        for (int i = 0; i < 4; i++) {
+          const uint32_t mask = i % 2 ? 0x00F000F0u : 0x000F000Fu;
+          a[r][0][i] = fused(w.x >> (i / 2 * 8) & mask, scale[r][i % 2], zero[r][i % 2]);
+          a[r][1][i] = fused(w.y >> (i / 2 * 8) & mask, scale[r][i % 2], zero[r][i % 2]);
         }
+      }
+#pragma unroll
+      for (int tile = 0; tile < NT; tile++) {
+        uint32_t b[4];
+        read_matrices(b, from + x_at + tile * 8 * kXPitch + at * 64);
+#pragma unroll
+        for (int r = 0; r < 2; r++) multiply(acc[r][tile], a[r][0], b[0], b[1]);
+#pragma unroll
+        for (int r = 0; r < 2; r++) multiply(acc[r][tile], a[r][1], b[2], b[3]);
       }
     }
     slot = slot + 1 == stages ? 0 : slot + 1;
+  }
+  if (TEAMS > 1) {  // the first team goes on with the sums of both
+    wait_groups<0>();
+    __syncthreads();
+    float* sums = (float*)memory + threadIdx.x % (kWarps * 32);
+#pragma unroll
+    for (int i = 0; i < 8 * NT; i++) {
+      float& v = acc[i / 4 / NT][i / 4 % NT][i % 4];
+      if (team) sums[i * kWarps * 32] = v;
+    }
+    __syncthreads();
+    if (team) return;
+#pragma unroll
+    for (int i = 0; i < 8 * NT; i++) acc[i / 4 / NT][i / 4 % NT][i % 4] += sums[i * kWarps * 32];
   }
   // Element c of a tile: row of X m0 + 8 tile + 2 (lane % 4) + c % 2, row of W 16 sixteen + 8 (c / 2) + lane / 4.
   auto row_of = [&](int tile, int c) { return m0 + tile * 8 + lane % 4 * 2 + c % 2; };
@@ -320,9 +340,9 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
       __stcg(tile_parts + (size_t)part * EACH_PART + i * kWarps * 32, make_float4(v[0], v[1], v[2], v[3]));
     }
     __threadfence();
-    __syncthreads();
+    meet();
     if (threadIdx.x == 0) arrived[0] = atomicAdd(counter, 1u);
-    __syncthreads();
+    meet();
     if (arrived[0] != (unsigned)split - 1) return;
     if (threadIdx.x == 0) *counter = 0;  // ready for the next launch
     __threadfence();
@@ -368,14 +388,14 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
     }
 }
 
-template <int GROUP, int NT>
+template <int GROUP, int NT, int TEAMS>
 int start_tiles(const void* x, const void* weight, const void* bias, void* out, void* parts, void* counters, int M,
                 int N, int K, long long x_stride, int split, int stages, int gate, int dependent, void* stream) {
   constexpr int ROWS = NT * 8;
   const int tiles = ((N + 15) / 16 + kSixteens - 1) / kSixteens, row_tiles = (M + ROWS - 1) / ROWS;
   const int shared = stages * (kSixteens * kTile<GROUP> + ROWS * kXPitch);
   if (shared > kMostShared) return -1;
-  return (int)launch(int4_portable_tiles<GROUP, NT>, tiles * row_tiles * split, kWarps * 32, shared, 1, dependent > 0,
+  return (int)launch(int4_portable_tiles<GROUP, NT, TEAMS>, tiles * row_tiles * split, TEAMS * kWarps * 32, shared, 1, dependent > 0,
                      stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const __nv_bfloat16*)bias,
                      (__nv_bfloat16*)out, (float4*)parts, (unsigned*)counters, M, N, K, x_stride, row_tiles, split,
                      stages, gate);
@@ -419,19 +439,24 @@ extern "C" int transect_int4_portable(const void* x, const void* weight, const v
 // tile: zeros, and left as zeros. stages 2 to 4. ``gate`` as above, with any split.
 extern "C" int transect_int4_portable_tiles(const void* x, const void* weight, const void* bias, void* out, void* parts,
                                             void* counters, int M, int N, int K, int group, long long x_stride,
-                                            int tiles, int split, int stages, int gate, int dependent, void* stream) {
+                                            int tiles, int teams, int split, int stages, int gate, int dependent,
+                                            void* stream) {
   if (M < 1 || N < 1 || K < 128 || K % 128 || x_stride % 8 || stages < 2 || stages > 4 || split < 1 ||
       split > K / 128 || (split > 1 && (!parts || !counters)) || (gate && (N % 32 || bias)))
     return -1;
-#define TRANSECT_TILES(GROUP, NT)                                                                                  \
-  if (group == GROUP && tiles == NT)                                                                               \
-    return start_tiles<GROUP, NT>(x, weight, bias, out, parts, counters, M, N, K, x_stride, split, stages, gate,   \
-                                  dependent, stream);
-#define TRANSECT_ROWS(GROUP) \
-  TRANSECT_TILES(GROUP, 1)   \
-  TRANSECT_TILES(GROUP, 2)   \
-  TRANSECT_TILES(GROUP, 4)   \
-  TRANSECT_TILES(GROUP, 8)
+#define TRANSECT_TILES(GROUP, NT, TEAMS)                                                                           \
+  if (group == GROUP && tiles == NT && teams == TEAMS)                                                             \
+    return start_tiles<GROUP, NT, TEAMS>(x, weight, bias, out, parts, counters, M, N, K, x_stride, split, stages,  \
+                                         gate, dependent, stream);
+#define TRANSECT_ROWS(GROUP)  \
+  TRANSECT_TILES(GROUP, 1, 1) \
+  TRANSECT_TILES(GROUP, 2, 1) \
+  TRANSECT_TILES(GROUP, 4, 1) \
+  TRANSECT_TILES(GROUP, 8, 1) \
+  TRANSECT_TILES(GROUP, 1, 2) \
+  TRANSECT_TILES(GROUP, 2, 2) \
+  TRANSECT_TILES(GROUP, 4, 2) \
+  TRANSECT_TILES(GROUP, 8, 2)
   TRANSECT_ROWS(128)
   TRANSECT_ROWS(64)
   TRANSECT_ROWS(32)
