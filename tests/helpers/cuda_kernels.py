@@ -52,14 +52,16 @@ def row_on_host(
 
 def chain_source(
     monkeypatch: pytest.MonkeyPatch, kind: type[Kernel], source: str, own: str,
-    instead: tuple[str, str] | None = None, multiprocessors: int = 3,
+    instead: tuple[str, str] | None = None, multiprocessors: int = 3, portable: bool = False,
 ) -> Kernel:  # fmt: skip
-    """Return a kind of ``chain.Chain`` on this processor, with these multiprocessors; ``own``: its signature."""
+    """Return a kind of ``chain.Chain`` on this processor, with these multiprocessors; ``own``: its signature;
+    ``portable``: as it is compiled for other GPUs than Hopper."""
     monkeypatch.setattr(chain, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     kernel: Any = object.__new__(kind)
-    kernel._source, kernel._held = source, {}
-    kernel._launch = cuda_host.Launcher(source, f"transect_{source}", f"{own}ppffiiip", instead)
+    kernel._source, kernel._held, kernel._dependent = source, {}, not portable
+    options = ["-DTRANSECT_BULK=0"] if portable else []
+    kernel._launch = cuda_host.Launcher(source, f"transect_{source}", f"{own}ppffiiip", instead, *options)
     return kernel
 
 

@@ -1,5 +1,5 @@
-r"""``chain.cuh``: the four products between the attention of a layer and that of the next, for one row, in one launch
-on Hopper. ``scaled8_chain.py``, ``int4_chain.py`` and ``gguf_chain.py`` say how weights are held.
+r"""``chain.cuh``: the four products between the attention of a layer and that of the next, for one row, in one launch.
+``scaled8_chain.py``, ``int4_chain.py`` and ``gguf_chain.py`` say how weights are held.
 
     t = a O^T + r                          h = (t s / rms(t)) [G; U]^T
     u = (silu(h_G) h_U) W^T + t            y = (u s' / rms(u)) Q^T + b
@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....hardware.device import target_of
 from ...lang import cuda
 from ...lang.jit import multiprocessors
 
@@ -108,15 +109,19 @@ class Chain:
     Args:
         source: the name without ``.cu``.
         signature: the letters of the launcher's own arguments, which come first, as ``bind`` takes them.
+        portable: the source runs since Ampere, not only on Hopper.
 
     Raises:
-        Unavailable: not a Hopper GPU, or no nvcc to build the kernel with.
+        Unavailable: no such GPU, or no nvcc to build the kernel with.
         RuntimeError: made inside a CUDA graph capture.
     """
 
-    def __init__(self, source: str, signature: str, device: torch.device | None = None) -> None:
-        self._source = source
-        self._launch = cuda.bind_on_hopper(source, f"transect_{source}", f"{signature}ppffiiip", device)
+    def __init__(
+        self, source: str, signature: str, device: torch.device | None = None, *, portable: bool = False
+    ) -> None:
+        self._source, self._dependent = source, target_of(device).dependent_launch
+        bind = cuda.bind_since_ampere if portable else cuda.bind_on_hopper
+        self._launch = bind(source, f"transect_{source}", f"{signature}ppffiiip", device)
         self._held: dict[tuple[torch.device, int, int], Tensor] = {}
 
     def hold(self, device: torch.device, d: int, ffn: int) -> Tensor:
@@ -168,7 +173,7 @@ class Chain:
         )
         sizes, pointers = (ctypes.addressof(array) for array in arrays)
         code = self._launch(
-            *own, sizes, pointers, *weights.eps, stages, blocks, 2 if dependent_launch else 0,
+            *own, sizes, pointers, *weights.eps, stages, blocks, 2 if dependent_launch and self._dependent else 0,
             torch.cuda.current_stream(device).cuda_stream,
         )  # fmt: skip
         if code:

@@ -74,7 +74,7 @@ class CudaChain(chain.Chain):
     """``(attended, residual, weights) -> (y, u)`` by ``scaled8_chain.cu``; arguments and errors of ``chain.Chain``."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        super().__init__("scaled8_chain", "ppi", device)
+        super().__init__("scaled8_chain", "ppi", device, portable=True)
 
     def __call__(
         self,

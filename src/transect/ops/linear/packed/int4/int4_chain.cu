@@ -38,8 +38,16 @@ struct Int4 : Chunks128 {
     }
     __device__ __forceinline__ void next() { from += stride; }
     __device__ __forceinline__ void fetch(uint32_t to, uint32_t barrier) const {
+#if TRANSECT_BULK
       barrier_expect(barrier, bytes);
       copy_once(to, from, bytes, barrier);
+#else
+#pragma unroll
+      for (int piece = 0; piece < kItem; piece += 512) {
+        const int own = piece + threadIdx.x % 32 * 16;
+        if (own < bytes) copy16(to + own, from + own, true);
+      }
+#endif
     }
   };
 
