@@ -59,7 +59,7 @@ def chain_source(
     monkeypatch.setattr(chain, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     kernel: Any = object.__new__(kind)
-    kernel._source, kernel._held, kernel._dependent = source, {}, not portable
+    kernel._source, kernel._held, kernel._dependent, kernel._hopper = source, {}, not portable, not portable
     options = ["-DTRANSECT_BULK=0"] if portable else []
     kernel._launch = cuda_host.Launcher(source, f"transect_{source}", f"{own}ppffiiip", instead, *options)
     return kernel

@@ -30,6 +30,8 @@ from ...lang import cuda
 from ...lang.jit import multiprocessors
 
 MOST_INPUTS = 16384
+MOST_STAGES = 12
+"""Most items that a warp asks for at a time."""
 TURNS = 16
 """Rows of gate and up that alternate, in weights stored in this order."""
 
@@ -119,10 +121,15 @@ class Chain:
     def __init__(
         self, source: str, signature: str, device: torch.device | None = None, *, portable: bool = False
     ) -> None:
-        self._source, self._dependent = source, target_of(device).dependent_launch
+        target = target_of(device)
+        self._source, self._dependent, self._hopper = source, target.dependent_launch, target.hopper
         bind = cuda.bind_since_ampere if portable else cuda.bind_on_hopper
         self._launch = bind(source, f"transect_{source}", f"{signature}ppffiiip", device)
         self._held: dict[tuple[torch.device, int, int], Tensor] = {}
+
+    def stages(self, on_hopper: int) -> int:
+        """Return how many items a warp asks for at a time: elsewhere than on Hopper as many as there is room for."""
+        return on_hopper if self._hopper else MOST_STAGES
 
     def hold(self, device: torch.device, d: int, ffn: int) -> Tensor:
         """Return the memory through which blocks give each other results, for a model's dim and that of its

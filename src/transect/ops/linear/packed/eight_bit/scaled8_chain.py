@@ -83,7 +83,7 @@ class CudaChain(chain.Chain):
         weights: ChainWeights,
         *,
         dependent_launch: bool = False,
-        stages: int = STAGES,
+        stages: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute y ``[1, N]`` and u ``[1, D]``.
 
@@ -101,5 +101,5 @@ class CudaChain(chain.Chain):
         shapes = [(m.codes.shape[0], m.codes.shape[1]) for m in weights.matrices]
         return self.run(
             [ctypes.addressof(codes), ctypes.addressof(scales), weights.o.format], attended, residual, weights,
-            shapes, stages, dependent_launch,
+            shapes, stages or self.stages(STAGES), dependent_launch,
         )  # fmt: skip

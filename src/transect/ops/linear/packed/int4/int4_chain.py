@@ -77,7 +77,7 @@ class Int4Chain(chain.Chain):
         weights: ChainWeights,
         *,
         dependent_launch: bool = False,
-        stages: int = STAGES,
+        stages: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute y ``[1, N]`` and u ``[1, D]``.
 
@@ -93,5 +93,5 @@ class Int4Chain(chain.Chain):
         tiles, group = chain.addresses([m.arranged for m in weights.matrices]), group_of(weights.o.arranged)
         return self.run(
             [ctypes.addressof(tiles), group], attended, residual, weights, [m.shape for m in weights.matrices],
-            stages, dependent_launch,
+            stages or self.stages(STAGES), dependent_launch,
         )  # fmt: skip
