@@ -61,7 +61,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> PortableCodes:
     kernel._counters = Counters()
     kernel._launch = cuda_host.Launcher("int4_portable", "transect_int4_portable", "ppppiiiil" + "iiiii" + "iip")
     kernel._launch_tiles = cuda_host.Launcher(
-        "int4_portable", "transect_int4_portable_tiles", "ppppppiiiil" + "iiii" + "iip"
+        "int4_portable", "transect_int4_portable_tiles", "ppppppiiiil" + "iii" + "iip"
     )
     return kernel
 
@@ -78,7 +78,6 @@ def test_products_on_a_processor(monkeypatch: pytest.MonkeyPatch, m: int, n: int
     whole = None if m <= int4_portable.ALONE_ROWS else TilesTiling(1, 1, 2)
     kernel._launch.reads((x, weight, bias))
     assert miss(kernel(x, weight, n, bias, tiling=whole), want) < 4e-3
-    assert miss(kernel(x, weight, n, bias, tiling=TilesTiling(1, 1, 2, 2)), want) < 4e-3
     kernel._launch.reads(())  # parts of sums are in memory of their own
     for seed in (1, 2):
         kernel._launch.draw(seed)

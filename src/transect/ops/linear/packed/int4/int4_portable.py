@@ -89,8 +89,6 @@ class TilesTiling:
     split: int
     """Blocks that share K."""
     stages: int
-    teams: int = 1
-    """Teams of 8 warps, 1 or 2, which share the k of a span."""
 
 
 def tiles_bytes(tiling: TilesTiling, group: int) -> int:
@@ -134,7 +132,7 @@ class PortableCodes:
             self._counters.get(device, 1)  # not in a capture
         self._launch, self._launch_tiles = (
             bind_since_ampere("int4_portable", f"transect_int4_portable{name}", signature, device)
-            for name, signature in (("", "ppppiiiil" + "iiiii" + "iip"), ("_tiles", "ppppppiiiil" + "iiii" + "iip"))
+            for name, signature in (("", "ppppiiiil" + "iiiii" + "iip"), ("_tiles", "ppppppiiiil" + "iii" + "iip"))
         )
 
     def __call__(
@@ -176,7 +174,7 @@ class PortableCodes:
                 held = x.new_empty((blocks, tiling.split, 8 * tiling.tiles * TILE_COLUMNS), dtype=torch.float32)
                 parts, counters = held.data_ptr(), self._counters.get(x.device, blocks).data_ptr()
             code = self._launch_tiles(
-                *pointers, parts, counters, *sizes, tiling.tiles, tiling.teams, tiling.split, tiling.stages, *last
+                *pointers, parts, counters, *sizes, tiling.tiles, tiling.split, tiling.stages, *last
             )
         if code:
             raise RuntimeError(f"int4_portable.cu: the launch of {tiling} for {m} x {k} by {n} x {k} returned {code}")
