@@ -77,8 +77,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int step = 0; step < total; step++) {
     wait_for_stage(stages);
     __syncthreads();  // all copies of this span have landed, and the slot that is filled again has been read
-    if (step + stages - 1 < total) fetch(slot == 0 ? stages - 1 : slot - 1);
-    end_group();
     const uint32_t from = ring + slot * STAGE;
     typename Codes::Values values;
 #pragma unroll
@@ -93,6 +91,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int r = 0; r < 2; r++) multiply(acc[r][tile], a[r][0], b[0], b[1]);
 #pragma unroll
         for (int r = 0; r < 2; r++) multiply(acc[r][tile], a[r][1], b[2], b[3]);
+      }
+      if (at == 0) {  // beside products, which need no instructions for a while
+        if (step + stages - 1 < total) fetch(slot == 0 ? stages - 1 : slot - 1);
+        end_group();
       }
     }
     slot = slot + 1 == stages ? 0 : slot + 1;

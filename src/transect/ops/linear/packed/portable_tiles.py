@@ -1,0 +1,69 @@
+"""Tilings of ``portable_tiles.cuh``, which ``int4_portable.py`` and ``scaled8_portable.py`` share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..few_rows.triton import Counters
+
+COLUMNS = 256
+"""Rows of W in a tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class TilesTiling:
+    """The tiling of a product; the fields are arguments of the launchers, in this order."""
+
+    tiles: int
+    """Groups of 8 rows of X in a tile: 1, 2, 4 or 8."""
+    split: int
+    """Blocks that share K."""
+    stages: int
+    """Buffers of a block's ring, 2 to 4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Inputs that a block brings at a time."""
+
+    inputs: int
+    weight_bytes: int
+    """Bytes of a tile's rows of W."""
+
+
+def tiles_bytes(tiling: TilesTiling, span: Span) -> int:
+    """Return the shared memory of a block."""
+    return tiling.stages * (span.weight_bytes + 8 * tiling.tiles * span.inputs * 2)
+
+
+@cache
+def choose_tiles(m: int, n: int, k: int, span: Span, units: int, shared: int) -> TilesTiling:
+    """Return the tiling for ``m`` rows of X, ``units`` multiprocessors and ``shared`` bytes of a block: as few reads of W
+    as possible, then one block for each multiprocessor, if each has 384 inputs. A narrow W is read by 32 rows of X at a
+    time, from the L2 cache the second time, rather than in more parts. On an H200 that acts as an Ada card those were the
+    quickest.
+
+    Raises:
+        ValueError: no tiling fits.
+    """
+    tiles = next((tiles for tiles in (1, 2, 4) if m <= 8 * tiles), 8 if n >= 16384 else 4)
+    blocks = -(-n // COLUMNS) * -(-m // (8 * tiles))
+    split = max(1, min(k // 384, units // blocks))
+    for stages in (4, 3, 2):
+        tiling = TilesTiling(tiles, split, stages)
+        if tiles_bytes(tiling, span) <= shared:
+            return tiling
+    raise ValueError(f"no tiling of portable_tiles.cuh fits {shared} bytes of shared memory")
+
+
+def parts_of(tiling: TilesTiling, x: Tensor, n: int, counters: Counters) -> tuple[Tensor, Tensor] | None:
+    """Return memory for the parts of sums and a counter for each tile; None if K has one part."""
+    if tiling.split == 1:
+        return None
+    blocks = -(-n // COLUMNS) * -(-len(x) // (8 * tiling.tiles))
+    parts = x.new_empty((blocks, tiling.split, 8 * tiling.tiles * COLUMNS), dtype=torch.float32)
+    return parts, counters.get(x.device, blocks)
