@@ -215,6 +215,8 @@ def portable_tiling(m: int, n: int, k: int, target: KernelTarget) -> TritonTilin
 def portable_gate(m: int, n: int, k: int, target: KernelTarget) -> TritonTiling:
     """Return ``portable_tiling`` of a weight ``[n, k]`` whose halves are a gate and the other factor, in one launch."""
     tiling = portable_tiling(m, n, k, target)
+    if 0 < tiling.bm <= 32:
+        tiling = replace(tiling, bn=128, bk=64, stages=target.stages(5, (tiling.bm + 128) * 64 * 2))
     return replace(tiling, bn=tiling.bn // 2, split=1, gated=True)
 
 
