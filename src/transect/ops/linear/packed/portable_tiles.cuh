@@ -3,8 +3,9 @@
 //
 // * A block has NT eights of rows of X, which all its warps share, and each of 8 warps two sixteens of rows of W, which it
 //   decodes to bfloat16 once. Spans of kSpan k of both come into one ring.
-// * Blocks may share K: each leaves its part of the sums in ``parts``, as its threads hold them, and the last to arrive at
-//   a tile adds all of them, in the order of the parts.
+// * The spans of all tiles stand in one row, of which each block takes an even share. Of a tile that several share, each
+//   leaves its part of the sums in ``parts``, as its threads hold them, and the last to arrive there adds all of them, in
+//   the order of the blocks. Meanwhile the spans of a block's next tile come.
 // * With a gate, the two sixteens of a warp are a gate's and the other factor's; Y [M, N / 2] is silu(one) times the other.
 
 #pragma once
@@ -37,103 +38,11 @@ __device__ __forceinline__ void wait_for_stage(int stages) {
 template <class Codes, int NT>
 constexpr int kStage = Codes::kBytes + NT * 8 * Codes::kSpan * 2;
 
-template <class Codes, int NT>
-__global__ void __launch_bounds__(kThreads, 1)
-    run(const __nv_bfloat16* x, Codes weight, const __nv_bfloat16* bias, __nv_bfloat16* out, float4* parts,
-        unsigned* counters, int M, int N, int K, long long x_stride, int row_tiles, int split, int stages, int gate) {
-  constexpr int ROWS = NT * 8, SPAN = Codes::kSpan, STAGE = kStage<Codes, NT>;
-  constexpr int PIECES = SPAN / 8, AT_ONCE = kThreads / PIECES;  // of a row of X; rows that the threads bring at once
-  extern __shared__ __align__(128) unsigned char memory[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int sixteens = (N + 15) / 16, tiles = (sixteens + kSixteens - 1) / kSixteens;
-  const int tile_n = blockIdx.x % tiles, tile_m = blockIdx.x / tiles % row_tiles, part = blockIdx.x / (tiles * row_tiles);
-  unsigned* counter = counters + tile_m * tiles + tile_n;
-  const int m0 = tile_m * ROWS, rows = min(ROWS, M - m0), first = tile_n * kSixteens;
-  const int spans = K / SPAN, begin = (int)((long long)spans * part / split);
-  const int total = (int)((long long)spans * (part + 1) / split) - begin;
-  const uint32_t ring = shared_address(memory);
-
-  let_next_begin();
-  wait_for_previous();
-  // Each thread brings the same pieces of every span. Rows past the end are left as they are: their sums are not stored.
-  const int row = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
-  typename Codes::Source source(weight, N, K, first, begin, gate);
-  const __nv_bfloat16* x_from = x + (m0 + row) * x_stride + (size_t)begin * SPAN + piece * 8;
-  const long long rows_on = AT_ONCE * x_stride;
-  const uint32_t x_to = ring + Codes::kBytes + row * SPAN * 2 + Codes::place(row, piece) * 16;
-  auto fetch = [&](int slot) {
-    source.fetch(ring + slot * STAGE);
-#pragma unroll
-    for (int i = 0; i * AT_ONCE < ROWS; i++)
-      if (i * AT_ONCE + row < rows) copy16(x_to + slot * STAGE + i * AT_ONCE * SPAN * 2, x_from + i * rows_on, true);
-    x_from += SPAN;
-  };
-  for (int s = 0; s < stages - 1; s++) {
-    if (s < total) fetch(s);
-    end_group();
-  }
-  float acc[2][NT][4] = {};
-  int slot = 0;
-  for (int step = 0; step < total; step++) {
-    wait_for_stage(stages);
-    __syncthreads();  // all copies of this span have landed, and the slot that is filled again has been read
-    const uint32_t from = ring + slot * STAGE;
-    typename Codes::Values values;
-#pragma unroll
-    for (int at = 0; at < SPAN / 32; at++) {
-      uint32_t a[2][2][4];  // of both sixteens, of 16 k each
-      values.decode(a, from, warp, at, lane);
-#pragma unroll
-      for (int tile = 0; tile < NT; tile++) {
-        uint32_t b[4];
-        Codes::read_x(b, from + Codes::kBytes + tile * 8 * SPAN * 2, at, lane);
-#pragma unroll
-        for (int r = 0; r < 2; r++) multiply(acc[r][tile], a[r][0], b[0], b[1]);
-#pragma unroll
-        for (int r = 0; r < 2; r++) multiply(acc[r][tile], a[r][1], b[2], b[3]);
-      }
-      if (at == 0) {  // beside products, which need no instructions for a while
-        if (step + stages - 1 < total) fetch(slot == 0 ? stages - 1 : slot - 1);
-        end_group();
-      }
-    }
-    slot = slot + 1 == stages ? 0 : slot + 1;
-  }
-  if (split > 1) {
-    constexpr int EACH_PART = 2 * NT * kThreads, AT_A_TIME = NT > 2 ? 1 : 2;
-    float4* tile_parts = parts + (size_t)(tile_m * tiles + tile_n) * split * EACH_PART + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < 2 * NT; i++) {
-      const float* v = acc[i / NT][i % NT];
-      __stcg(tile_parts + (size_t)part * EACH_PART + i * kThreads, make_float4(v[0], v[1], v[2], v[3]));
-    }
-    unsigned* arrived = (unsigned*)memory;
-    __threadfence();
-    __syncthreads();  // also: the ring has been read
-    if (threadIdx.x == 0) *arrived = atomicAdd(counter, 1u);
-    __syncthreads();
-    if (*arrived != (unsigned)split - 1) return;
-    if (threadIdx.x == 0) *counter = 0;  // ready for the next launch
-    __threadfence();
-#pragma unroll
-    for (int i = 0; i < 8 * NT; i++) acc[i / 4 / NT][i / 4 % NT][i % 4] = 0;
-    for (int p = 0; p < split; p += AT_A_TIME) {
-      float4 v[AT_A_TIME][2 * NT];
-#pragma unroll
-      for (int j = 0; j < AT_A_TIME; j++)
-#pragma unroll
-        for (int i = 0; i < 2 * NT; i++)
-          v[j][i] = p + j < split ? __ldcg(tile_parts + (size_t)(p + j) * EACH_PART + i * kThreads) : make_float4(0, 0, 0, 0);
-#pragma unroll
-      for (int j = 0; j < AT_A_TIME; j++)
-#pragma unroll
-        for (int i = 0; i < 2 * NT; i++) {
-          float* sum = acc[i / NT][i % NT];
-          sum[0] += v[j][i].x, sum[1] += v[j][i].y, sum[2] += v[j][i].z, sum[3] += v[j][i].w;
-        }
-    }
-  }
-  // Element c of a tile: row of X m0 + 8 tile + 2 (lane % 4) + c % 2, row lane / 4 + 8 (c / 2) of a sixteen of W.
+// Element c of acc[r][t]: row of X 8 t + 2 (lane % 4) + c % 2, row lane / 4 + 8 (c / 2) of sixteen r of a warp's.
+template <int NT, class Codes>
+__device__ __forceinline__ void write_tile(const float (&acc)[2][NT][4], const Codes& weight, const __nv_bfloat16* bias,
+                                           __nv_bfloat16* out, int tile_n, int m0, int M, int N, int gate, int warp,
+                                           int lane) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int own = half * 8 + lane / 4;
@@ -151,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int n = (first + warp * 2 + r) * 16 + own;
+      const int n = (tile_n * kSixteens + warp * 2 + r) * 16 + own;
       if (n >= N) continue;
       const float factor = weight.factor(n, N, gate, r), more = bias ? __bfloat162float(bias[n]) : 0.f;
 #pragma unroll
@@ -164,28 +73,143 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <class Codes, int NT>
+__global__ void __launch_bounds__(kThreads, 1)
+    run(const __nv_bfloat16* x, Codes weight, const __nv_bfloat16* bias, __nv_bfloat16* out, float4* parts,
+        unsigned* counters, int M, int N, int K, long long x_stride, int row_tiles, int stages, int gate) {
+  constexpr int ROWS = NT * 8, SPAN = Codes::kSpan, STAGE = kStage<Codes, NT>, EACH_PART = 2 * NT * kThreads;
+  constexpr int PIECES = SPAN / 8, AT_ONCE = kThreads / PIECES;  // of a row of X; rows that the threads bring at once
+  extern __shared__ __align__(128) unsigned char memory[];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int tiles = (N + kSixteens * 16 - 1) / (kSixteens * 16), spans = K / SPAN;
+  const unsigned units = tiles * row_tiles * spans;  // blocks are so few that the product fits
+  auto begin_of = [&](int block) { return (int)(units * block / gridDim.x); };
+  const int begin = begin_of(blockIdx.x), total = begin_of(blockIdx.x + 1) - begin;
+  const uint32_t ring = shared_address(memory);
+
+  let_next_begin();
+  wait_for_previous();
+  // Each thread brings the same pieces of every span. Rows past the end are left as they are: their sums are not stored.
+  const int row = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
+  const long long rows_on = AT_ONCE * x_stride;
+  const uint32_t x_to = ring + Codes::kBytes + row * SPAN * 2 + Codes::place(row, piece) * 16;
+  typename Codes::Source source;
+  const __nv_bfloat16* x_from;
+  int rows, load_tile = begin / spans, load_span = begin % spans;
+  auto aim = [&] {
+    const int m = load_tile / tiles * ROWS;
+    rows = min(ROWS, M - m) - row;
+    x_from = x + (m + row) * x_stride + (size_t)load_span * SPAN + piece * 8;
+    source.aim(weight, N, K, load_tile % tiles * kSixteens, load_span, gate);
+  };
+  auto fetch = [&](int slot) {
+    if (load_span == spans) load_tile++, load_span = 0, aim();
+    source.fetch(ring + slot * STAGE);
+#pragma unroll
+    for (int i = 0; i * AT_ONCE < ROWS; i++)
+      if (i * AT_ONCE < rows) copy16(x_to + slot * STAGE + i * AT_ONCE * SPAN * 2, x_from + i * rows_on, true);
+    x_from += SPAN, load_span++;
+  };
+  aim();
+  for (int s = 0; s < stages - 1; s++) {
+    if (s < total) fetch(s);
+    end_group();
+  }
+  float acc[2][NT][4] = {};
+  int slot = 0, tile = begin / spans, span = begin % spans;
+  for (int step = 0; step < total; step++) {
+    wait_for_stage(stages);
+    __syncthreads();  // all copies of this span have landed, and the slot that is filled again has been read
+    const uint32_t from = ring + slot * STAGE;
+    typename Codes::Values values;
+#pragma unroll
+    for (int at = 0; at < SPAN / 32; at++) {
+      uint32_t a[2][2][4];  // of both sixteens, of 16 k each
+      values.decode(a, from, warp, at, lane);
+#pragma unroll
+      for (int t = 0; t < NT; t++) {
+        uint32_t b[4];
+        Codes::read_x(b, from + Codes::kBytes + t * 8 * SPAN * 2, at, lane);
+#pragma unroll
+        for (int r = 0; r < 2; r++) multiply(acc[r][t], a[r][0], b[0], b[1]);
+#pragma unroll
+        for (int r = 0; r < 2; r++) multiply(acc[r][t], a[r][1], b[2], b[3]);
+      }
+      if (at == 0) {  // beside products, which need no instructions for a while
+        if (step + stages - 1 < total) fetch(slot == 0 ? stages - 1 : slot - 1);
+        end_group();
+      }
+    }
+    const int own = slot;
+    slot = slot + 1 == stages ? 0 : slot + 1;
+    if (++span < spans && step + 1 < total) continue;
+
+    const bool whole = span == spans && step + 1 >= spans;
+    bool last = true;
+    if (!whole) {
+      // A block leaves at most two parts: of the tile at which its share begins, and of another one.
+      auto part_of = [&](int block) {
+        return parts + (size_t)(2 * block + (begin_of(block) < tile * spans)) * EACH_PART + threadIdx.x;
+      };
+      int first_block = blockIdx.x, last_block = blockIdx.x;
+      while (begin_of(first_block) > tile * spans) first_block--;
+      while (begin_of(last_block + 1) < (tile + 1) * spans) last_block++;
+#pragma unroll
+      for (int i = 0; i < 2 * NT; i++) {
+        const float* v = acc[i / NT][i % NT];
+        __stcg(part_of(blockIdx.x) + i * kThreads, make_float4(v[0], v[1], v[2], v[3]));
+      }
+      unsigned* arrived = (unsigned*)(memory + own * STAGE);
+      __threadfence();
+      __syncthreads();  // also: the slot has been read
+      if (threadIdx.x == 0) *arrived = atomicAdd(counters + tile, 1u);
+      __syncthreads();
+      last = *arrived == (unsigned)(last_block - first_block);
+      if (last) {
+        if (threadIdx.x == 0) counters[tile] = 0;  // ready for the next launch
+        __threadfence();
+#pragma unroll
+        for (int i = 0; i < 8 * NT; i++) acc[i / 4 / NT][i / 4 % NT][i % 4] = 0;
+        for (int block = first_block; block <= last_block; block++) {
+          const float4* from_part = part_of(block);
+          float4 v[2 * NT];
+#pragma unroll
+          for (int i = 0; i < 2 * NT; i++) v[i] = __ldcg(from_part + i * kThreads);
+#pragma unroll
+          for (int i = 0; i < 2 * NT; i++) {
+            float* sum = acc[i / NT][i % NT];
+            sum[0] += v[i].x, sum[1] += v[i].y, sum[2] += v[i].z, sum[3] += v[i].w;
+          }
+        }
+      }
+    }
+    if (last) write_tile<NT>(acc, weight, bias, out, tile % tiles, tile / tiles * ROWS, M, N, gate, warp, lane);
+#pragma unroll
+    for (int i = 0; i < 8 * NT; i++) acc[i / 4 / NT][i / 4 % NT][i % 4] = 0;
+    tile++, span = 0;
+  }
+}
+
+template <class Codes, int NT>
 int start(const Codes& weight, const void* x, const void* bias, void* out, void* parts, void* counters, int M, int N, int K,
-          long long x_stride, int split, int stages, int gate, int dependent, void* stream) {
-  constexpr int ROWS = NT * 8;
-  const int tiles = ((N + 15) / 16 + kSixteens - 1) / kSixteens, row_tiles = (M + ROWS - 1) / ROWS;
-  const int shared = stages * kStage<Codes, NT>;
-  if (shared > kMostShared) return -1;
-  return (int)launch(run<Codes, NT>, tiles * row_tiles * split, kThreads, shared, 1, dependent > 0, stream,
-                     (const __nv_bfloat16*)x, weight, (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, (float4*)parts,
-                     (unsigned*)counters, M, N, K, x_stride, row_tiles, split, stages, gate);
+          long long x_stride, int blocks, int stages, int gate, int dependent, void* stream) {
+  constexpr int ROWS = NT * 8, COLUMNS = kSixteens * 16;
+  const int shared = stages * kStage<Codes, NT>, row_tiles = (M + ROWS - 1) / ROWS;
+  if (shared > kMostShared || blocks > (N + COLUMNS - 1) / COLUMNS * row_tiles * (K / Codes::kSpan)) return -1;
+  return (int)launch(run<Codes, NT>, blocks, kThreads, shared, 1, dependent > 0, stream, (const __nv_bfloat16*)x, weight,
+                     (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, (float4*)parts, (unsigned*)counters, M, N, K,
+                     x_stride, row_tiles, stages, gate);
 }
 
 // By tiles of ``tiles`` eights of rows of X, 1, 2, 4 or 8.
 template <class Codes>
-int start_tiles(const Codes& weight, int tiles, const void* x, const void* bias, void* out, void* parts,
-                void* counters, int M, int N, int K, long long x_stride, int split, int stages, int gate, int dependent,
-                void* stream) {
-  if (M < 1 || N < 1 || K < Codes::kSpan || K % Codes::kSpan || x_stride % 8 || stages < 2 || stages > 4 || split < 1 ||
-      split > K / Codes::kSpan || (split > 1 && (!parts || !counters)) || (gate && (N % 32 || bias)))
+int start_tiles(const Codes& weight, int tiles, const void* x, const void* bias, void* out, void* parts, void* counters,
+                int M, int N, int K, long long x_stride, int blocks, int stages, int gate, int dependent, void* stream) {
+  if (M < 1 || N < 1 || K < Codes::kSpan || K % Codes::kSpan || x_stride % 8 || stages < 2 || stages > 4 || blocks < 1 ||
+      !parts || !counters || (gate && (N % 32 || bias)))
     return -1;
-#define TRANSECT_TILES(NT)                                                                                            \
-  if (tiles == NT)                                                                                                    \
-    return start<Codes, NT>(weight, x, bias, out, parts, counters, M, N, K, x_stride, split, stages, gate, dependent, \
+#define TRANSECT_TILES(NT)                                                                                             \
+  if (tiles == NT)                                                                                                     \
+    return start<Codes, NT>(weight, x, bias, out, parts, counters, M, N, K, x_stride, blocks, stages, gate, dependent, \
                             stream);
   TRANSECT_TILES(1)
   TRANSECT_TILES(2)

@@ -20,8 +20,8 @@ class TilesTiling:
 
     tiles: int
     """Groups of 8 rows of X in a tile: 1, 2, 4 or 8."""
-    split: int
-    """Blocks that share K."""
+    blocks: int
+    """Blocks of a launch, which share the spans of all tiles evenly."""
     stages: int
     """Buffers of a block's ring, 2 to 4."""
 
@@ -43,27 +43,28 @@ def tiles_bytes(tiling: TilesTiling, span: Span) -> int:
 @cache
 def choose_tiles(m: int, n: int, k: int, span: Span, units: int, shared: int) -> TilesTiling:
     """Return the tiling for ``m`` rows of X, ``units`` multiprocessors and ``shared`` bytes of a block: as few reads of W
-    as possible, then one block for each multiprocessor, if each has 384 inputs. A narrow W is read by 32 rows of X at a
-    time, from the L2 cache the second time, rather than in more parts. On an H200 that acts as an Ada card those were the
-    quickest.
+    as possible, and one block for each multiprocessor, if each has 384 inputs of a tile. A narrow W is read by 32 rows
+    of X at a time, from the L2 cache the second time, rather than in more parts. On an H200 that acts as an Ada card
+    those were the quickest.
 
     Raises:
         ValueError: no tiling fits.
     """
     tiles = next((tiles for tiles in (1, 2, 4) if m <= 8 * tiles), 8 if n >= 16384 else 4)
-    blocks = -(-n // COLUMNS) * -(-m // (8 * tiles))
-    split = max(1, min(k // 384, units // blocks))
+    inputs = tiles_of(tiles, m, n) * k
     for stages in (4, 3, 2):
-        tiling = TilesTiling(tiles, split, stages)
+        tiling = TilesTiling(tiles, max(1, min(units, inputs // 384)), stages)
         if tiles_bytes(tiling, span) <= shared:
             return tiling
     raise ValueError(f"no tiling of portable_tiles.cuh fits {shared} bytes of shared memory")
 
 
-def parts_of(tiling: TilesTiling, x: Tensor, n: int, counters: Counters) -> tuple[Tensor, Tensor] | None:
-    """Return memory for the parts of sums and a counter for each tile; None if K has one part."""
-    if tiling.split == 1:
-        return None
-    blocks = -(-n // COLUMNS) * -(-len(x) // (8 * tiling.tiles))
-    parts = x.new_empty((blocks, tiling.split, 8 * tiling.tiles * COLUMNS), dtype=torch.float32)
-    return parts, counters.get(x.device, blocks)
+def tiles_of(tiles: int, m: int, n: int) -> int:
+    """Return the number of tiles of ``m`` rows of X by ``n`` of W."""
+    return -(-n // COLUMNS) * -(-m // (8 * tiles))
+
+
+def parts_of(tiling: TilesTiling, x: Tensor, n: int, counters: Counters) -> tuple[Tensor, Tensor]:
+    """Return memory for the parts of sums, two tiles of each block, and a counter for each tile."""
+    parts = x.new_empty((2 * tiling.blocks, 8 * tiling.tiles * COLUMNS), dtype=torch.float32)
+    return parts, counters.get(x.device, tiles_of(tiling.tiles, len(x), n))

@@ -24,7 +24,7 @@ struct Fp8 {
     uint32_t to;
     int left, step;  // rows that are there, from this thread's first on
 
-    __device__ __forceinline__ Source(const Fp8& weight, int N, int K, int first, int begin, int gate) {
+    __device__ __forceinline__ void aim(const Fp8& weight, int N, int K, int first, int begin, int gate) {
       // With a gate a warp has a sixteen of each half of the rows.
       const int row = threadIdx.x / 4, piece = threadIdx.x % 4;
       const int own = gate ? first * 8 + row / 32 * 16 + row % 16 : first * 16 + row;
@@ -80,14 +80,14 @@ struct Fp8 {
 
 // x [M, K] bfloat16 with x_stride elements between rows, on 16 bytes, x_stride a multiple of 8. codes [N, K] contiguous on 16
 // bytes, K a multiple of 64; scale [N]; bias [N] or null; out [M, N], with a gate [M, N / 2]. tiles: eights of rows of X at a
-// time, 1, 2, 4 or 8; split: blocks that share K, at most K / 64; with several parts: float32 for every
-// tile and block, and counters, one for each tile: zeros, and left as zeros. stages 2 to 4. ``gate``: N is a multiple of 32,
+// time, 1, 2, 4 or 8; blocks: no more than spans of all tiles. parts: float32 for two tiles of each block; counters: one for
+// each tile, zeros, and left as zeros. stages 2 to 4. ``gate``: N is a multiple of 32,
 // the rows of the gate come first, and there is no bias. ``dependent``: 0 an ordinary launch, 1 a dependent one. Returns a
 // cudaError_t, or -1 for what it does not take.
 extern "C" int transect_scaled8_portable(const void* x, const void* codes, const void* scale, const void* bias, void* out,
                                          void* parts, void* counters, int M, int N, int K, long long x_stride, int tiles,
-                                         int split, int stages, int gate, int dependent, void* stream) {
+                                         int blocks, int stages, int gate, int dependent, void* stream) {
   const Fp8 weight = {(const unsigned char*)codes, (const float*)scale};
-  return start_tiles(weight, tiles, x, bias, out, parts, counters, M, N, K, x_stride, split, stages, gate, dependent,
+  return start_tiles(weight, tiles, x, bias, out, parts, counters, M, N, K, x_stride, blocks, stages, gate, dependent,
                      stream);
 }

@@ -77,8 +77,8 @@ class PortableRows8:
         held = parts_of(tiling, x, n, self._counters)
         code = self._launch(
             x.data_ptr(), codes.data_ptr(), scale.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-            *((0, 0) if held is None else (t.data_ptr() for t in held)), m, n, k, x.stride(0), tiling.tiles,
-            tiling.split, tiling.stages, int(gated), int(dependent_launch and self._target.dependent_launch),
+            *(t.data_ptr() for t in held), m, n, k, x.stride(0), tiling.tiles,
+            tiling.blocks, tiling.stages, int(gated), int(dependent_launch and self._target.dependent_launch),
             torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:

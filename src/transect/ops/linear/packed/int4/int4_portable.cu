@@ -217,7 +217,7 @@ struct Int4 {
     long long span;
     int left;  // bytes of a span, from this thread's first piece on
 
-    __device__ __forceinline__ Source(const Int4& weight, int N, int, int first, int begin, int) {
+    __device__ __forceinline__ void aim(const Int4& weight, int N, int, int first, int begin, int) {
       const int sixteens = (N + 15) / 16, own = threadIdx.x * 16;
       span = (long long)sixteens * kTile<GROUP>;
       from = weight.tiles + begin * span + (size_t)first * kTile<GROUP> + own;
@@ -306,16 +306,16 @@ extern "C" int transect_int4_portable(const void* x, const void* weight, const v
   return -1;
 }
 
-// The same by tiles of ``tiles`` eights of rows of X, 1, 2, 4 or 8 (portable_tiles.cuh). split:
-// blocks that share K, at most K / 128; with several parts: float32 for every tile and block, and counters, one for each
-// tile: zeros, and left as zeros. stages 2 to 4. ``gate`` as above, with any split.
+// The same by tiles of ``tiles`` eights of rows of X, 1, 2, 4 or 8 (portable_tiles.cuh). ``blocks``: no more than spans of
+// all tiles. parts: float32 for two tiles of each block; counters: one for each tile, zeros, and left as zeros. stages 2 to 4.
+// ``gate`` as above.
 extern "C" int transect_int4_portable_tiles(const void* x, const void* weight, const void* bias, void* out, void* parts,
                                             void* counters, int M, int N, int K, int group, long long x_stride,
-                                            int tiles, int split, int stages, int gate, int dependent, void* stream) {
+                                            int tiles, int blocks, int stages, int gate, int dependent, void* stream) {
 #define TRANSECT_TILES(GROUP)                                                                                       \
   if (group == GROUP)                                                                                             \
     return portable_tiles::start_tiles(Int4<GROUP>{(const unsigned char*)weight}, tiles, x, bias, out, parts,     \
-                                        counters, M, N, K, x_stride, split, stages, gate, dependent, stream);
+                                        counters, M, N, K, x_stride, blocks, stages, gate, dependent, stream);
   TRANSECT_TILES(128)
   TRANSECT_TILES(64)
   TRANSECT_TILES(32)

@@ -143,8 +143,8 @@ class PortableCodes:
         else:
             held = parts_of(tiling, x, n, self._counters)
             code = self._launch_tiles(
-                *pointers, *((0, 0) if held is None else (t.data_ptr() for t in held)), *sizes, tiling.tiles,
-                tiling.split, tiling.stages, *last,
+                *pointers, *(t.data_ptr() for t in held), *sizes, tiling.tiles,
+                tiling.blocks, tiling.stages, *last,
             )  # fmt: skip
         if code:
             raise RuntimeError(f"int4_portable.cu: the launch of {tiling} for {m} x {k} by {n} x {k} returned {code}")
