@@ -42,10 +42,10 @@ def tiles_bytes(tiling: TilesTiling, span: Span) -> int:
 
 @cache
 def choose_tiles(m: int, n: int, k: int, span: Span, units: int, shared: int) -> TilesTiling:
-    """Return the tiling for ``m`` rows of X, ``units`` multiprocessors and ``shared`` bytes of a block: as few reads of W
-    as possible, and one block for each multiprocessor, if each has 384 inputs of a tile. A narrow W is read by 32 rows
-    of X at a time, from the L2 cache the second time, rather than in more parts. On an H200 that acts as an Ada card
-    those were the quickest.
+    """Return the tiling for ``m`` rows of X, ``units`` multiprocessors and ``shared`` bytes of a block: as few reads of
+    W as possible, and one block for each multiprocessor, if each has 384 inputs of a tile. A narrow W is read by 32
+    rows of X at a time, from the L2 cache the second time, rather than in more parts. On an H200 that acts as an Ada
+    card those were the quickest.
 
     Raises:
         ValueError: no tiling fits.

@@ -1,9 +1,9 @@
 """``scaled8_portable.cu``: the product of 9 to 64 rows with a weight in fp8 on GPUs since Ampere other than Hopper.
 
-The codes are decoded once in registers and x stays bfloat16 (W8A16), because these numbers of rows are bound by the
-bytes of W. Products of fp8 on tensor cores (``scaled8_tiles.py``), which are for more rows, would decode both sides
-again for every product on a Hopper GPU that acts as an older one: its tensor cores multiply fp8 for groups of four warps
-alone. Shapes as in ``scaled8_tiles.py``; scales of rows. Sums in float32.
+A tile decodes its codes once in registers, and x stays bfloat16 (W8A16), because products of so few rows are bound by
+the bytes of W. Tensor cores multiply fp8 where there are more rows (``scaled8_tiles.py``). A Hopper GPU that acts as an
+older one has no such instruction for single warps: the compiler converts both operands of every product to float16.
+Shapes as in ``scaled8_tiles.py``; scales of rows. Sums in float32.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def refusal(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None)
 
 
 class PortableRows8:
-    """``(x, codes, scale, bias=None)`` of fp8 by ``scaled8_portable.cu``, with counters of its own: its launches must be
-    on one stream.
+    """``(x, codes, scale, bias=None)`` of fp8 by ``scaled8_portable.cu``, with counters of its own: its launches must
+    be on one stream.
 
     Raises:
         Unavailable: no NVIDIA GPU since Ampere, or no nvcc to build the kernels with.
@@ -82,5 +82,7 @@ class PortableRows8:
             torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
-            raise RuntimeError(f"scaled8_portable.cu: the launch of {tiling} for {m} x {k} by {n} x {k} returned {code}")
+            raise RuntimeError(
+                f"scaled8_portable.cu: the launch of {tiling} for {m} x {k} by {n} x {k} returned {code}"
+            )
         return out
