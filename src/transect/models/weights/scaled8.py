@@ -2,7 +2,7 @@
 outputs by 128 inputs; rounded when a model is loaded, or as a checkpoint holds them.
 
 How a product is computed on an NVIDIA GPU in bfloat16: up to 16 rows by ``scaled8_rows.py``, which streams the codes
-and does not round the input; elsewhere than on Hopper 9 to 64 rows in fp8 by ``scaled8_portable.py``, which does not
+and does not round the input; on other GPUs than Hopper 9 to 64 rows in fp8 by ``scaled8_portable.py``, which does not
 round it either; more by ``scaled8_tiles.py``, which rounds each row to 8 bits and multiplies on tensor
 cores, where ``rounds_inputs`` allows it and the GPU multiplies fp8 (Ada and later). Where it is asked for, the norm
 and the gate before a product round for it (``Stream8``). Elsewhere a Triton kernel decodes the codes (``scaled8.py``);
@@ -83,10 +83,10 @@ class Products8:
     batch_invariant: bool = False
     """True if rows do not depend on each other: any number of rows runs by ``many``, or with the codes decoded."""
     some: scaled8_portable.PortableRows8 | None = None
-    """Kernel of products with 9 to 64 rows, apart from norms; elsewhere than on Hopper."""
+    """Kernel of products with 9 to 64 rows and without norms, on other GPUs than Hopper."""
 
     def by_some(self, rows: int) -> bool:
-        """Return True if ``some`` runs products of so many rows."""
+        """Return True if ``some`` runs products with this number of rows."""
         return self.some is not None and scaled8_portable.LEAST_ROWS <= rows <= scaled8_portable.MOST_ROWS
 
     @classmethod

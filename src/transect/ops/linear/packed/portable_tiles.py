@@ -27,7 +27,7 @@ class TilesTiling:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class WeightSpan:
     """Inputs that a block brings at a time."""
 
     inputs: int
@@ -35,13 +35,13 @@ class Span:
     """Bytes of a tile's rows of W."""
 
 
-def tiles_bytes(tiling: TilesTiling, span: Span) -> int:
+def tiles_bytes(tiling: TilesTiling, span: WeightSpan) -> int:
     """Return the shared memory of a block."""
     return tiling.stages * (span.weight_bytes + 8 * tiling.tiles * span.inputs * 2)
 
 
 @cache
-def choose_tiles(m: int, n: int, k: int, span: Span, units: int, shared: int) -> TilesTiling:
+def choose_tiles(m: int, n: int, k: int, span: WeightSpan, units: int, shared: int) -> TilesTiling:
     """Return the tiling for ``m`` rows of X, ``units`` multiprocessors and ``shared`` bytes of a block: as few reads of
     W as possible, and one block for each multiprocessor, if each has 384 inputs of a tile. A narrow W is read by 32
     rows of X at a time, from the L2 cache the second time, rather than in more parts. On an H200 that acts as an Ada

@@ -15,11 +15,11 @@ from .....hardware.device import target_of
 from ....lang.cuda import bind_since_ampere
 from ....lang.jit import multiprocessors
 from ...few_rows.triton import Counters
-from ..portable_tiles import COLUMNS, Span, TilesTiling, choose_tiles, parts_of
+from ..portable_tiles import COLUMNS, TilesTiling, WeightSpan, choose_tiles, parts_of
 from . import scaled8_rows
 
 LEAST_ROWS, MOST_ROWS = 9, 64
-SPAN = Span(64, COLUMNS * 64)
+SPAN = WeightSpan(64, COLUMNS * 64)
 
 
 def refusal(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> str | None:

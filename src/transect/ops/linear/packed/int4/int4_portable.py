@@ -18,7 +18,7 @@ from ....lang.cuda import bind_since_ampere
 from ....lang.jit import multiprocessors
 from ...few_rows.triton import Counters
 from ..portable_tiles import COLUMNS as COLUMNS_OF_TILE
-from ..portable_tiles import Span, TilesTiling, choose_tiles, parts_of
+from ..portable_tiles import TilesTiling, WeightSpan, choose_tiles, parts_of
 from .int4_packing import CHUNK, group_of
 from .int4_rows import cuda_refusal
 
@@ -80,9 +80,9 @@ def choose_tiling(m: int, n: int, k: int, group: int, units: int, shared: int, g
     return best[1]
 
 
-def span_of(group: int) -> Span:
+def span_of(group: int) -> WeightSpan:
     """Return the inputs that a block of tiles brings at a time."""
-    return Span(CHUNK, COLUMNS_OF_TILE // 16 * (1024 + CHUNK // group * 64))
+    return WeightSpan(CHUNK, COLUMNS_OF_TILE // 16 * (1024 + CHUNK // group * 64))
 
 
 def shares_rows(m: int, n: int, k: int) -> bool:
