@@ -8,9 +8,9 @@ that acts as ``--target`` (99 KiB of shared memory, no Hopper instructions). Bot
 measured in turns. Decode: prompts of 512 tokens, the median over the rounds of the mean step; prefill: 16 prompts of
 512. Of the kernels that the second one ran the script reads shared memory, spills and instructions of newer GPUs. Both
 engines then answer the same prompts: the share of equal tokens is recorded. With ``--kernels`` a profile of each decode
-step has the time of its kernels (those of an early launch include its wait). With ``--ordinary`` a third engine has
-Hopper's kernels, which no card before has, but launches that begin when the one before has ended, as on such a card.
-Under 4 minutes on an H100.
+step has its kernels in their order, each with the time from the end of the kernel before to its own end. With
+``--ordinary`` a third engine has Hopper's kernels, which no card before has, but launches that begin when the one
+before has ended, as on such a card. Under 4 minutes on an H100.
 
 Each format has the command and the commit of its own run; formats that FILE has and this run does not measure stay.
 """
