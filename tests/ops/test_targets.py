@@ -17,13 +17,7 @@ from transect.ops.linear.few_rows import choices, small_matmul
 from transect.ops.linear.few_rows import cuda as few_cuda
 from transect.ops.linear.few_rows import triton as few_triton
 from transect.ops.linear.many_rows import tiling
-from transect.ops.linear.packed.eight_bit import (
-    scaled8_chain,
-    scaled8_hopper,
-    scaled8_portable,
-    scaled8_rows,
-    scaled8_tiles,
-)
+from transect.ops.linear.packed.eight_bit import scaled8_chain, scaled8_hopper, scaled8_rows, scaled8_tiles
 from transect.ops.linear.packed.gguf import gguf_chain, gguf_matmul, gguf_row, gguf_rows, gguf_tiles
 from transect.ops.linear.packed.int4 import int4_hopper, int4_matmul, int4_portable, int4_rows, int4_tiles
 from transect.ops.opset import OPERATORS
@@ -129,7 +123,7 @@ def test_products_of_packed_weights(target: KernelTarget, monkeypatch: pytest.Mo
         (int4_rows, "CudaCodes"), (int4_hopper, "HopperCodes"), (int4_tiles, "Int4Tiles"),
         (int4_portable, "PortableCodes"), (scaled8_rows, "CudaRows8"), (scaled8_hopper, "HopperRows8"),
         (scaled8_chain, "CudaChain"), (gguf_rows, "GGUFRows"), (gguf_tiles, "GGUFTiles"), (gguf_chain, "GGUFChain"),
-        (gguf_row, "GGUFRow"), (scaled8_portable, "PortableRows8"),
+        (gguf_row, "GGUFRow"),
     ):  # fmt: skip
         kind(module, name)
     monkeypatch.setattr(gguf_matmul, "runs_triton", lambda *_: True)
@@ -141,9 +135,8 @@ def test_products_of_packed_weights(target: KernelTarget, monkeypatch: pytest.Mo
     assert fp8.few == whole.few == "CudaRows8"
     assert (fp8.many is not None) == target.fp8_products
     assert whole.many is not None
-    assert ("HopperRows8" in made, fp8.some is None, whole.some) == (target.hopper, target.hopper, None)
-    assert fp8.chain == whole.chain == "CudaChain"
-    assert (Products8.on(GPU).chain is None) == target.hopper  # it is not used as it is
+    assert ("HopperRows8" in made) == target.hopper and fp8.chain == whole.chain == "CudaChain"
+    assert (Products8.on(GPU).chain is None) == target.hopper  # Hopper's launches are then ordinary
     blocks = gguf_matmul.Products(GPU, dependent=True, chained=True)
     assert blocks._rows == "GGUFRows"
     assert (blocks._tiles is not None, blocks.chain is not None) == (target.hopper, target.hopper)

@@ -2,8 +2,7 @@
 outputs by 128 inputs; rounded when a model is loaded, or as a checkpoint holds them.
 
 How a product is computed on an NVIDIA GPU in bfloat16: up to 16 rows by ``scaled8_rows.py``, which streams the codes
-and does not round the input; on other GPUs than Hopper 9 to 64 rows in fp8 by ``scaled8_portable.py``, which does not
-round it either; more by ``scaled8_tiles.py``, which rounds each row to 8 bits and multiplies on tensor
+and does not round the input; more by ``scaled8_tiles.py``, which rounds each row to 8 bits and multiplies on tensor
 cores, where ``rounds_inputs`` allows it and the GPU multiplies fp8 (Ada and later). Where it is asked for, the norm
 and the gate before a product round for it (``Stream8``). Elsewhere a Triton kernel decodes the codes (``scaled8.py``);
 where there is none torch does, some outputs at a time.
@@ -28,14 +27,7 @@ from ...ops.linear import gate_up
 from ...ops.linear.few_rows.cuda import Beside
 from ...ops.linear.linear import invariant_linear
 from ...ops.linear.packed.chain import ChainWeights
-from ...ops.linear.packed.eight_bit import (
-    scaled8_chain,
-    scaled8_hopper,
-    scaled8_portable,
-    scaled8_rounding,
-    scaled8_rows,
-    scaled8_tiles,
-)
+from ...ops.linear.packed.eight_bit import scaled8_chain, scaled8_hopper, scaled8_rounding, scaled8_rows, scaled8_tiles
 from ...ops.linear.packed.eight_bit.scaled8 import triton_scaled8
 from ...ops.linear.packed.eight_bit.scaled8_chain import Matrix8
 from ...ops.linear.packed.eight_bit.scaled8_rounding import BLOCK, Rounded
@@ -82,12 +74,6 @@ class Products8:
     """Kernel of a layer's last three products and the next layer's first in one launch, for one row."""
     batch_invariant: bool = False
     """True if rows do not depend on each other: any number of rows runs by ``many``, or with the codes decoded."""
-    some: scaled8_portable.PortableRows8 | None = None
-    """Kernel of products with 9 to 64 rows and without norms, on other GPUs than Hopper."""
-
-    def by_some(self, rows: int) -> bool:
-        """Return True if ``some`` runs products with this number of rows."""
-        return self.some is not None and scaled8_portable.LEAST_ROWS <= rows <= scaled8_portable.MOST_ROWS
 
     @classmethod
     def on(
@@ -113,17 +99,16 @@ class Products8:
             return cls(many=_invariant_tiles(device, dependent, fp8, blocks), dependent=dependent, batch_invariant=True)
         if target.capability < (8, 0):
             return cls()
-        few = hopper = some = None
+        few = hopper = None
         dependent = dependent and target.dependent_launch
         try:
             few = scaled8_rows.CudaRows8(device)
             hopper = _hopper_rows(device, fp8, blocks)
-            some = None if target.hopper or blocks or not fp8 else scaled8_portable.PortableRows8(device)
         except Unavailable as reason:
             log.warning("products of few rows in 8 bits decode by a Triton kernel, which is slower: %s", reason)
         chain = scaled8_chain.CudaChain(device) if few is not None and (dependent or not target.hopper) else None
         many = scaled8_tiles.Tiles8(dependent_launch=dependent, hopper=hopper)
-        return cls(few, many if target.fp8_products or not fp8 else None, dependent, chain, some=some)
+        return cls(few, many if target.fp8_products or not fp8 else None, dependent, chain)
 
 
 def _hopper_rows(device: torch.device, fp8: bool, blocks: bool) -> scaled8_hopper.HopperRows8 | None:
@@ -190,8 +175,6 @@ class Scaled8(Weight):
     def forward(self, x_TI: Tensor) -> Tensor:
         few, many = self._products.few, self._products.many
         rows = len(x_TI)
-        if (some := self._some(x_TI)) is not None:
-            return some(x_TI, self.codes, self.scale, self.bias, dependent_launch=self._products.dependent)
         if few is not None and rows <= scaled8_rows.MOST_ROWS and self._few_takes(x_TI):
             return few(x_TI, self.codes, self.scale, self.bias, self.fp8, dependent_launch=self._products.dependent)
         if many is not None and self.rounds_inputs and x_TI.dtype == torch.bfloat16 and not self._tiles_refuse(x_TI):
@@ -206,11 +189,6 @@ class Scaled8(Weight):
     def batch_invariant(self) -> bool:  # type: ignore[override]
         """True if its kernels are."""
         return self._products.batch_invariant
-
-    def _some(self, x: Tensor) -> scaled8_portable.PortableRows8 | None:
-        """Return the kernel for as many rows as x has, if it takes them."""
-        takes = self._products.by_some(len(x)) and not scaled8_portable.refusal(x, self.codes, self.scale, self.bias)
-        return self._products.some if takes else None
 
     def _few_takes(self, x: Tensor) -> bool:
         return scaled8_rows.refusal(x, self.codes, self.scale, self.bias) is None
@@ -238,9 +216,6 @@ class Scaled8(Weight):
             return None
 
         def gated(x: Tensor) -> Tensor:
-            some = self._some(x)
-            if some is not None and self.out_features % 32 == 0:
-                return some(x, self.codes, self.scale, gated=True, dependent_launch=dependent)
             if few is not None and len(x) <= scaled8_rows.MOST_ROWS and self._few_takes(x):
                 return few(x, self.codes, self.scale, fp8=self.fp8, gated=True, dependent_launch=dependent)
             both = self.forward(x)
@@ -354,15 +329,13 @@ class Stream8:
     def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
         """Return True if a step on the stream x ``[M, D]`` with products of these sizes runs here, up to its end for
         ``wanted`` rows."""
-        if x.dtype != torch.bfloat16 or not len(x) or self._weight._products.by_some(len(x)):
+        if x.dtype != torch.bfloat16 or not len(x):
             return False
         if len(x) > scaled8_rows.MOST_ROWS:
-            ends = not wanted or wanted > scaled8_rows.MOST_ROWS or self._takes_few(sizes)
+            ends = not wanted or self.takes(x[:wanted], sizes)
             return ends and self._many is not None and all(k % 16 == 0 for _, k, _ in sizes)
-        return wanted is None and self._takes_few(sizes)
-
-    def _takes_few(self, sizes: Sequence[Size]) -> bool:
-        """Return True if norms are part of products of up to 16 rows."""
+        if wanted is not None:
+            return False
         whole = 2 * BLOCK if self._weight.blocks else 16
         return all(k % 64 == 0 and n % (whole if gate else 16) == 0 for n, k, gate in sizes)
 

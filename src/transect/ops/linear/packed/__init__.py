@@ -7,6 +7,4 @@
   of ``int4/int4_chain.py``, ``eight_bit/scaled8_chain.py`` and ``gguf/gguf_chain.py``
 * ``block_tiles.py`` (``block_tiles.cuh``)  17 to 512 rows on Hopper: the kernel of ``int4/int4_tiles.py`` and
   ``gguf/gguf_tiles.py``, and how a product is cut
-* ``portable_tiles.py`` (``portable_tiles.cuh``)  9 to 128 rows on other GPUs since Ampere: the kernel of
-  ``int4/int4_portable.py`` and ``eight_bit/scaled8_portable.py``
 """

@@ -4,7 +4,7 @@
 // * One block on every multiprocessor. A product's rows of W are dealt out to the blocks in sixteens (or, with the
 //   gate, in pairs of them), its k to the warps of a block in chunks of 128. What a warp reads in one step is an item:
 //   two sixteens of rows by 128 k, fetched into the warp's own ring: on Hopper by the bulk copy engine, elsewhere by the
-//   lanes of the warp, in blocks of fewer warps, whose memory is 99 KiB.
+//   lanes of the warp. A block there has 99 KiB, which fewer warps or smaller items share.
 // * A warp's items of all four products stand in one row, and it asks for them as soon as its ring has room: weights
 //   wait for no result. So memory is busy while results go from block to block, and while the kernel before ends.
 // * Who needs a result of other blocks reads it until it is there: until its bits are not all set, which no result has.
@@ -31,7 +31,7 @@ using namespace hopper;
 #endif
 #endif
 #ifndef TRANSECT_CHAIN_WARPS
-#define TRANSECT_CHAIN_WARPS 4
+#define TRANSECT_CHAIN_WARPS 8
 #endif
 constexpr bool kBulk = TRANSECT_BULK;
 constexpr int kMostBytes = kBulk ? kMostShared : 99 * 1024;  // of a block's shared memory
@@ -43,6 +43,7 @@ constexpr int kPolls = 1 << 23;  // some seconds: then a block is missing, and a
 enum Step { ATTENDED = 0, GATE_UP = 1, DOWN = 2, QKV = 3 };
 
 // k of a chunk, chunks of a warp at most, bytes of a chunk of x; if not apart, both sixteens of a chunk are one item.
+// Elsewhere kItem is the bytes of an item, or 0 if they differ.
 struct Chunks128 {
   static constexpr int kSpan = 128, kMostSteps = 128 / kWarps, kKept = 2 * kSpan;
   static constexpr bool kApart = false, kPortable = true;
@@ -288,8 +289,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ unsigned char unaligned[];
   unsigned char* memory = unaligned + (kBulk ? -shared_address(unaligned) & 1023 : 0);  // as tensor maps want it
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int item_bytes = Codes::kApart ? weights.item : Codes::kItem;
-  const int part_bytes = Codes::kApart || !kBulk ? weights.part : Codes::kMostSteps * Codes::kKept;
+  const int item_bytes = Codes::kItem ? Codes::kItem : weights.item;
+  const int part_bytes = !Codes::kItem || !kBulk ? weights.part : Codes::kMostSteps * Codes::kKept;
   const uint32_t ring = shared_address(memory) + warp * stages * item_bytes;
   const uint32_t part = shared_address(memory) + kWarps * stages * item_bytes + warp * part_bytes;
   const uint32_t known = shared_address(memory) + kWarps * (stages * item_bytes + part_bytes) + warp * Codes::kKnown;
@@ -435,7 +436,7 @@ int start(Weights<Codes>& weights, const int* sizes, const void* const* tensors,
                      (unsigned*)tensors[13],
                      {eps0, eps1},
                      2 * (2 * sizes[0] + sizes[5]) + 4 * 2 * (sizes[0] / 16)};
-  if (!Codes::kApart) {
+  if (Codes::kItem) {
     const int pair = 2 * kWarps * Codes::kSpan;  // a warp keeps two chunks at a time
     const int steps = kBulk ? Codes::kMostSteps : 2 * ((most_k + pair - 1) / pair);
     weights.item = Codes::kItem, weights.part = steps * Codes::kKept;

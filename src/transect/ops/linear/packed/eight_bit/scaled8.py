@@ -2,8 +2,7 @@ r"""Product by a weight of 8 bits with a scale for each output: whole numbers, o
 
     y_to = s_o sum_i x_ti c_oi + b_o
 
-This is the product that decodes codes everywhere; CUDA C++ kernels for few rows are in ``scaled8_rows.py`` and
-``scaled8_portable.py``, those for many rows are in ``scaled8_tiles.py``.
+This is the product that decodes codes everywhere; ``scaled8_rows.py`` and ``scaled8_tiles.py`` are for Hopper.
 
 Codes are decoded to the activations' dtype, exactly: whole numbers up to 127 and fp8 have at most 8 significant bits.
 The bits of an fp8 code, shifted by 7, are those of a float16 that is 256 times smaller, also below the normal range;
@@ -19,20 +18,19 @@ for many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .....costs.work import Cost
-from .....hardware.targets import NVIDIA_TARGETS
 from .... import shapes
 from ....lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, require, rows_of, tl
 from ....lang.tiles import dot
 from ....numerics import compute_dtype, sample
 from ....registry import Case, Implementation, Kernel, Op, register
-from . import scaled8_portable, scaled8_rows
+from . import scaled8_rows
 
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = False) -> Tensor:
@@ -139,19 +137,6 @@ def _kernels() -> Sequence[Kernel]:
     ]
 
 
-def _portable() -> Callable[..., Tensor]:
-    kernel = scaled8_portable.PortableRows8()
-    return lambda x, codes, scale, bias=None, fp8=True: kernel(x, codes, scale, bias)
-
-
-def _portable_refusal(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = False
-) -> str | None:
-    if not fp8 or len(x) > scaled8_portable.MOST_ROWS:
-        return f"it takes fp8 and up to {scaled8_portable.MOST_ROWS} rows"
-    return scaled8_portable.refusal(x, codes, scale, bias)
-
-
 register(
     Op(
         name="scaled8_linear",
@@ -167,14 +152,6 @@ register(
                 dtypes=("bfloat16",),
                 refusal=lambda x, codes, scale, bias=None, fp8=False: scaled8_rows.refusal(x, codes, scale, bias),
                 source="scaled8.cu",
-            ),
-            "portable": Implementation(
-                "cuda",
-                _portable,
-                NVIDIA_TARGETS,
-                dtypes=("bfloat16",),
-                refusal=_portable_refusal,
-                source="scaled8_portable.cu",
             ),
         },
         examples=_examples,

@@ -9,12 +9,10 @@
 //   adds, 128 times the sum of x, is taken off together with the zero: the sum of x is a product with ones.
 // * GATE: sixteens of a gate's rows and of the other factor's are in turn; Y [M, N / 2] is silu(one) times the other.
 
-#include "../portable_tiles.cuh"
+#include "../../../lang/few_rows.cuh"
 #include "int4_codes.cuh"
 
 using namespace few_rows;
-using portable_tiles::fused;
-using portable_tiles::twice;
 
 namespace {
 
@@ -202,76 +200,187 @@ int start_portable(const void* x, const void* weight, const void* bias, void* ou
                      (__nv_bfloat16*)out, M, N, K, x_stride, per, row_tiles, stages, gate, (int)(dependent > 1));
 }
 
-// More rows of X by tiles. A weight is rounded to bfloat16, as in block_tiles.cuh: a code is a bfloat16 c 2^-133 as it
-// stands, and one fused multiplication and addition of two at a time makes (scale c + zero) 2^-53 of it. (Copies have no
-// cache hint: nvcc 13.0 compiles some that have one wrongly, see docs/lab-notes/int4.md.)
-template <int GROUP>
-struct Int4 {
-  const unsigned char* tiles;
-  static constexpr int kSpan = kChunk, kBytes = portable_tiles::kSixteens * kTile<GROUP>;
+// More rows of X: NT eights of them at a time, which all warps of a block share, and for each warp its own two sixteens
+// of rows of W. A weight is rounded to bfloat16, as in block_tiles.cuh: a code is a bfloat16 c 2^-133 as it stands, and one
+// fused multiplication and addition of two at a time makes (scale c + zero) 2^-53 of it. A block brings spans of 128 k of
+// W and X into one ring. (Its copies have no cache hint: nvcc 13.0 compiles
+// some that have one wrongly, see docs/lab-notes/int4.md.) Blocks may share K: each leaves its part of the sums in
+// ``parts``, as its threads hold them, and the last to arrive at a tile adds all of them, in the order of the parts.
+constexpr int kWarps = 8, kThreads = kWarps * 32, kSixteens = 2 * kWarps;  // of rows of W in a tile
 
-  static __device__ __forceinline__ int place(int row, int piece) { return piece ^ row % 8; }
+__device__ __forceinline__ uint32_t fused(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t v;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+  return v;
+}
 
-  struct Source {
-    const unsigned char* from;
-    long long span;
-    int left;  // bytes of a span, from this thread's first piece on
+__device__ __forceinline__ uint32_t twice(float v) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(v, v);
+  return *(const uint32_t*)&both;
+}
 
-    __device__ __forceinline__ void aim(const Int4& weight, int N, int, int first, int begin, int) {
-      const int sixteens = (N + 15) / 16, own = threadIdx.x * 16;
-      span = (long long)sixteens * kTile<GROUP>;
-      from = weight.tiles + begin * span + (size_t)first * kTile<GROUP> + own;
-      left = min(kBytes, (sixteens - first) * kTile<GROUP>) - own;
-    }
-    __device__ __forceinline__ void fetch(uint32_t slot) {
+template <int GROUP, int NT>
+__global__ void __launch_bounds__(kThreads, 1)
+    int4_portable_tiles(const __nv_bfloat16* x, const unsigned char* weight, const __nv_bfloat16* bias,
+                        __nv_bfloat16* out, float4* parts, unsigned* counters, int M, int N, int K,
+                        long long x_stride, int row_tiles, int split, int stages, int gate) {
+  constexpr int TILE = kTile<GROUP>, ROWS = NT * 8, EACH = GROUP / 32;
+  constexpr int W_BYTES = kSixteens * TILE, STAGE = W_BYTES + ROWS * kXPitch;
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ unsigned arrived[1];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int sixteens = (N + 15) / 16, tiles = (sixteens + kSixteens - 1) / kSixteens;
+  const int tile_n = blockIdx.x % tiles, tile_m = blockIdx.x / tiles % row_tiles, part = blockIdx.x / (tiles * row_tiles);
+  unsigned* counter = counters + tile_m * tiles + tile_n;
+  const int m0 = tile_m * ROWS, rows = min(ROWS, M - m0), first = tile_n * kSixteens;
+  const int chunks = K / kChunk, begin = (int)((long long)chunks * part / split);
+  const int total = (int)((long long)chunks * (part + 1) / split) - begin;
+  const uint32_t ring = shared_address(memory);
+
+  let_next_begin();
+  wait_for_previous();
+  // Each thread brings the same pieces of every span. Rows past the end are left as they are: their sums are not stored.
+  const int pieces = min(kSixteens, sixteens - first) * (TILE / 16), row = threadIdx.x / 16;
+  const size_t span = (size_t)sixteens * TILE, rows_on = kThreads / 16 * x_stride;
+  const unsigned char* w_from = weight + begin * span + (size_t)first * TILE + threadIdx.x * 16;
+  const __nv_bfloat16* x_from = x + (m0 + row) * x_stride + (size_t)begin * kChunk + threadIdx.x % 16 * 8;
+  const uint32_t w_to = ring + threadIdx.x * 16, x_to = ring + W_BYTES + row * kXPitch + threadIdx.x % 16 * 16;
+  auto fetch = [&](int slot) {
 #pragma unroll
-      for (int i = 0; i < (kBytes / 16 + portable_tiles::kThreads - 1) / portable_tiles::kThreads; i++) {
-        const int on = i * portable_tiles::kThreads * 16;
-        if (on < left) copy16(slot + threadIdx.x * 16 + on, from + on, true);
-      }
-      from += span;
-    }
+    for (int i = 0; i * kThreads < W_BYTES / 16; i++)
+      if (i * kThreads + (int)threadIdx.x < pieces) copy16(w_to + slot * STAGE + i * kThreads * 16, w_from + i * kThreads * 16, true);
+#pragma unroll
+    for (int i = 0; i * kThreads < ROWS * 16; i++)
+      if (i * (kThreads / 16) + row < rows)
+        copy16(x_to + slot * STAGE + i * (kThreads / 16) * kXPitch, x_from + i * rows_on, true);
+    w_from += span, x_from += kChunk;
   };
-
-  struct Values {
+  for (int s = 0; s < stages - 1; s++) {
+    if (s < total) fetch(s);
+    end_group();
+  }
+  const uint32_t x_at = W_BYTES + lane % 8 * kXPitch + lane / 8 * 16;
+  float acc[2][NT][4] = {};
+  int slot = 0;
+  for (int step = 0; step < total; step++) {
+    wait_for_stage<2>(stages);
+    __syncthreads();  // all copies of this span have landed, and the slot that is filled again has been read
+    if (step + stages - 1 < total) fetch(slot == 0 ? stages - 1 : slot - 1);
+    end_group();
+    const uint32_t from = ring + slot * STAGE;
+    uint4 codes[2];                    // of 64 k: 16 bytes of a lane at a time meet no bank twice
     uint32_t scale[2][2], zero[2][2];  // of rows lane / 4 and, with codes four bits up, lane / 4 + 8
-
-    __device__ __forceinline__ void decode(uint32_t (&a)[2][2][4], uint32_t from, int warp, int at, int lane) {
-      constexpr int EACH = GROUP / 32;
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const uint32_t tile = from + (warp * 2 + r) * kTile<GROUP>;
-        if (at % EACH == 0) {
+    for (int at = 0; at < 4; at++) {  // 32 k
+      if (at % EACH == 0) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
           uint2 both;  // scale in the low half, zero in the high one
           asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
                        : "=r"(both.x), "=r"(both.y)
-                       : "r"(tile + 1024 + at / EACH * 64 + lane / 4 * 8));
+                       : "r"(from + (warp * 2 + r) * TILE + 1024 + at / EACH * 64 + lane / 4 * 8));
           scale[r][0] = twice(__uint_as_float(both.x << 16) * 0x1p80f);
           scale[r][1] = twice(__uint_as_float(both.y << 16) * 0x1p76f);
           zero[r][0] = twice(__uint_as_float(both.x & 0xFFFF0000u) * 0x1p-53f);
           zero[r][1] = twice(__uint_as_float(both.y & 0xFFFF0000u) * 0x1p-53f);
         }
-        uint2 w;
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                     : "=r"(w.x), "=r"(w.y)
-                     : "r"(tile + at / 2 * 512 + lane * 16 + at % 2 * 8));
+      }
+      uint32_t a[2][2][4];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        if (at % 2 == 0) codes[r] = read16(from + (warp * 2 + r) * TILE + at / 2 * 512 + lane * 16);
+        const uint32_t one = at % 2 ? codes[r].z : codes[r].x, other = at % 2 ? codes[r].w : codes[r].y;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const uint32_t mask = i % 2 ? 0x00F000F0u : 0x000F000Fu;
-          a[r][0][i] = fused(w.x >> (i / 2 * 8) & mask, scale[r][i % 2], zero[r][i % 2]);
-          a[r][1][i] = fused(w.y >> (i / 2 * 8) & mask, scale[r][i % 2], zero[r][i % 2]);
+          a[r][0][i] = fused(one >> (i / 2 * 8) & mask, scale[r][i % 2], zero[r][i % 2]);
+          a[r][1][i] = fused(other >> (i / 2 * 8) & mask, scale[r][i % 2], zero[r][i % 2]);
         }
       }
+#pragma unroll
+      for (int tile = 0; tile < NT; tile++) {
+        uint32_t b[4];
+        read_matrices(b, from + x_at + tile * 8 * kXPitch + at * 64);
+#pragma unroll
+        for (int r = 0; r < 2; r++) multiply(acc[r][tile], a[r][0], b[0], b[1]);
+#pragma unroll
+        for (int r = 0; r < 2; r++) multiply(acc[r][tile], a[r][1], b[2], b[3]);
+      }
     }
-  };
-
-  static __device__ __forceinline__ void read_x(uint32_t (&b)[4], uint32_t from, int at, int lane) {
-    const int row = lane % 8;
-    read_matrices(b, from + row * kSpan * 2 + (((lane / 8 ^ row) * 16) ^ at * 64));
+    slot = slot + 1 == stages ? 0 : slot + 1;
   }
+  // Element c of a tile: row of X m0 + 8 tile + 2 (lane % 4) + c % 2, row of W 16 sixteen + 8 (c / 2) + lane / 4.
+  auto row_of = [&](int tile, int c) { return m0 + tile * 8 + lane % 4 * 2 + c % 2; };
+  auto column_of = [&](int r, int c) { return (first + warp * 2 + r) * 16 + c / 2 * 8 + lane / 4; };
+  if (split > 1) {
+    constexpr int EACH_PART = 2 * NT * kThreads, AT_ONCE = NT > 4 ? 1 : NT > 2 ? 2 : 4;
+    float4* tile_parts = parts + (size_t)(tile_m * tiles + tile_n) * split * EACH_PART + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < 2 * NT; i++) {
+      const float* v = acc[i / NT][i % NT];
+      __stcg(tile_parts + (size_t)part * EACH_PART + i * kThreads, make_float4(v[0], v[1], v[2], v[3]));
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) arrived[0] = atomicAdd(counter, 1u);
+    __syncthreads();
+    if (arrived[0] != (unsigned)split - 1) return;
+    if (threadIdx.x == 0) *counter = 0;  // ready for the next launch
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < 2 * NT; i++)
+#pragma unroll
+      for (int c = 0; c < 4; c++) acc[i / NT][i % NT][c] = 0;
+    for (int p = 0; p < split; p += AT_ONCE) {
+      float4 v[AT_ONCE][2 * NT];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++)
+#pragma unroll
+        for (int i = 0; i < 2 * NT; i++)
+          v[j][i] = p + j < split ? __ldcg(tile_parts + (size_t)(p + j) * EACH_PART + i * kThreads)
+                                  : make_float4(0, 0, 0, 0);
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++)
+#pragma unroll
+        for (int i = 0; i < 2 * NT; i++) {
+          float* sum = acc[i / NT][i % NT];
+          sum[0] += v[j][i].x, sum[1] += v[j][i].y, sum[2] += v[j][i].z, sum[3] += v[j][i].w;
+        }
+    }
+  }
+#pragma unroll
+  for (int tile = 0; tile < NT; tile++)
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      acc[0][tile][c] *= 0x1p53f, acc[1][tile][c] *= 0x1p53f;
+      const int m = row_of(tile, c);
+      if (m >= M) continue;
+      if (gate) {
+        const int n = (first / 2 + warp) * 16 + c / 2 * 8 + lane / 4;
+        const float one = acc[0][tile][c], other = acc[1][tile][c];
+        if (n < N / 2) out[(size_t)m * (N / 2) + n] = __float2bfloat16(one / (1 + __expf(-one)) * other);
+        continue;
+      }
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int n = column_of(r, c);
+        if (n < N) out[(size_t)m * N + n] = __float2bfloat16(acc[r][tile][c] + (bias ? __bfloat162float(bias[n]) : 0.f));
+      }
+    }
+}
 
-  __device__ __forceinline__ float factor(int, int, int, int) const { return 0x1p53f; }
-};
+template <int GROUP, int NT>
+int start_tiles(const void* x, const void* weight, const void* bias, void* out, void* parts, void* counters, int M,
+                int N, int K, long long x_stride, int split, int stages, int gate, int dependent, void* stream) {
+  constexpr int ROWS = NT * 8;
+  const int tiles = ((N + 15) / 16 + kSixteens - 1) / kSixteens, row_tiles = (M + ROWS - 1) / ROWS;
+  const int shared = stages * (kSixteens * kTile<GROUP> + ROWS * kXPitch);
+  if (shared > kMostShared) return -1;
+  return (int)launch(int4_portable_tiles<GROUP, NT>, tiles * row_tiles * split, kThreads, shared, 1, dependent > 0,
+                     stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const __nv_bfloat16*)bias,
+                     (__nv_bfloat16*)out, (float4*)parts, (unsigned*)counters, M, N, K, x_stride, row_tiles, split,
+                     stages, gate);
+}
 
 }  // namespace
 
@@ -306,18 +415,26 @@ extern "C" int transect_int4_portable(const void* x, const void* weight, const v
   return -1;
 }
 
-// The same by tiles of ``tiles`` eights of rows of X, 1, 2, 4 or 8 (portable_tiles.cuh). ``blocks``: no more than spans of
-// all tiles. parts: float32 for two tiles of each block; counters: one for each tile, zeros, and left as zeros. stages 2 to 4.
-// ``gate`` as above.
+// The same by tiles of ``tiles`` eights of rows of X, 1, 2, 4 or 8, by 256 rows of W. split:
+// blocks that share K, at most K / 128; with several parts: float32 for every tile and block, and counters, one for each
+// tile: zeros, and left as zeros. stages 2 to 4. ``gate`` as above, with any split.
 extern "C" int transect_int4_portable_tiles(const void* x, const void* weight, const void* bias, void* out, void* parts,
                                             void* counters, int M, int N, int K, int group, long long x_stride,
-                                            int tiles, int blocks, int stages, int gate, int dependent, void* stream) {
-#define TRANSECT_TILES(GROUP)                                                                                       \
-  if (group == GROUP)                                                                                             \
-    return portable_tiles::start_tiles(Int4<GROUP>{(const unsigned char*)weight}, tiles, x, bias, out, parts,     \
-                                        counters, M, N, K, x_stride, blocks, stages, gate, dependent, stream);
-  TRANSECT_TILES(128)
-  TRANSECT_TILES(64)
-  TRANSECT_TILES(32)
+                                            int tiles, int split, int stages, int gate, int dependent, void* stream) {
+  if (M < 1 || N < 1 || K < 128 || K % 128 || x_stride % 8 || stages < 2 || stages > 4 || split < 1 ||
+      split > K / 128 || (split > 1 && (!parts || !counters)) || (gate && (N % 32 || bias)))
+    return -1;
+#define TRANSECT_TILES(GROUP, NT)                                                                                  \
+  if (group == GROUP && tiles == NT)                                                                               \
+    return start_tiles<GROUP, NT>(x, weight, bias, out, parts, counters, M, N, K, x_stride, split, stages, gate,   \
+                                  dependent, stream);
+#define TRANSECT_ROWS(GROUP) \
+  TRANSECT_TILES(GROUP, 1)   \
+  TRANSECT_TILES(GROUP, 2)   \
+  TRANSECT_TILES(GROUP, 4)   \
+  TRANSECT_TILES(GROUP, 8)
+  TRANSECT_ROWS(128)
+  TRANSECT_ROWS(64)
+  TRANSECT_ROWS(32)
   return -1;
 }

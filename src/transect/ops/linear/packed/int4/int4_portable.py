@@ -17,8 +17,6 @@ from .....hardware.device import target_of
 from ....lang.cuda import bind_since_ampere
 from ....lang.jit import multiprocessors
 from ...few_rows.triton import Counters
-from ..portable_tiles import COLUMNS as COLUMNS_OF_TILE
-from ..portable_tiles import TilesTiling, WeightSpan, choose_tiles, parts_of
 from .int4_packing import CHUNK, group_of
 from .int4_rows import cuda_refusal
 
@@ -26,6 +24,8 @@ MOST_ROWS = 128
 """More rows read the weight more often than it takes to dequantize it once."""
 ALONE_ROWS = 8
 """Up to this many rows every warp may have a ring of its own (see ``shares_rows``)."""
+TILE_COLUMNS, TILE_SIXTEENS = 256, 16
+"""Rows of W in a tile."""
 COLUMNS = (1, 2, 3, 4)
 """The compiled numbers of sixteens of W for a warp at a time."""
 ENOUGH = 24
@@ -80,9 +80,37 @@ def choose_tiling(m: int, n: int, k: int, group: int, units: int, shared: int, g
     return best[1]
 
 
-def span_of(group: int) -> WeightSpan:
-    """Return the inputs that a block of tiles brings at a time."""
-    return WeightSpan(CHUNK, COLUMNS_OF_TILE // 16 * (1024 + CHUNK // group * 64))
+@dataclass(frozen=True, slots=True)
+class TilesTiling:
+    """The tiling for more rows; the fields are arguments of its launcher, in this order."""
+
+    tiles: int
+    """Groups of 8 rows of X in a tile: 1, 2, 4 or 8."""
+    split: int
+    """Blocks that share K."""
+    stages: int
+
+
+def tiles_bytes(tiling: TilesTiling, group: int) -> int:
+    """Return the shared memory of a block, with the word that says which block was last."""
+    rows = 8 * tiling.tiles
+    stage = TILE_SIXTEENS * (1024 + CHUNK // group * 64) + rows * 272
+    return tiling.stages * stage + 128
+
+
+@cache
+def choose_tiles(m: int, n: int, k: int, group: int, units: int, shared: int) -> TilesTiling:
+    """Return the tiling for ``m`` rows of X: as few reads of W as possible, then one block for each multiprocessor, if
+    each has 3 spans of K. A narrow W is read by 32 rows of X at a time, from the L2 cache the second time, rather than
+    in more parts. On an H200 that acts as an Ada card those were the quickest."""
+    tiles = next((tiles for tiles in (1, 2, 4) if m <= 8 * tiles), 8 if n >= 16384 else 4)
+    blocks = -(-n // TILE_COLUMNS) * -(-m // (8 * tiles))
+    split = max(1, min(k // CHUNK // 3, units // blocks))
+    for stages in (4, 3, 2):
+        tiling = TilesTiling(tiles, split, stages)
+        if tiles_bytes(tiling, group) <= shared:
+            return tiling
+    raise ValueError(f"no tiling of int4_portable.cu fits {shared} bytes of shared memory")
 
 
 def shares_rows(m: int, n: int, k: int) -> bool:
@@ -131,7 +159,7 @@ class PortableCodes:
         units, room = multiprocessors(x.device), self._target.block_bytes
         if tiling is None and not shares_rows(m, n, k):
             tiling = choose_tiling(m, n, k, group, units, room, gated)
-        tiling = tiling or choose_tiles(m, n, k, span_of(group), units, room)
+        tiling = tiling or choose_tiles(m, n, k, group, units, room)
         early = (2 if dependent_launch else 1) if self._target.dependent_launch else 0
         pointers = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
         sizes = (m, n, k, group, x.stride(0))
@@ -141,11 +169,14 @@ class PortableCodes:
                 *pointers, *sizes, tiling.columns, tiling.tiles, tiling.per, tiling.warps, tiling.stages, *last
             )
         else:
-            held = parts_of(tiling, x, n, self._counters)
+            parts, counters = 0, 0
+            if tiling.split > 1:
+                blocks = -(-n // TILE_COLUMNS) * -(-m // (8 * tiling.tiles))
+                held = x.new_empty((blocks, tiling.split, 8 * tiling.tiles * TILE_COLUMNS), dtype=torch.float32)
+                parts, counters = held.data_ptr(), self._counters.get(x.device, blocks).data_ptr()
             code = self._launch_tiles(
-                *pointers, *(t.data_ptr() for t in held), *sizes, tiling.tiles,
-                tiling.blocks, tiling.stages, *last,
-            )  # fmt: skip
+                *pointers, parts, counters, *sizes, tiling.tiles, tiling.split, tiling.stages, *last
+            )
         if code:
             raise RuntimeError(f"int4_portable.cu: the launch of {tiling} for {m} x {k} by {n} x {k} returned {code}")
         return out
