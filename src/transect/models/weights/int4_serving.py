@@ -116,7 +116,8 @@ class Int4Products:
 
 def _chain_on(device: torch.device, dependent: bool) -> int4_chain.Int4Chain | None:
     """Return the kernel of four products in one launch, where the device has it and is used as it is."""
-    if target_of(device).hopper and not dependent:
+    target = target_of(device)
+    if not dependent and (target.hopper or not target.nvidia):
         return None
     try:
         return int4_chain.Int4Chain(device)
