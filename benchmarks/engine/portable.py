@@ -34,6 +34,8 @@ from benchmarks import record
 from transect.hardware.targets import SETTING, TARGETS
 
 PROMPT, STEPS, PROMPTS = 512, 48, 16
+LEAST_US = 10
+"""Microseconds a step from which on a kernel is listed."""
 NEWER = re.compile(r"\b(?:wgmma|griddepcontrol|cp\.async\.bulk|setmaxnreg|mapa)\b")
 """Instructions that compute capability 8.9 lacks, as PTX writes them."""
 RATES = {"H100": (3.0e12, 700e12), "H200": (4.35e12, 750e12)}
@@ -145,7 +147,7 @@ def serve(model: str, form: str, rows: int, dependent_launch: bool) -> None:
             row["count"] += 1 / steps
             row["us"] += max(0, end - max(ended, event["ts"] - 10)) / steps
             before, ended = name, max(ended, end)
-        return [row for row in found.values() if row["count"] > 0.5]
+        return [row for row in found.values() if row["count"] > 0.5 and row["us"] >= LEAST_US]
 
     asked: dict[str, Callable[..., Any]] = {
         "start": lambda: {"seconds": started, "kernels": llm.kernels, "gpu": torch.cuda.get_device_name()},
