@@ -8,9 +8,9 @@ that acts as ``--target`` (99 KiB of shared memory, no Hopper instructions). Bot
 measured in turns. Decode: prompts of 512 tokens, the median over the rounds of the mean step; prefill: 16 prompts of
 512. Of the kernels that the second one ran the script reads shared memory, spills and instructions of newer GPUs. Both
 engines then answer the same prompts: the share of equal tokens is recorded. With ``--kernels`` a profile of each decode
-step has the time of its kernels (those of an early launch include its wait). With ``--ordinary`` a third engine has
-Hopper's kernels, which no card before has, but launches that begin when the one before has ended, as on such a card.
-Under 4 minutes on an H100.
+step has its kernels in their order, each with the time from the end of the kernel before to its own end. With
+``--ordinary`` a third engine has Hopper's kernels, which no card before has, but launches that begin when the one
+before has ended, as on such a card. Under 4 minutes on an H100.
 
 Each format has the command and the commit of its own run; formats that FILE has and this run does not measure stay.
 """
@@ -23,6 +23,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ from benchmarks import record
 from transect.hardware.targets import SETTING, TARGETS
 
 PROMPT, STEPS, PROMPTS = 512, 48, 16
+LEAST_US = 10
+"""Microseconds a step from which on a kernel is listed."""
 NEWER = re.compile(r"\b(?:wgmma|griddepcontrol|cp\.async\.bulk|setmaxnreg|mapa)\b")
 """Instructions that compute capability 8.9 lacks, as PTX writes them."""
 RATES = {"H100": (3.0e12, 700e12), "H200": (4.35e12, 750e12)}
@@ -125,18 +128,26 @@ def serve(model: str, form: str, rows: int, dependent_launch: bool) -> None:
     def decode(count: int, seed: int) -> float:
         return decode_steps(llm, tokens(count, seed), STEPS, -(-count * PROMPT // 8192) + 2).per_token
 
-    def of_kernels(count: int) -> dict[str, list[float]]:
-        """Return the launches and the microseconds of each kernel in a decode step."""
-        from torch.autograd import DeviceType
-
+    def of_kernels(count: int) -> list[dict[str, Any]]:
+        """Return the kernels of a decode step, in their order: launches and microseconds a step, from the end of the
+        kernel before to the own end. Launches of one kernel are apart by their grid and the kernel before."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             decode(count, 0)
-        found: dict[str, list[float]] = {}
-        least = 0.5 * STEPS  # of prompts there are fewer
-        for event in profile.key_averages():
-            if event.device_type == DeviceType.CUDA and event.count >= least:
-                found[event.key[:80]] = [event.count / STEPS, event.self_device_time_total / STEPS]
-        return dict(sorted(found.items(), key=lambda item: -item[1][1])[:16])
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            profile.export_chrome_trace(file.name)
+            events = json.loads(Path(file.name).read_text())["traceEvents"]
+        ran = sorted((each for each in events if each.get("cat") == "kernel"), key=lambda each: each["ts"])
+        ran = ran[len(ran) // 2 :]  # prompts came before
+        steps = max(1, sum("embed" in event["name"] for event in ran))
+        found: dict[tuple[str, ...], dict[str, Any]] = {}
+        before, ended = "", 0.0
+        for event in ran:
+            name, grid, end = event["name"][:60], event["args"]["grid"], event["ts"] + event["dur"]
+            row = found.setdefault((name, str(grid), before), {"kernel": name, "grid": grid, "count": 0.0, "us": 0.0})
+            row["count"] += 1 / steps
+            row["us"] += max(0, end - max(ended, event["ts"] - 10)) / steps
+            before, ended = name, max(ended, end)
+        return [row for row in found.values() if row["count"] > 0.5 and row["us"] >= LEAST_US]
 
     asked: dict[str, Callable[..., Any]] = {
         "start": lambda: {"seconds": started, "kernels": llm.kernels, "gpu": torch.cuda.get_device_name()},
@@ -189,7 +200,7 @@ def race(
             floor = step_floor(PRESETS[model], lengths, rates, storage).seconds
             row = _row(times, floor)
             if kernels:
-                row["kernels_us"] = {worker.name: worker.ask("of_kernels", count) for worker in workers}
+                row["kernels"] = {worker.name: worker.ask("of_kernels", count) for worker in workers}
             found["decode"].append({"rows": count, **row})
             _say(f"  decode, {count} rows", row)
         times = [[] for _ in workers]
@@ -241,8 +252,10 @@ def _say(name: str, row: Mapping[str, Any]) -> None:
         + (f", ordinary launches {row['ordinary_s']['median'] * 1e3:.3f} ms" if "ordinary_s" in row else ""),
         flush=True,
     )
-    for name, kernels in row.get("kernels_us", {}).items():
-        print(f"    {name}: " + "; ".join(f"{us:.0f} us in {count:.1f} {key}" for key, (count, us) in kernels.items()))
+    for name, kernels in row.get("kernels", {}).items():
+        print(f"    {name}: {sum(each['us'] for each in kernels):.0f} us a step")
+        for each in kernels:
+            print(f"      {each['us']:7.1f} us in {each['count']:5.1f} of {each['kernel']} {each['grid']}", flush=True)
 
 
 def main() -> None:

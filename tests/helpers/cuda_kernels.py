@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from transect.hardware.targets import TARGETS
 from transect.ops.linear.packed import chain
 from transect.ops.linear.packed.gguf import gguf_row
 from transect.ops.linear.packed.int4 import int4_matmul
@@ -52,15 +53,16 @@ def row_on_host(
 
 def chain_source(
     monkeypatch: pytest.MonkeyPatch, kind: type[Kernel],
-    instead: tuple[str, str] | None = None, multiprocessors: int = 3,
+    instead: tuple[str, str] | None = None, multiprocessors: int = 3, portable: bool = False,
 ) -> Kernel:  # fmt: skip
-    """Return a kind of ``chain.Chain`` on this processor, with these multiprocessors."""
+    """Return a kind of ``chain.Chain`` on this processor, with these multiprocessors; ``portable``: as it is compiled
+    for other GPUs than Hopper."""
     monkeypatch.setattr(chain, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     kernel: Any = object.__new__(kind)
-    kernel._held = {}
-    letters = f"{kind.signature}{chain.SHARED}"
-    kernel._launch = cuda_host.Launcher(kind.source, f"transect_{kind.source}", letters, instead)
+    kernel._held, kernel._target = {}, TARGETS["sm_89" if portable else "sm_90"]
+    letters, options = f"{kind.signature}{chain.SHARED}", ["-DTRANSECT_BULK=0"] if portable else []
+    kernel._launch = cuda_host.Launcher(kind.source, f"transect_{kind.source}", letters, instead, *options)
     return kernel
 
 

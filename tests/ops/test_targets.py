@@ -135,7 +135,8 @@ def test_products_of_packed_weights(target: KernelTarget, monkeypatch: pytest.Mo
     assert fp8.few == whole.few == "CudaRows8"
     assert (fp8.many is not None) == target.fp8_products
     assert whole.many is not None
-    assert ("HopperRows8" in made, fp8.chain is not None) == (target.hopper, target.hopper)
+    assert ("HopperRows8" in made) == target.hopper and fp8.chain == whole.chain == "CudaChain"
+    assert (Products8.on(GPU).chain is None) == target.hopper  # Hopper's launches are then ordinary
     blocks = gguf_matmul.Products(GPU, dependent=True, chained=True)
     assert blocks._rows == "GGUFRows"
     assert (blocks._tiles is not None, blocks.chain is not None) == (target.hopper, target.hopper)

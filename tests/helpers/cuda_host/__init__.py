@@ -42,7 +42,7 @@ LAUNCH_FAILURE = 719
 STATEMENT = re.compile(r"\basm(?: volatile)?\(")
 
 
-INCLUDED = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
+INCLUDED = re.compile(r'^#include "([\w./]+\.cuh)"$', re.MULTILINE)
 LITERAL = re.compile(r'"(?:\\.|[^"\\])*"')
 
 
@@ -132,9 +132,13 @@ def library(name: str, instead: tuple[str, str] | None = None, *options: str) ->
         pytest.skip("needs g++ on Linux")
     main = source(f"{name}.cu")
     text = main.read_text()
+    folders = [HEADERS, main.parent]
     if instead is not None:
-        if instead[0] not in text:  # a header beside it has the piece
-            text = INCLUDED.sub(lambda found: (main.parent / found[1]).read_text(), text)
+        for place in INCLUDED.findall(text):
+            header = main.parent / place
+            if instead[0] not in text and instead[0] in header.read_text():
+                text = text.replace(f'#include "{place}"', header.read_text())
+                folders.append(header.parent)
         assert text.count(instead[0]) == 1, instead[0]
         text = text.replace(*instead)
     included = [path.read_text() for folder in (SOURCES, HEADERS) for path in sorted(folder.rglob("*.*h"))]
@@ -143,7 +147,7 @@ def library(name: str, instead: tuple[str, str] | None = None, *options: str) ->
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         # What the preprocessor leaves has macros in asm written out.
-        includes = [f"-I{HEADERS}", f"-I{main.parent}"]
+        includes = [f"-I{folder}" for folder in folders]
         text = translated(_run([compiler, OPTIONS[0], *options, *includes, "-E", "-P", "-x", "c++", "-"], text))
         with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
             built = Path(folder) / "built.so"

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...formats.affine import AffineGroups
+from ...hardware.device import target_of
 from ...ops.activation import swiglu
 from ...ops.lang.jit import has_dependent_launch, runs_triton
 from ...ops.linear import gate_up
@@ -31,7 +32,9 @@ from ...ops.linear.packed.int4.int4_invariant import InvariantCodes
 from ...ops.linear.packed.int4.int4_packing import CHUNK, arrange_codes
 from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
 from ...ops.moe.grouped_blocks import GROUPS_OF_4, triton_grouped_blocks
+from ...ops.norm.add_rms_norm import triton_add_rms_norm
 from ...ops.opset import OpSet
+from ...ops.registry import Unavailable
 from ...spec.numbers.int4 import INT4, NATIVE_GROUP, SERVING_GROUP, int4_format
 from ...spec.numbers.layouts import GroupLayout, MatrixLayout
 from ...spec.numbers.number_format import NumberFormat, WeightFormat
@@ -96,8 +99,7 @@ class Int4Products:
             return gate_up.gate_halves(product(x, weight, outputs), turns=BLOCK, dependent_launch=dependent)
 
         rows = int4_matmul.rows_kernel(torch.device(device)) if dependent else None
-        chain = int4_chain.Int4Chain(torch.device(device)) if rows is not None else None
-        return cls(product, gated, rows, chain)
+        return cls(product, gated, rows, _chain_on(torch.device(device), dependent))
 
     @classmethod
     def _invariant(cls, device: torch.device, dependent: bool) -> Int4Products:
@@ -112,11 +114,22 @@ class Int4Products:
         return cls(product, gated, batch_invariant=True)
 
 
+def _chain_on(device: torch.device, dependent: bool) -> int4_chain.Int4Chain | None:
+    """Return the kernel of four products in one launch, where the device has it and is used as it is."""
+    target = target_of(device)
+    if not dependent and (target.hopper or not target.nvidia):
+        return None
+    try:
+        return int4_chain.Int4Chain(device)
+    except Unavailable:  # said by the kernels of the products
+        return None
+
+
 class Int4Stream:
     """The products of a matrix in 4 bits on the residual stream (``ops/linear/stream_products.py``)."""
 
-    def __init__(self, kernel: int4_rows.CudaCodes, weight: ServingInt4) -> None:
-        self._kernel, self._weight = kernel, weight
+    def __init__(self, weight: ServingInt4, kernel: int4_rows.CudaCodes) -> None:
+        self._weight, self._kernel = weight, kernel
 
     @property
     def biased(self) -> bool:
@@ -171,6 +184,29 @@ class Int4Stream:
         return self._kernel.beside(
             x, weight.arranged, weight.out_features, norm, bias, gated=gated, dependent_launch=True
         )
+
+
+class ChainedInt4Stream(Int4Stream):
+    """The same for one row where no kernel includes norms in its product: between layers the chain does."""
+
+    def __init__(self, weight: ServingInt4) -> None:
+        self._weight = weight
+
+    def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
+        """Return True for a step of one row whose tokens are all wanted."""
+        return wanted is None and x.dtype == torch.bfloat16 and len(x) == 1
+
+    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream:
+        normed, total = triton_add_rms_norm(self.plain(x), residual, scale, eps)
+        return ResidualStream(total, normed, None, eps)
+
+    def _run(
+        self, x: Tensor, norm: Beside, bias: Tensor | None = None, *, gated: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        weight, products = self._weight, self._weight._products
+        if gated:
+            return products.gated(x, weight.arranged, weight.out_features), None, None
+        return products.product(x, weight.arranged, weight.out_features, bias), None, None
 
 
 def _gated_by_torch(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
@@ -290,8 +326,11 @@ class ServingInt4(Weight):
 
     def stream_product(self, products: StreamProducts) -> Int4Stream | None:
         kernel = self._products.rows
-        # The tensors of a norm are as wide as the model, not as whole groups.
-        return None if kernel is None or self._spare or self.order is not None else Int4Stream(kernel, self)
+        if self._spare or self.order is not None:  # the tensors of a norm are as wide as the model, not as whole groups
+            return None
+        if kernel is not None:
+            return Int4Stream(self, kernel)
+        return ChainedInt4Stream(self) if self.chained is not None else None
 
     @property
     def _spare(self) -> int:

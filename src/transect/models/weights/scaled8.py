@@ -106,7 +106,7 @@ class Products8:
             hopper = _hopper_rows(device, fp8, blocks)
         except Unavailable as reason:
             log.warning("products of few rows in 8 bits decode by a Triton kernel, which is slower: %s", reason)
-        chain = scaled8_chain.CudaChain(device) if few is not None and dependent and target.hopper else None
+        chain = scaled8_chain.CudaChain(device) if few is not None and (dependent or not target.hopper) else None
         many = scaled8_tiles.Tiles8(dependent_launch=dependent, hopper=hopper)
         return cls(few, many if target.fp8_products or not fp8 else None, dependent, chain)
 

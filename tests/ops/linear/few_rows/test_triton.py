@@ -44,6 +44,25 @@ def test_a_cut_with_a_gate_is_the_gated_product(swap: bool, rows: int, bulk: boo
 
 
 @interpreted
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_weight_in_fp8_is_that_of_its_values(swap: bool, gated: bool) -> None:
+    """Also with a norm on either side and parts of K."""
+    x, codes, scale = sample(13, 104), (sample(80, 104, seed=1) * 20).to(torch.float8_e4m3fn), sample(80, seed=2).abs()
+    values, tiling = codes.float() * scale[:, None] / 64, replace(SMALL, bulk=False, swap=swap, gated=gated)
+    if gated:
+        y = TritonRows().beside(x, codes, None, Beside(), tiling=tiling, weight_scale=scale / 64)[0]
+        torch.testing.assert_close(y, gate_up.reference(x, values), rtol=1e-5, atol=1e-5)
+        return
+    beside = Beside(residual=sample(13, 80, seed=3), scale=sample(80, seed=4))
+    for split in (1, 3):
+        how = {"tiling": replace(tiling, split=split)}
+        coded = TritonRows().beside(x, codes, None, beside, weight_scale=scale / 64, **how)
+        for got, want in zip(coded, TritonRows().beside(x, values, None, beside, **how), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
 def test_a_gate_takes_no_bias_and_no_parts() -> None:
     x, weight, bias = sample(3, 64), sample(32, 64), sample(32)
     gated = replace(SMALL, gated=True)

@@ -266,15 +266,23 @@ def _kernels() -> Sequence[Kernel]:
             "BULK": False,
             "DEPENDENT_LAUNCH": False,
             "GATED": False,
-            **dict.fromkeys(("residual", "scale", "scaled", "left", "squares")),
+            **dict.fromkeys(("residual", "scale", "scaled", "left", "squares", "w_scale")),
             "SQUARES": 1,
         },
         divisible=divisible,
         stages=4,
         targets=TRITON_TARGETS,
     )
+    coded = {**split.arguments, "weight": "*fp8e4nv", "w_scale": "*fp32"}
     return [
         split,
+        replace(
+            split,
+            name="rows, weight in fp8",
+            arguments=coded,
+            constants={name: value for name, value in split.constants.items() if name not in coded},
+            targets=tuple(name for name in PLAIN_TARGETS if TARGETS[name].fp8_products),
+        ),
         *(cut(rows) for rows in (32, 64, 128, 256)),
         *(cut(rows, gated=True) for rows in (16, 64, 128)),
         Kernel(

@@ -21,7 +21,7 @@ from torch import Tensor
 from ....hardware.device import target_of
 from ....hardware.targets import KernelTarget
 from ...lang.jit import INTERPRETED, kernel, next_power_of_2, require, tl, triton
-from ...lang.tiles import after_previous, describe, dot, fits_descriptor
+from ...lang.tiles import INTERPRETS, after_previous, describe, dot, fits_descriptor
 from ..many_rows.matmul import describe_pair
 from .cuda import Beside
 
@@ -53,7 +53,7 @@ def add_parts(  # type: ignore[no-untyped-def]
 @kernel
 def _rows(  # type: ignore[no-untyped-def]
     x, weight, bias, out, parts, counters, residual, scale, scaled, left, squares, M, N, K, x_m, w_n, out_m,
-    part_k, n_squares, eps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    part_k, n_squares, eps, w_scale, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     SWAP: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, GATED: tl.constexpr,
     SQUARES: tl.constexpr,
 ):  # fmt: skip
@@ -65,6 +65,7 @@ def _rows(  # type: ignore[no-untyped-def]
     residual ``[M, N]``, scale ``[N]``: Y is the product plus the residual, ``scaled`` gets Y times scale, and ``left``,
     ``[M, tiles of columns]``, sums of squares of Y. squares ``[M, n_squares]``: the product is divided by the root of
     their mean. See ``stream_products.py``; None where there is none.
+    w_scale: of a weight in fp8, which becomes X's dtype, the float32 scale of each row; else None.
     """
     after_previous(DEPENDENT_LAUNCH)
     tile_n = tl.program_id(0)
@@ -109,7 +110,12 @@ def _rows(  # type: ignore[no-untyped-def]
                 a = tl.load(x_at, (m[:, None] < M) & inner, 0.0)
             x_at += BK
             w_at += BK
+        if w_scale is not None:
+            b = b.to(tl.float32 if INTERPRETS else a.dtype)
         acc = dot(b, a.T, acc) if SWAP else dot(a, b.T, acc)
+    if w_scale is not None:
+        row_scale = tl.load(w_scale + of_weight)
+        acc *= row_scale[:, None] if SWAP else row_scale[None, :]
     if squares is not None:
         inverse = tl.rsqrt(tl.sum(square, 1) / K + eps)
         acc *= inverse[None, :] if SWAP else inverse[:, None]
@@ -215,6 +221,8 @@ def portable_tiling(m: int, n: int, k: int, target: KernelTarget) -> TritonTilin
 def portable_gate(m: int, n: int, k: int, target: KernelTarget) -> TritonTiling:
     """Return ``portable_tiling`` of a weight ``[n, k]`` whose halves are a gate and the other factor, in one launch."""
     tiling = portable_tiling(m, n, k, target)
+    if 0 < tiling.bm <= 32:
+        tiling = replace(tiling, bn=128, bk=64, stages=target.stages(5, (tiling.bm + 128) * 64 * 2))
     return replace(tiling, bn=tiling.bn // 2, split=1, gated=True)
 
 
@@ -291,14 +299,16 @@ class TritonRows:
         norm: Beside,
         *,
         tiling: TritonTiling | None = None,
+        weight_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return a product with a norm beside it: (result, scaled, squares). The last two are those of
-        ``stream_products.Stream``, or None where the result is not added to a stream.
+        ``stream_products.Stream``, or None where the result is not added to a stream. ``weight_scale``: of a weight in
+        fp8 the float32 scale of each row.
 
         Errors are those of ``__call__``, and ``ValueError`` where ``norm.refusal``, or for a residual with a gate or
         with columns that are not whole number of tiles.
         """
-        require("small_matmul", *(t for t in (x, weight, bias) if t is not None))
+        require("small_matmul", *(t for t in (x, weight if weight_scale is None else None, bias) if t is not None))
         if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
             raise ValueError(
                 f"small_matmul: x {list(x.shape)} and weight {list(weight.shape)} must be [M, K] and [N, K]"
@@ -357,7 +367,7 @@ class TritonRows:
         count = 1 if norm.squares is None else norm.squares.shape[1]
         _rows[(*grid, split)](
             left, right, bias, out, parts, held, norm.residual, norm.scale, scaled, squares,
-            norm.squares, m, n, k, *strides, part_k, count, norm.eps,
+            norm.squares, m, n, k, *strides, part_k, count, norm.eps, weight_scale,
             BM=tiling.bm, BN=tiling.bn, BK=tiling.bk, SPLIT=split, SWAP=tiling.swap, EVEN=k % tiling.bk == 0, BULK=bulk,
             GATED=gated, SQUARES=next_power_of_2(count), **options,
         )  # fmt: skip

@@ -58,7 +58,7 @@ def _rule(size: Size, gated: bool) -> dict[str, int]:
         knobs |= {"bm": 64 if m > 32 else 16, "bn": 64, "warps": 4}
     elif -(-m // knobs["bm"]) * -(-n // knobs["bn"]) < multiprocessors(torch.device("cuda")):
         knobs |= {"bn": 64, "warps": 8} if gated else {"bn": 128, "warps": 4}
-    return knobs if hopper else knobs | {"bn": min(knobs["bn"], 64 if gated else 256)}
+    return knobs if hopper else knobs | {"bn": min(knobs["bn"], 64 if gated else 128), "warps": 4}
 
 
 def rule(size: Size) -> Config:

@@ -1,9 +1,10 @@
-// The four products between the attention of a layer and that of the next, of one row, in one launch on Hopper: what
-// does not depend on how weights are held. ``Codes`` says that (scaled8_chain.cu, int4_chain.cu, gguf_chain.cu).
+// The four products between the attention of a layer and that of the next, of one row, in one launch: what does not
+// depend on how weights are held. ``Codes`` says that (scaled8_chain.cu, int4_chain.cu, gguf_chain.cu).
 //
 // * One block on every multiprocessor. A product's rows of W are dealt out to the blocks in sixteens (or, with the
 //   gate, in pairs of them), its k to the warps of a block in chunks of 128. What a warp reads in one step is an item:
-//   two sixteens of rows by 128 k, fetched by the bulk copy engine into the warp's own ring.
+//   two sixteens of rows by 128 k, fetched into the warp's own ring: on Hopper by the bulk copy engine, elsewhere by the
+//   lanes of the warp. A block there has 99 KiB, which fewer warps or smaller items share.
 // * A warp's items of all four products stand in one row, and it asks for them as soon as its ring has room: weights
 //   wait for no result. So memory is busy while results go from block to block, and while the kernel before ends.
 // * Who needs a result of other blocks reads it until it is there: until its bits are not all set, which no result has.
@@ -22,16 +23,30 @@ namespace chain {
 using namespace few_rows;
 using namespace hopper;
 
-constexpr int kWarps = 16, kThreads = 32 * kWarps, kProducts = 4, kMostStages = 12;
+#ifndef TRANSECT_BULK
+#if !defined(__CUDA_ARCH_LIST__) || __CUDA_ARCH_LIST__ == 900
+#define TRANSECT_BULK 1
+#else
+#define TRANSECT_BULK 0
+#endif
+#endif
+#ifndef TRANSECT_CHAIN_WARPS
+#define TRANSECT_CHAIN_WARPS 8
+#endif
+constexpr bool kBulk = TRANSECT_BULK;
+constexpr int kMostBytes = kBulk ? kMostShared : 99 * 1024;  // of a block's shared memory
+
+constexpr int kWarps = kBulk ? 16 : TRANSECT_CHAIN_WARPS, kThreads = 32 * kWarps, kProducts = 4, kMostStages = 12;
 constexpr int kSums = 2 * kWarps * 32 * 4, kShares = kProducts * 16;  // bytes: sums; a warp's shares
 constexpr int kPolls = 1 << 23;  // some seconds: then a block is missing, and an error is better than to hang
 
 enum Step { ATTENDED = 0, GATE_UP = 1, DOWN = 2, QKV = 3 };
 
 // k of a chunk, chunks of a warp at most, bytes of a chunk of x; if not apart, both sixteens of a chunk are one item.
+// Elsewhere kItem is the bytes of an item, or 0 if they differ.
 struct Chunks128 {
   static constexpr int kSpan = 128, kMostSteps = 128 / kWarps, kKept = 2 * kSpan;
-  static constexpr bool kApart = false;
+  static constexpr bool kApart = false, kPortable = true;
 };
 
 // ``item``: bytes of one; ``part``: of a warp's part of x, as it is kept.
@@ -52,6 +67,26 @@ struct Data {
   float eps[2];
   int apart;
 };
+
+// Waits until all copies of this thread but those of the last ``pending`` groups have landed.
+__device__ __forceinline__ void wait_all_but(int pending) {
+  switch (pending) {
+#define TRANSECT_CASE(N) \
+  case N: wait_groups<N>(); break;
+    TRANSECT_CASE(1)
+    TRANSECT_CASE(2)
+    TRANSECT_CASE(3)
+    TRANSECT_CASE(4)
+    TRANSECT_CASE(5)
+    TRANSECT_CASE(6)
+    TRANSECT_CASE(7)
+    TRANSECT_CASE(8)
+    TRANSECT_CASE(9)
+    TRANSECT_CASE(10)
+    TRANSECT_CASE(11)
+#undef TRANSECT_CASE
+  }
+}
 
 // A bulk copy of what a step reads once: the L2 cache drops it before all else.
 __device__ __forceinline__ void copy_once(uint32_t to, const void* from, int bytes, uint32_t barrier) {
@@ -207,8 +242,13 @@ struct Ahead {
   int stages, bytes, product = -1, group = -1, step = 0, slot = 0, first = 0, end = 0, groups = 0, steps = 0, items = 0;
   typename Codes::Cursor cursor;
 
-  // The slot must be free.
+  // The slot must be free. Where lanes copy, each item is a group of copies, also one that there is not.
   __device__ __forceinline__ void ask_next() {
+    ask();
+    if (!kBulk) end_group();
+  }
+
+  __device__ __forceinline__ void ask() {
     if (product == kProducts) return;
     if (step == items) {
       step = 0, group++;
@@ -223,7 +263,7 @@ struct Ahead {
       cursor.begin(weights.matrix[product], weights.n[product], unit, gate, both);
       items = Codes::kApart && both ? 2 * steps : steps;
     }
-    if (threadIdx.x % 32 == 0) cursor.fetch(ring + slot * bytes, full + slot * 8);
+    if (!kBulk || threadIdx.x % 32 == 0) cursor.fetch(ring + slot * bytes, full + slot * 8);
     step++;
     if constexpr (Codes::kApart) {
       if (step == steps) cursor.begin_lower();
@@ -237,19 +277,20 @@ struct Ahead {
 
 template <class Codes>
 int shared_bytes(const Weights<Codes>& weights, int stages) {
-  return 1024 + kWarps * (stages * weights.item + weights.part + Codes::kKnown) + kSums +
+  return (kBulk ? 1024 : 0) + kWarps * (stages * weights.item + weights.part + Codes::kKnown) + kSums +
          kWarps * (kMostStages * 8 + kShares);
 }
 
 template <class Codes>
 __global__ void __launch_bounds__(kThreads, 1)
     run(const __grid_constant__ Weights<Codes> weights, const __grid_constant__ Data data, int stages) {
-#ifdef TRANSECT_HOPPER
+#if defined(TRANSECT_HOPPER) || !TRANSECT_BULK
+  if constexpr (!kBulk && !Codes::kPortable) return;
   extern __shared__ unsigned char unaligned[];
-  unsigned char* memory = unaligned + (-shared_address(unaligned) & 1023);  // as tensor maps want it
+  unsigned char* memory = unaligned + (kBulk ? -shared_address(unaligned) & 1023 : 0);  // as tensor maps want it
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int item_bytes = Codes::kApart ? weights.item : Codes::kItem;
-  const int part_bytes = Codes::kApart ? weights.part : Codes::kMostSteps * Codes::kKept;
+  const int item_bytes = Codes::kItem ? Codes::kItem : weights.item;
+  const int part_bytes = !Codes::kItem || !kBulk ? weights.part : Codes::kMostSteps * Codes::kKept;
   const uint32_t ring = shared_address(memory) + warp * stages * item_bytes;
   const uint32_t part = shared_address(memory) + kWarps * stages * item_bytes + warp * part_bytes;
   const uint32_t known = shared_address(memory) + kWarps * (stages * item_bytes + part_bytes) + warp * Codes::kKnown;
@@ -260,8 +301,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   Ahead<Codes> ahead = {weights, shares, ring, full, stages, item_bytes};
   if (lane < kProducts) shares[lane] = share_of(weights, lane, warp);
+#if TRANSECT_BULK
   if (lane < stages) barrier_init(full + 8 * lane, 1);
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+#endif
   __syncwarp();
   for (int s = 0; s < stages; s++) ahead.ask_next();
   wait_for_previous();
@@ -313,7 +356,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int sixteens = Codes::kApart && (gate || first + 2 * group + 1 < end) ? 2 : 1;
       for (int sixteen = 0; sixteen < sixteens; sixteen++) {
         for (int step = 0; step < steps; step++) {
+#if TRANSECT_BULK
           barrier_wait(full + slot * 8, parity);
+#else
+          wait_all_but(stages - 1);
+          __syncwarp();
+#endif
           acc.add(ring + slot * item_bytes, part + step * Codes::kKept, known, step, lane);
           __syncwarp();  // all lanes have read the slot
           ahead.ask_next();
@@ -362,15 +410,18 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// Launches it. tensors: attended, residual, the two norms, bias or null, total, stream, out, scaled, scaled, gated,
+// Launches it. ``stages``: elsewhere than on Hopper at most so many,
+// as there is room for. tensors: attended, residual, the two norms, bias or null, total, stream, out, scaled, scaled, gated,
 // squares, squares, launches. Returns a cudaError_t, or -1 for what it does not take.
 template <class Codes>
 int start(Weights<Codes>& weights, const int* sizes, const void* const* tensors, float eps0, float eps1, int stages,
           int blocks, int dependent, void* stream) {
   if (stages < 2 || stages > kMostStages || blocks < 1) return -1;
+  int most_k = 0;
   for (int p = 0; p < kProducts; p++) {
     const int n = weights.n[p] = sizes[2 * p], k = weights.k[p] = sizes[2 * p + 1];
     constexpr int kSpan = Codes::kSpan, kMostK = Codes::kMostSteps * kWarps * kSpan;
+    most_k = k > most_k ? k : most_k;
     if (n < 16 || n % (p == GATE_UP ? 32 : 16) || k < kSpan || k % kSpan || k > kMostK) return -1;
   }
   if (sizes[0] != sizes[3] || sizes[2] != 2 * sizes[5] || sizes[0] != sizes[4] || sizes[4] != sizes[7]) return -1;
@@ -385,9 +436,14 @@ int start(Weights<Codes>& weights, const int* sizes, const void* const* tensors,
                      (unsigned*)tensors[13],
                      {eps0, eps1},
                      2 * (2 * sizes[0] + sizes[5]) + 4 * 2 * (sizes[0] / 16)};
-  if (!Codes::kApart) weights.item = Codes::kItem, weights.part = Codes::kMostSteps * Codes::kKept;
+  if (Codes::kItem) {
+    const int pair = 2 * kWarps * Codes::kSpan;  // a warp keeps two chunks at a time
+    const int steps = kBulk ? Codes::kMostSteps : 2 * ((most_k + pair - 1) / pair);
+    weights.item = Codes::kItem, weights.part = steps * Codes::kKept;
+  }
+  while (!kBulk && stages > 2 && shared_bytes(weights, stages) > kMostBytes) stages--;
   const int shared = shared_bytes(weights, stages);
-  if (shared > kMostShared) return -1;
+  if (shared > kMostBytes || (!kBulk && !Codes::kPortable)) return -1;
   return (int)launch(run<Codes>, blocks, kThreads, shared, 1, dependent > 0, stream, weights, data, stages);
 }
 

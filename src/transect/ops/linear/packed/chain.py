@@ -1,5 +1,5 @@
-r"""``chain.cuh``: the four products between the attention of a layer and that of the next, for one row, in one launch
-on Hopper. ``scaled8_chain.py``, ``int4_chain.py`` and ``gguf_chain.py`` say how weights are held.
+r"""``chain.cuh``: the four products between the attention of a layer and that of the next, for one row, in one launch.
+``scaled8_chain.py``, ``int4_chain.py`` and ``gguf_chain.py`` say how weights are held.
 
     t = a O^T + r                          h = (t s / rms(t)) [G; U]^T
     u = (silu(h_G) h_U) W^T + t            y = (u s' / rms(u)) Q^T + b
@@ -25,10 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....hardware.device import target_of
 from ...lang import cuda
 from ...lang.jit import multiprocessors
 
 MOST_INPUTS = 16384
+MOST_STAGES = 12
+"""Most items that each warp has asked for at a time."""
 SHARED = "ppffiiip"
 """Letters of the arguments that all launchers take after their own."""
 TURNS = 16
@@ -108,7 +111,7 @@ class Chain:
     may have half of the multiprocessors and wait for the rest, until the kernel stops with an error after some seconds.
 
     Raises:
-        Unavailable: not a Hopper GPU, or no nvcc to build the kernel with.
+        Unavailable: not a Hopper GPU (or one older than Ampere, if ``portable``), or no nvcc to build the kernel with.
         RuntimeError: made inside a CUDA graph capture.
     """
 
@@ -117,12 +120,16 @@ class Chain:
     signature: str
     """Letters of the launcher's own arguments, which come first, as ``bind`` takes them."""
     stages: int
-    """Items that each warp has asked for at a time."""
+    """Items that each warp has asked for at a time on Hopper; on other GPUs as many as fit."""
     refusal: Callable[[ChainWeights], str | None]
     """Returns the reason why the kernel does not take some weights; None if it does."""
+    portable = True
+    """The source runs since Ampere, not only on Hopper."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._launch = cuda.bind_on_hopper(self.source, f"transect_{self.source}", f"{self.signature}{SHARED}", device)
+        bind = cuda.bind_since_ampere if self.portable else cuda.bind_on_hopper
+        self._launch = bind(self.source, f"transect_{self.source}", f"{self.signature}{SHARED}", device)
+        self._target = target_of(device)
         self._held: dict[tuple[torch.device, int, int], Tensor] = {}
 
     def hold(self, device: torch.device, d: int, ffn: int) -> Tensor:
@@ -161,7 +168,8 @@ class Chain:
         """
         if refused := self.refusal(weights):
             raise ValueError(f"{self.source}.cu: {refused}")
-        own, shapes, stages = self.describe(weights, self.stages if stages is None else stages)
+        wanted = stages or (self.stages if self._target.hopper else MOST_STAGES)
+        own, shapes, stages = self.describe(weights, wanted)
         (d, k), ffn = shapes[0], shapes[2][1]
         reason = None
         if attended.shape != (1, k) or residual.shape != (1, d):
@@ -185,7 +193,8 @@ class Chain:
         sizes, pointers = (ctypes.addressof(array) for array in arrays)
         code = self._launch(
             *(ctypes.addressof(each) if isinstance(each, ctypes.Array) else each for each in own),
-            sizes, pointers, *weights.eps, stages, blocks, 2 if dependent_launch else 0,
+            sizes, pointers, *weights.eps, stages, blocks,
+            2 if dependent_launch and self._target.dependent_launch else 0,
             torch.cuda.current_stream(device).cuda_stream,
         )  # fmt: skip
         if code:

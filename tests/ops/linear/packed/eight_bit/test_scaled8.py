@@ -130,7 +130,8 @@ def test_every_cut_of_few_rows_gives_the_product(few, name):
     for columns, stages in scaled8_rows.KERNELS + scaled8_rows.SHALLOW:
         for warps, ranks in ((4, 1), (8, 1), (4, 4)):
             tiling = CudaTiling(columns, stages, columns + 1, warps, ranks)
-            if scaled8_rows.shared_bytes(tiling, 9) <= SHARED:
+            clusters = ranks == 1 or few._target.hopper
+            if clusters and scaled8_rows.shared_bytes(tiling, 9) <= few._target.block_bytes:
                 found = few(x, codes, scale, fp8=name != "int8", tiling=tiling)
                 assert (found.double() - want).norm() <= 0.004 * want.norm(), tiling
 
@@ -153,7 +154,7 @@ def test_gate_and_norms_beside_few_rows(few, name, m):
     want = exact(x, codes, scale, fp8) + residual.double()
     assert (total.double() - want).norm() <= 0.005 * want.norm()
     assert (scaled.double() - want * factor.double()).norm() <= 0.01 * (want * factor.double()).norm()
-    want = (total.float() ** 2).unflatten(1, (-1, 16)).sum(-1)
+    want = (total.float() ** 2).unflatten(1, (left.shape[1], -1)).sum(-1)  # of sixteens, or of tiles by Triton
     torch.testing.assert_close(left, want, rtol=1e-3, atol=1e-3)
 
 

@@ -61,9 +61,10 @@ def test_the_reference_is_four_products_and_two_norms():
     torch.testing.assert_close(y, normed(want, 1) @ dense[3].T + weights.bias.double())
 
 
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("group", [128, 64, 32])
-def test_the_source_has_the_products_of_the_values_in_any_order_of_threads(monkeypatch, group):
-    kernel = chain_source(monkeypatch, Int4Chain)
+def test_the_source_has_the_products_of_the_values_in_any_order_of_threads(monkeypatch, group, portable):
+    kernel = chain_source(monkeypatch, Int4Chain, portable=portable)
     weights = weights_of(256, 384, 1408, 80, group, bias=group == 128)
     x, residual = row(384), row(256, seed=2)
     x[0, 5], x[0, 200] = 1020, 255 / 64  # all digits set, the largest of their chunks
@@ -81,7 +82,8 @@ def test_the_source_has_the_products_of_the_values_in_any_order_of_threads(monke
 @pytest.mark.parametrize("seed", range(6))
 def test_the_source_has_the_values_of_random_sizes(monkeypatch, seed):
     draw = random.Random(seed)
-    kernel = chain_source(monkeypatch, Int4Chain, multiprocessors=draw.choice((1, 2, 5, 9)))
+    units, portable = draw.choice((1, 2, 5, 9)), draw.random() < 0.5
+    kernel = chain_source(monkeypatch, Int4Chain, multiprocessors=units, portable=portable)
     d, q, f = (128 * draw.randint(1, most) for most in (4, 10, 12))
     weights = weights_of(d, q, f, 16 * draw.randint(1, 20), draw.choice((32, 64, 128)), bias=draw.random() < 0.5)
     for turn in range(2):

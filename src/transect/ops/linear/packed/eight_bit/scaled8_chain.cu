@@ -4,11 +4,14 @@
 // too: a warp scales its part by the power of two that brings the largest below 2^15, so digits below 2^-39 of that are
 // lost. A chunk is as long as a block: its sums are multiplied by the block's scale before they are added.
 
-#include <cuda.h>
 #include <cuda_fp16.h>
 
 #include "../../../lang/parts.cuh"
 #include "../chain.cuh"
+
+#if TRANSECT_BULK
+#include <cuda.h>
+#endif
 
 #define TRANSECT_PARTS 3
 
@@ -18,6 +21,7 @@ namespace {
 
 constexpr int kSpan = Chunks128::kSpan, kBox = 16 * kSpan;
 
+#if TRANSECT_BULK
 __device__ __forceinline__ void fetch_box(uint32_t to, const CUtensorMap* map, int row, int chunk, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], "
@@ -25,13 +29,35 @@ __device__ __forceinline__ void fetch_box(uint32_t to, const CUtensorMap* map, i
       "l"(map), "r"(chunk * kSpan), "r"(row), "r"(barrier), "l"(kReadOnce)
       : "memory");
 }
+#else
+// The same box by the lanes of a warp: 16 bytes of row r lie at piece ^ (r % 8).
+__device__ __forceinline__ void copy_box(uint32_t to, const unsigned char* from, int k) {
+  const int row = threadIdx.x % 32 / 8, piece = threadIdx.x % 8;
+  from += (size_t)row * k + piece * 16;
+#pragma unroll
+  for (int j = 0; j < 4; j++)
+    copy16(to + (j * 4 + row) * kSpan + (piece ^ (j % 2 * 4 + row)) * 16, from + (size_t)j * 4 * k, true);
+}
+#endif
 
 // Codes 0, 1 and 2, 3 of a word as float16.
 __device__ __forceinline__ uint2 halves_of(uint32_t codes) {
   uint2 v;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+  // Shifted by 7 the bits are those of a float16 that is 256 times smaller, also below the normal range.
+  const uint32_t first = __byte_perm(codes, 0, 0x1404), second = __byte_perm(codes, 0, 0x3424);
+  const __half2 times = __half2half2(__ushort_as_half(0x5c00));
+  const auto half = [&](uint32_t w) {
+    const uint32_t bits = (w & 0x80008000u) | (w >> 1 & 0x3F803F80u);
+    const __half2 value = __hmul2(*(const __half2*)&bits, times);
+    return *(const uint32_t*)&value;
+  };
+  v = {half(first), half(second)};
+#else
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
       : "=r"(v.x), "=r"(v.y)
       : "r"(codes));
+#endif
   return v;
 }
 
@@ -65,6 +91,7 @@ enum Format { kFp8 = 1, kInt8 = 2, kFp8Blocks = 3 };
 template <Format FORMAT>
 struct Codes8 : Chunks128 {
   static constexpr int kItem = 2 * kBox, kKnown = 0;
+#if TRANSECT_BULK
   struct Matrix {
     CUtensorMap map;
     const float* scale;
@@ -87,6 +114,31 @@ struct Codes8 : Chunks128 {
       if (both) fetch_box(to + kBox, map, below, chunk, barrier);
     }
   };
+#else
+  struct Matrix {
+    const unsigned char* codes;
+    const float* scale;
+    int k;
+  };
+
+  struct Cursor {
+    const unsigned char *from, *below;
+    int k;
+    bool both;
+
+    __device__ __forceinline__ void begin(const Matrix& matrix, int n, int unit, bool gate, bool has_both) {
+      const int row = unit * 16;
+      k = matrix.k, both = has_both;
+      from = matrix.codes + (size_t)row * k + threadIdx.x / 32 * kSpan;
+      below = from + (size_t)(gate ? n / 2 : 16) * k;
+    }
+    __device__ __forceinline__ void next() { from += kWarps * kSpan, below += kWarps * kSpan; }
+    __device__ __forceinline__ void fetch(uint32_t to, uint32_t) const {
+      copy_box(to, from, k);
+      if (both) copy_box(to + kBox, below, k);
+    }
+  };
+#endif
 
   static __device__ __forceinline__ float row_scale(const Matrix& matrix, int row) {
     return FORMAT == kFp8Blocks ? 1 : matrix.scale[row];
@@ -189,6 +241,7 @@ struct Codes8 : Chunks128 {
   };
 };
 
+#if TRANSECT_BULK
 // Rows of ``k`` codes in boxes of 16 rows by 128 k. In shared memory 16 bytes of row r lie at piece ^ (r % 8).
 int describe(CUtensorMap* map, const void* codes, int n, int k) {
   typedef CUresult (*Encode)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
@@ -212,6 +265,7 @@ int describe(CUtensorMap* map, const void* codes, int n, int k) {
                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
+#endif
 
 template <Format FORMAT>
 int start_of(const void* const* codes, const void* const* scales, const int* sizes, const void* const* tensors,
@@ -220,7 +274,11 @@ int start_of(const void* const* codes, const void* const* scales, const int* siz
   for (int p = 0; p < kProducts; p++) {
     if (sizes[2 * p] % 128) return -1;
     weights.matrix[p].scale = (const float*)scales[p];
+#if TRANSECT_BULK
     if (describe(&weights.matrix[p].map, codes[p], sizes[2 * p], sizes[2 * p + 1])) return -2;
+#else
+    weights.matrix[p].codes = (const unsigned char*)codes[p], weights.matrix[p].k = sizes[2 * p + 1];
+#endif
   }
   return start<Codes8<FORMAT>>(weights, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream);
 }

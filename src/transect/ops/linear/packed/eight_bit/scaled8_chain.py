@@ -1,5 +1,5 @@
 r"""``scaled8_chain.cu``: the four products between the attention of a layer and that of the next, for one row and
-weights of 8 bits, in one launch on Hopper. ``chain.py`` has the arithmetic.
+weights of 8 bits, in one launch. ``chain.py`` has the arithmetic.
 
 Weights: codes int8 ``[N, K]`` (of fp8 the bits), gate over up, scale float32 ``[N]`` or, of fp8, one for each block,
 ``[N / 128, K / 128]``; all sizes multiples of 128. Sums in float32; x is taken as float16 times a power of two, which

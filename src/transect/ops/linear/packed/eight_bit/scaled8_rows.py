@@ -1,6 +1,9 @@
 """``scaled8.cu``: the product of 1 to 16 rows with a weight of 8 bits, fp8 or whole numbers: the weight is
 streamed once, a byte a number, and decoded in registers. x stays bfloat16 (W8A16).
 
+GPUs other than Hopper that convert fp8 in hardware multiply 9 to 16 rows by the Triton kernel of
+``few_rows/triton.py``, whose tiles are quicker than deep rings of each warp where a block has 99 KiB.
+
 The kernels are those of ``small_matmul.cu`` (``few_rows/small_rows.cuh``), so a norm may stand on either side
 (``stream_products.py``) and a gate behind. Shapes as in ``scaled8_tiles.py``; x bfloat16 below 2^64, whose digits below
 2^-57 are lost. Sums in float32.
@@ -17,9 +20,12 @@ from .....hardware.device import target_of
 from ....lang import cuda
 from ....lang.jit import multiprocessors
 from ...few_rows.cuda import SHARED, Beside, CudaTiling
+from ...few_rows.triton import TritonRows, TritonTiling
 from .scaled8_tiles import scales_refusal
 
 MOST_ROWS = 16
+LEAST_TILES = 9
+"""Rows from which on the Triton kernel multiplies, see above."""
 KERNELS = ((3, 3), (3, 4), (2, 3), (2, 4), (2, 6), (1, 4), (1, 8), (1, 3))
 """The compiled pairs (columns, stages)."""
 SHALLOW = ((3, 2), (2, 2))
@@ -60,6 +66,13 @@ def choose_tiling(m: int, n: int, k: int, units: int, gated: bool = False, share
     return next(fitting)
 
 
+def portable_tiling(n: int, gated: bool, dependent_launch: bool) -> TritonTiling:
+    """Return the quickest tiling of those tried with 16 rows on an H200 that acts as an Ada card."""
+    return TritonTiling(
+        16, 32 if gated else 64, 128, 1 if gated or n >= 16384 else 4, dependent_launch=dependent_launch, gated=gated
+    )
+
+
 def refusal(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> str | None:
     """Return the reason why the kernels do not take these arguments; None if they do."""
     if x.dtype != torch.bfloat16 or (bias is not None and bias.dtype != x.dtype):
@@ -82,9 +95,16 @@ class CudaRows8:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._target = target_of(device)
+        self._by_triton = TritonRows()
         self._launch = cuda.bind_since_ampere(
             "scaled8", "transect_scaled8", "pppppiiill" + "i" * 7 + "pppppf" + "ip", device
         )
+
+    def _tiled(self, rows: int, stream: int, plain_fp8: bool) -> bool:
+        """Return True if the Triton kernel multiplies: by the size of the residual ``stream`` on one side, because it
+        leaves squares of whole tiles, so that the products of a step are all by one kernel."""
+        fits = self._target.fp8_products and not self._target.hopper and plain_fp8
+        return fits and rows >= LEAST_TILES and stream % 64 == 0
 
     def __call__(
         self,
@@ -125,11 +145,16 @@ class CudaRows8:
         """
         (m, k), n = x.shape, codes.shape[0]
         blocks = scale.ndim == 2
-        reason = refusal(x, codes, scale, bias) or norm.refusal(x, n)
+        tiled = tiling is None and self._tiled(m, n if norm.residual is not None else k, fp8 and not blocks)
+        reason = refusal(x, codes, scale, bias) or norm.refusal(x, n, sixteens=not tiled)
         if gated and (n % (256 if blocks else 16) or bias is not None or norm.residual is not None):
             reason = reason or "with a gate N must be whole blocks, and it takes no bias and no residual"
         if reason:
             raise ValueError(f"scaled8.cu: {reason}")
+        if tiled:
+            tiling_of_16 = portable_tiling(n, gated, self._target.dependent_launch)
+            values = codes.view(torch.float8_e4m3fn)
+            return self._by_triton.beside(x, values, bias, norm, tiling=tiling_of_16, weight_scale=scale)
         out = x.new_empty((m, n // 2 if gated else n))
         scaled = squares = None
         if norm.residual is not None:

@@ -35,7 +35,7 @@ __device__ __noinline__ float2 sum_of_unit(int type, uint32_t unit, uint32_t x, 
 
 struct Blocks {
   static constexpr int kSpan = kUnitK, kMostSteps = 8, kKept = gguf::kSpan, kItem = 0, kKnown = 0;
-  static constexpr bool kApart = true;
+  static constexpr bool kApart = true, kPortable = false;
 
   struct Rows {
     const unsigned char* units;

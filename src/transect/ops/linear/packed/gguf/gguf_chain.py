@@ -63,6 +63,7 @@ class GGUFChain(chain.Chain):
     """``chain.Chain`` by ``gguf_chain.cu``."""
 
     source, signature, stages, refusal = "gguf_chain", "pp", STAGES, staticmethod(chain_refusal)
+    portable = False
 
     def describe(self, weights: ChainWeights, stages: int) -> tuple[list[Any], list[tuple[int, int]], int]:
         parts = [described(matrix) for matrix in weights.matrices]

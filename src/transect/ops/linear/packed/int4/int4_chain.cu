@@ -11,6 +11,7 @@
 //   codes of a lane ready, and one product takes 32 k.
 // * Scale and zero leave the sum of a group. The sums of x that the zero needs are made once for a product.
 
+#define TRANSECT_CHAIN_WARPS 16
 #include "../chain.cuh"
 #include "int4_codes.cuh"
 
@@ -20,26 +21,38 @@ namespace {
 
 template <int GROUP>
 struct Int4 : Chunks128 {
-  static constexpr int kGroups = kChunk / GROUP, kItem = 2 * kTile<GROUP>, kKnown = kMostSteps * kGroups * 8;
+  static constexpr bool kApart = !kBulk;
+  static constexpr int kAtOnce = kApart ? 1 : 2, kItem = kAtOnce * kTile<GROUP>;  // sixteens of an item
+  static constexpr int kGroups = kChunk / GROUP, kKnown = kMostSteps * kGroups * 8;
   struct Matrix {
     const unsigned char* tiles;
   };
 
   // Where a warp's items lie, one step after the other.
   struct Cursor {
-    const unsigned char* from;
+    const unsigned char *from, *below;
     long long stride;
     int bytes;
 
     __device__ __forceinline__ void begin(const Matrix& matrix, int n, int unit, bool gate, bool both) {
       const long long chunk = (long long)(n / 16) * kTile<GROUP>;
       from = matrix.tiles + threadIdx.x / 32 * chunk + (long long)(gate ? 2 * unit : unit) * kTile<GROUP>;
+      below = from + kTile<GROUP>;
       stride = kWarps * chunk, bytes = both ? kItem : kTile<GROUP>;
     }
     __device__ __forceinline__ void next() { from += stride; }
+    __device__ __forceinline__ void begin_lower() { from = below; }
     __device__ __forceinline__ void fetch(uint32_t to, uint32_t barrier) const {
+#if TRANSECT_BULK
       barrier_expect(barrier, bytes);
       copy_once(to, from, bytes, barrier);
+#else
+#pragma unroll
+      for (int piece = 0; piece < kItem; piece += 512) {
+        const int own = piece + threadIdx.x % 32 * 16;
+        if (own < kItem) copy16(to + own, from + own, true);
+      }
+#endif
     }
   };
 
@@ -94,23 +107,33 @@ struct Int4 : Chunks128 {
   }
 
   struct Sums : Unscaled {
-    float total[2][2] = {};  // of both sixteens, rows lane / 4 and those 8 below
+    // Of the sixteens of an item, rows lane / 4 and those 8 below; of both sixteens, if items have one.
+    float total[kAtOnce][2] = {}, ended[2][2];
 
-    __device__ __forceinline__ float of(int r, int half) const { return total[r][half]; }
+    __device__ __forceinline__ void end(int sixteen) {
+      for (int half = 0; kApart && half < 2; half++) {
+        if (sixteen) ended[1][half] = total[0][half];
+        else ended[0][half] = total[0][half];
+        total[0][half] = 0;
+      }
+    }
+    __device__ __forceinline__ float of(int r, int half) const {
+      return kApart ? ended[r][half] : total[r % kAtOnce][half];
+    }
 
     __device__ __forceinline__ void add(uint32_t from, uint32_t x_at, uint32_t known, int step, int lane) {
-      uint4 w[2][2], b[2];
+      uint4 w[2][kAtOnce], b[2];
 #pragma unroll
       for (int h = 0; h < 2; h++) {
 #pragma unroll
-        for (int r = 0; r < 2; r++) w[h][r] = read16(from + r * kTile<GROUP> + h * 512 + lane * 16);
+        for (int r = 0; r < kAtOnce; r++) w[h][r] = read16(from + r * kTile<GROUP> + h * 512 + lane * 16);
         b[h] = read16(x_at + h * 128 + (lane / 4 % 2 * 4 + lane % 4) * 16);
       }
-      int acc[kGroups][2][4] = {};
+      int acc[kGroups][kAtOnce][4] = {};
 #pragma unroll
       for (int s = 0; s < 4; s++)  // 32 k
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
+        for (int r = 0; r < kAtOnce; r++) {
           const uint4 words = w[s / 2][r], x = b[s / 2];
           const uint32_t one = s % 2 ? words.z : words.x, two = s % 2 ? words.w : words.y;
           const uint32_t a[4] = {one & 0x0f0f0f0fu, one & 0xf0f0f0f0u, two & 0x0f0f0f0fu, two & 0xf0f0f0f0u};
@@ -121,7 +144,7 @@ struct Int4 : Chunks128 {
         const uint2 about = read8(known + (step * kGroups + g) * 8);
         const float unit = __uint_as_float(about.x), unit16 = unit * 0.0625f, x = __uint_as_float(about.y);
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
+        for (int r = 0; r < kAtOnce; r++) {
           // Zero, scale: bfloat16 is the upper half of float32. Codes of the rows 8 below were multiplied as 16 c.
           const uint2 both = read8(from + r * kTile<GROUP> + 1024 + g * 64 + lane / 4 * 8);
           const int(&c)[4] = acc[g][r];

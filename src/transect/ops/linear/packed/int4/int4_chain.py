@@ -1,5 +1,5 @@
 r"""``int4_chain.cu``: the four products between the attention of a layer and that of the next, for one row and weights
-of 4-bit codes in groups, in one launch on Hopper. ``chain.py`` has the arithmetic.
+of 4-bit codes in groups, in one launch. ``chain.py`` has the arithmetic.
 
 Weights: ``arrange`` of ``int4_packing.py`` (in groups of 32, 64 or 128, all four alike), gate and up alternating every
 16 rows, as all kernels for few rows take them. Scales and zeros leave the sum of a group, so no weight is rounded. x is

@@ -206,7 +206,7 @@ int start_portable(const void* x, const void* weight, const void* bias, void* ou
 // W and X into one ring. (Its copies have no cache hint: nvcc 13.0 compiles
 // some that have one wrongly, see docs/lab-notes/int4.md.) Blocks may share K: each leaves its part of the sums in
 // ``parts``, as its threads hold them, and the last to arrive at a tile adds all of them, in the order of the parts.
-constexpr int kWarps = 8, kSixteens = 2 * kWarps;  // of rows of W in a tile
+constexpr int kWarps = 8, kThreads = kWarps * 32, kSixteens = 2 * kWarps;  // of rows of W in a tile
 
 __device__ __forceinline__ uint32_t fused(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t v;
@@ -220,11 +220,11 @@ __device__ __forceinline__ uint32_t twice(float v) {
 }
 
 template <int GROUP, int NT>
-__global__ void __launch_bounds__(kWarps * 32, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     int4_portable_tiles(const __nv_bfloat16* x, const unsigned char* weight, const __nv_bfloat16* bias,
                         __nv_bfloat16* out, float4* parts, unsigned* counters, int M, int N, int K,
                         long long x_stride, int row_tiles, int split, int stages, int gate) {
-  constexpr int TILE = kTile<GROUP>, ROWS = NT * 8, GROUPS = kChunk / GROUP, EACH = GROUP / 32;
+  constexpr int TILE = kTile<GROUP>, ROWS = NT * 8, EACH = GROUP / 32;
   constexpr int W_BYTES = kSixteens * TILE, STAGE = W_BYTES + ROWS * kXPitch;
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ unsigned arrived[1];
@@ -239,20 +239,24 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
 
   let_next_begin();
   wait_for_previous();
-  const int pieces = min(kSixteens, sixteens - first) * (TILE / 16);
-  auto fetch = [&](int slot, int step) {
-    const unsigned char* from = weight + ((size_t)(begin + step) * sixteens + first) * TILE;
-    const uint32_t to = ring + slot * STAGE;
-    for (int piece = threadIdx.x; piece < W_BYTES / 16; piece += kWarps * 32)
-      copy16(to + piece * 16, piece < pieces ? from + piece * 16 : weight, piece < pieces);
-    for (int piece = threadIdx.x; piece < ROWS * 16; piece += kWarps * 32) {
-      const int row = piece / 16, at = piece % 16;
-      copy16(to + W_BYTES + row * kXPitch + at * 16,
-             row < rows ? x + (m0 + row) * x_stride + (size_t)(begin + step) * kChunk + at * 8 : x, row < rows);
-    }
+  // Each thread brings the same pieces of every span. Rows past the end are left as they are: their sums are not stored.
+  const int pieces = min(kSixteens, sixteens - first) * (TILE / 16), row = threadIdx.x / 16;
+  const size_t span = (size_t)sixteens * TILE, rows_on = kThreads / 16 * x_stride;
+  const unsigned char* w_from = weight + begin * span + (size_t)first * TILE + threadIdx.x * 16;
+  const __nv_bfloat16* x_from = x + (m0 + row) * x_stride + (size_t)begin * kChunk + threadIdx.x % 16 * 8;
+  const uint32_t w_to = ring + threadIdx.x * 16, x_to = ring + W_BYTES + row * kXPitch + threadIdx.x % 16 * 16;
+  auto fetch = [&](int slot) {
+#pragma unroll
+    for (int i = 0; i * kThreads < W_BYTES / 16; i++)
+      if (i * kThreads + (int)threadIdx.x < pieces) copy16(w_to + slot * STAGE + i * kThreads * 16, w_from + i * kThreads * 16, true);
+#pragma unroll
+    for (int i = 0; i * kThreads < ROWS * 16; i++)
+      if (i * (kThreads / 16) + row < rows)
+        copy16(x_to + slot * STAGE + i * (kThreads / 16) * kXPitch, x_from + i * rows_on, true);
+    w_from += span, x_from += kChunk;
   };
   for (int s = 0; s < stages - 1; s++) {
-    if (s < total) fetch(s, s);
+    if (s < total) fetch(s);
     end_group();
   }
   const uint32_t x_at = W_BYTES + lane % 8 * kXPitch + lane / 8 * 16;
@@ -261,49 +265,46 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   for (int step = 0; step < total; step++) {
     wait_for_stage<2>(stages);
     __syncthreads();  // all copies of this span have landed, and the slot that is filled again has been read
-    if (step + stages - 1 < total) fetch(slot == 0 ? stages - 1 : slot - 1, step + stages - 1);
+    if (step + stages - 1 < total) fetch(slot == 0 ? stages - 1 : slot - 1);
     end_group();
     const uint32_t from = ring + slot * STAGE;
+    uint4 codes[2];                    // of 64 k: 16 bytes of a lane at a time meet no bank twice
+    uint32_t scale[2][2], zero[2][2];  // of rows lane / 4 and, with codes four bits up, lane / 4 + 8
 #pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
-      uint32_t scale[2][2], zero[2][2];  // of rows lane / 4 and, with codes four bits up, lane / 4 + 8
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        uint2 both;  // scale in the low half, zero in the high one
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                     : "=r"(both.x), "=r"(both.y)
-                     : "r"(from + (warp * 2 + r) * TILE + 1024 + g * 64 + lane / 4 * 8));
-        scale[r][0] = twice(__uint_as_float(both.x << 16) * 0x1p80f);
-        scale[r][1] = twice(__uint_as_float(both.y << 16) * 0x1p76f);
-        zero[r][0] = twice(__uint_as_float(both.x & 0xFFFF0000u) * 0x1p-53f);
-        zero[r][1] = twice(__uint_as_float(both.y & 0xFFFF0000u) * 0x1p-53f);
-      }
-#pragma unroll
-      for (int e = 0; e < EACH; e++) {  // 32 k
-        const int at = g * EACH + e;
-        uint32_t a[2][2][4];
+    for (int at = 0; at < 4; at++) {  // 32 k
+      if (at % EACH == 0) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-          uint2 w;
+          uint2 both;  // scale in the low half, zero in the high one
           asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                       : "=r"(w.x), "=r"(w.y)
-                       : "r"(from + (warp * 2 + r) * TILE + at / 2 * 512 + lane * 16 + at % 2 * 8));
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            const uint32_t mask = i % 2 ? 0x00F000F0u : 0x000F000Fu;
-            a[r][0][i] = fused(w.x >> (i / 2 * 8) & mask, scale[r][i % 2], zero[r][i % 2]);
-            a[r][1][i] = fused(w.y >> (i / 2 * 8) & mask, scale[r][i % 2], zero[r][i % 2]);
-          }
+                       : "=r"(both.x), "=r"(both.y)
+                       : "r"(from + (warp * 2 + r) * TILE + 1024 + at / EACH * 64 + lane / 4 * 8));
+          scale[r][0] = twice(__uint_as_float(both.x << 16) * 0x1p80f);
+          scale[r][1] = twice(__uint_as_float(both.y << 16) * 0x1p76f);
+          zero[r][0] = twice(__uint_as_float(both.x & 0xFFFF0000u) * 0x1p-53f);
+          zero[r][1] = twice(__uint_as_float(both.y & 0xFFFF0000u) * 0x1p-53f);
         }
+      }
+      uint32_t a[2][2][4];
 #pragma unroll
-        for (int tile = 0; tile < NT; tile++) {
-          uint32_t b[4];
-          read_matrices(b, from + x_at + tile * 8 * kXPitch + at * 64);
+      for (int r = 0; r < 2; r++) {
+        if (at % 2 == 0) codes[r] = read16(from + (warp * 2 + r) * TILE + at / 2 * 512 + lane * 16);
+        const uint32_t one = at % 2 ? codes[r].z : codes[r].x, other = at % 2 ? codes[r].w : codes[r].y;
 #pragma unroll
-          for (int r = 0; r < 2; r++) multiply(acc[r][tile], a[r][0], b[0], b[1]);
-#pragma unroll
-          for (int r = 0; r < 2; r++) multiply(acc[r][tile], a[r][1], b[2], b[3]);
+        for (int i = 0; i < 4; i++) {
+          const uint32_t mask = i % 2 ? 0x00F000F0u : 0x000F000Fu;
+          a[r][0][i] = fused(one >> (i / 2 * 8) & mask, scale[r][i % 2], zero[r][i % 2]);
+          a[r][1][i] = fused(other >> (i / 2 * 8) & mask, scale[r][i % 2], zero[r][i % 2]);
         }
+      }
+#pragma unroll
+      for (int tile = 0; tile < NT; tile++) {
+        uint32_t b[4];
+        read_matrices(b, from + x_at + tile * 8 * kXPitch + at * 64);
+#pragma unroll
+        for (int r = 0; r < 2; r++) multiply(acc[r][tile], a[r][0], b[0], b[1]);
+#pragma unroll
+        for (int r = 0; r < 2; r++) multiply(acc[r][tile], a[r][1], b[2], b[3]);
       }
     }
     slot = slot + 1 == stages ? 0 : slot + 1;
@@ -312,12 +313,12 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   auto row_of = [&](int tile, int c) { return m0 + tile * 8 + lane % 4 * 2 + c % 2; };
   auto column_of = [&](int r, int c) { return (first + warp * 2 + r) * 16 + c / 2 * 8 + lane / 4; };
   if (split > 1) {
-    constexpr int EACH_PART = 2 * NT * kWarps * 32, AT_ONCE = NT > 4 ? 1 : NT > 2 ? 2 : 4;
+    constexpr int EACH_PART = 2 * NT * kThreads, AT_ONCE = NT > 4 ? 1 : NT > 2 ? 2 : 4;
     float4* tile_parts = parts + (size_t)(tile_m * tiles + tile_n) * split * EACH_PART + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < 2 * NT; i++) {
       const float* v = acc[i / NT][i % NT];
-      __stcg(tile_parts + (size_t)part * EACH_PART + i * kWarps * 32, make_float4(v[0], v[1], v[2], v[3]));
+      __stcg(tile_parts + (size_t)part * EACH_PART + i * kThreads, make_float4(v[0], v[1], v[2], v[3]));
     }
     __threadfence();
     __syncthreads();
@@ -336,7 +337,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
       for (int j = 0; j < AT_ONCE; j++)
 #pragma unroll
         for (int i = 0; i < 2 * NT; i++)
-          v[j][i] = p + j < split ? __ldcg(tile_parts + (size_t)(p + j) * EACH_PART + i * kWarps * 32)
+          v[j][i] = p + j < split ? __ldcg(tile_parts + (size_t)(p + j) * EACH_PART + i * kThreads)
                                   : make_float4(0, 0, 0, 0);
 #pragma unroll
       for (int j = 0; j < AT_ONCE; j++)
@@ -375,7 +376,7 @@ int start_tiles(const void* x, const void* weight, const void* bias, void* out, 
   const int tiles = ((N + 15) / 16 + kSixteens - 1) / kSixteens, row_tiles = (M + ROWS - 1) / ROWS;
   const int shared = stages * (kSixteens * kTile<GROUP> + ROWS * kXPitch);
   if (shared > kMostShared) return -1;
-  return (int)launch(int4_portable_tiles<GROUP, NT>, tiles * row_tiles * split, kWarps * 32, shared, 1, dependent > 0,
+  return (int)launch(int4_portable_tiles<GROUP, NT>, tiles * row_tiles * split, kThreads, shared, 1, dependent > 0,
                      stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const __nv_bfloat16*)bias,
                      (__nv_bfloat16*)out, (float4*)parts, (unsigned*)counters, M, N, K, x_stride, row_tiles, split,
                      stages, gate);

@@ -100,11 +100,12 @@ def tiles_bytes(tiling: TilesTiling, group: int) -> int:
 
 @cache
 def choose_tiles(m: int, n: int, k: int, group: int, units: int, shared: int) -> TilesTiling:
-    """Return the tiling for ``m`` rows of X: as few reads of W as possible, then one block for each multiprocessor, or
-    two where tiles are small, if each has 3 spans of K. On an H200 that acts as an Ada card those were quickest."""
-    tiles = next((tiles for tiles in (1, 2, 4) if m <= 8 * tiles), 8)
+    """Return the tiling for ``m`` rows of X: as few reads of W as possible, then one block for each multiprocessor, if
+    each has 3 spans of K. A narrow W is read by 32 rows of X at a time, from the L2 cache the second time, rather than
+    in more parts. On an H200 that acts as an Ada card those were the quickest."""
+    tiles = next((tiles for tiles in (1, 2, 4) if m <= 8 * tiles), 8 if n >= 16384 else 4)
     blocks = -(-n // TILE_COLUMNS) * -(-m // (8 * tiles))
-    split = max(1, min(k // CHUNK // 3, (2 if tiles <= 2 else 1) * units // blocks))
+    split = max(1, min(k // CHUNK // 3, units // blocks))
     for stages in (4, 3, 2):
         tiling = TilesTiling(tiles, split, stages)
         if tiles_bytes(tiling, group) <= shared:
@@ -113,9 +114,9 @@ def choose_tiles(m: int, n: int, k: int, group: int, units: int, shared: int) ->
 
 
 def shares_rows(m: int, n: int, k: int) -> bool:
-    """Return True if the warps of a block share the rows of X; with up to 8 rows that was quicker for wide weights, and
-    from 5 rows on for deep ones."""
-    return m > ALONE_ROWS or n >= 16384 or (m > 4 and k >= 8192)
+    """Return True if the warps of a block share the rows of X; with up to 8 rows that was quicker for wide and for deep
+    weights."""
+    return m > ALONE_ROWS or n >= 16384 or k >= 8192
 
 
 class PortableCodes:
