@@ -87,6 +87,7 @@ INVARIANT: tuple[Compiled, ...] = (
     (0, 0, 64, 1, 1, 1, 2),
     (0, 0, 64, 2, 1, 1, 2),
     (0, 0, 64, 2, 1, 2, 2),
+    (0, 0, 64, 2, 1, 2, 1),
     (0, 0, 96, 2, 1, 2, 1),
     (0, 0, 128, 2, 1, 2, 1),
     (0, 0, 192, 2, 1, 2, 1),
@@ -157,7 +158,8 @@ class HopperTiling:
     @property
     def ordered(self) -> bool:
         """True if a block can add parts of K in the order in which ranks would."""
-        return not self.swap and not self.gated and self.right <= 64 and self.groups == 1
+        few = self.right <= 64 if self.groups == 1 else self.blocks == 1 and self.right <= 96
+        return not self.swap and not self.gated and few
 
     @property
     def over_memory(self) -> bool:

@@ -179,8 +179,8 @@ template <typename Number, int AR, int NB>
 constexpr int kScales = sizeof(Number) == 1 && !kBlocked<Number> ? AR + NB : 0;
 
 // Kernels whose blocks can add the parts of K in the order in which ranks would: ``order`` parts, one after another.
-template <typename Number, bool SWAP, bool GATE, int NB, int WGS>
-constexpr bool kOrdered = sizeof(Number) == 2 && !SWAP && !GATE && NB <= 64 && WGS == 1;
+template <typename Number, bool SWAP, bool GATE, int NB, int WGS, int BLOCKS>
+constexpr bool kOrdered = sizeof(Number) == 2 && !SWAP && !GATE && (WGS == 1 ? NB <= 64 : BLOCKS == 1 && NB <= 96);
 
 template <bool FIRST, typename One, typename Other>
 __device__ __forceinline__ auto& pick(One& one, Other& other) {
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
   constexpr int WORKERS = WGS * 128, CHUNK = kChunkOf<Number>, SCALES = kScales<Number, AR, NB>;
   constexpr bool BLOCKED = kBlocked<Number>, APART = BLOCKED || kWhole<Number>;
   static_assert(!BLOCKED || !SWAP);
-  constexpr bool ORDERED = kOrdered<Number, SWAP, GATE, NB, WGS>;
+  constexpr bool ORDERED = kOrdered<Number, SWAP, GATE, NB, WGS, BLOCKS>;
   constexpr bool GRID = !GATE && WGS * NB >= 512;  // there are registers for no way but to share a tile over memory
   constexpr bool EARLY = WGS * NB < 512;  // else there are no registers for scales that come while the chunks do
   constexpr int COLUMNS = (SWAP ? AR * PAIR : NB) / (GATE ? 2 : 1);
@@ -284,7 +284,9 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
   // Rows of the right operand that a block fetches: whole eights of the rows of X, or its part of the rows of W.
   const int share = !SWAP ? NB / PAIR : PAIR == 1 ? min(M, NB) : (M + 8 * PAIR - 1) / (8 * PAIR) * 8;
   const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
-  const uint32_t full = shared_address(barriers), empty = full + 8 * kMostStages;
+  uint32_t full = shared_address(barriers);
+  asm volatile("" : "+r"(full));  // or the compiler makes it again for every chunk, from a slow register
+  const uint32_t empty = full + 8 * kMostStages;
   const int blocks = PAIR * max(ranks, 1), spread = ranks < 0 ? -ranks : 1;  // of a cluster; clusters of a tile
   const int block = blockIdx.x % blocks, half = block % PAIR, local = block / PAIR;
   const int cluster = blockIdx.x / blocks, clusters = gridDim.x / blocks;
@@ -315,20 +317,25 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
   if (PAIR > 1) cluster_meet();
 
   if (warp == WGS * 4) {
-    if (lane == 0) {
+    if (one_lane()) {
       // Copies end with the rows of X: what reaches past them is slow.
       const int left_rows = SWAP ? AR : max(0, min(AR, M - half * AR));
       const int bytes = (left_rows + box - 1) / box * box * 128 + (SWAP ? PAIR * share * 128 : B_BYTES);
-      auto fetch_a = [&](int i, int slot) {
-        const int k = i % chunks * CHUNK, row0 = left_of(i / chunks);
+      // A division a chunk would take longer than the products of a narrow tile.
+      int tile = first / chunks, chunk = first - tile * chunks;
+      auto next = [&] {
+        if (++chunk == chunks) chunk = 0, tile++;
+      };
+      auto fetch_a = [&](int slot) {
+        const int k = chunk * CHUNK, row0 = left_of(tile);
         for (int row = 0; row < left_rows; row += box) {
           const uint32_t to = ring + slot * STAGE + row * 128;
           if (SWAP && GATE) fetch_both(to, &a_map, k, (row0 + row) / 16, full + 8 * slot, kReadOnce);
           else fetch(to, &a_map, k, row0 + row, full + 8 * slot, SWAP ? kReadOnce : kReadOften);
         }
       };
-      auto fetch_b = [&](int i, int slot) {
-        const int k = i % chunks * CHUNK, row = right_of(i / chunks) + half * (GATE && !SWAP ? N : share);
+      auto fetch_b = [&](int slot) {
+        const int k = chunk * CHUNK, row = right_of(tile) + half * (GATE && !SWAP ? N : share);
         const uint32_t to = ring + slot * STAGE + A_BYTES + half * share * 128;
         if (PAIR > 1)
           fetch_for_all(to, &b_map, k, row, full + 8 * slot, ((1 << PAIR) - 1) << (local * PAIR),
@@ -337,22 +344,23 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
           fetch(to, &b_map, k, row, full + 8 * slot, SWAP ? kReadOften : kReadOnce);
         if (GATE && !SWAP && PAIR == 1) fetch(to + B_BYTES / 2, &b_map, k, row + N, full + 8 * slot, kReadOnce);
       };
-      const int begun = min(stages, last - first);
-      for (int i = 0; i < begun; i++) {
+      const int begun = min(stages, last - first), tile0 = tile, chunk0 = chunk;
+      for (int i = 0; i < begun; i++, next()) {
         barrier_expect(full + 8 * i, bytes);
-        if (SWAP) fetch_a(first + i, i);
-        else fetch_b(first + i, i);
+        if (SWAP) fetch_a(i);
+        else fetch_b(i);
       }
       if (ahead) wait_for_previous();
-      for (int i = 0; i < begun; i++)
-        if (SWAP) fetch_b(first + i, i);
-        else fetch_a(first + i, i);
+      tile = tile0, chunk = chunk0;
+      for (int i = 0; i < begun; i++, next())
+        if (SWAP) fetch_b(i);
+        else fetch_a(i);
       int slot = 0, parity = 0;
-      for (int i = first + begun; i < last; i++) {
+      for (int i = first + begun; i < last; i++, next()) {
         barrier_poll(empty + 8 * slot, parity);
         barrier_expect(full + 8 * slot, bytes);
-        fetch_a(i, slot);
-        fetch_b(i, slot);
+        fetch_a(slot);
+        fetch_b(slot);
         if (++slot == stages) slot = 0, parity ^= 1;
       }
     }
@@ -377,6 +385,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
     auto& sums = pick<APART>(apart, c);
     const int row0 = half * AR + group * (RM * 64) + warp % 4 * 16;  // of X on the left
     BlockScales<BLOCKED ? RM : 1, BLOCKED ? NB : 32, BLOCKED && GATE> held = {x_scale, scale, chunks};
+    const uint32_t a_place = place(ring + group * (RM * 8192)), b_place = place(ring + A_BYTES);
     int slot = 0, parity = 0, release = -1;
     auto let_go = [&](int s) {
       if (PAIR == 1 && t % 128 == 0) barrier_arrive(empty + 8 * s);
@@ -403,16 +412,16 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
         const int stop = ORDERED && order > 1 ? tile * chunks + (int)((long long)chunks * part / order) : end;
         for (; i < stop; i++) {
           barrier_poll(full + 8 * slot, parity);
-          const uint32_t a_at = ring + slot * STAGE + group * (RM * 8192), b_at = ring + slot * STAGE + A_BYTES;
+          const uint32_t a_at = a_place + slot * (STAGE / 16), b_at = b_place + slot * (STAGE / 16);
           products_begin();
 #pragma unroll
           for (int r = 0; r < RM; r++)
-            multiply<Number, NB, !BLOCKED>(sums[r], matrix(a_at + r * 8192), matrix(b_at));
+            multiply<Number, NB, !BLOCKED>(sums[r], matrix_at(a_at + r * 512), matrix_at(b_at));
 #pragma unroll
           for (int k = 1; k < 4; k++)
 #pragma unroll
             for (int r = 0; r < RM; r++)
-              multiply<Number, NB, 1>(sums[r], matrix(a_at + r * 8192 + k * 32), matrix(b_at + k * 32));
+              multiply<Number, NB, 1>(sums[r], matrix_at(a_at + r * 512 + k * 2), matrix_at(b_at + k * 2));
           products_end();
           if constexpr (BLOCKED) {
             const int chunk = i - tile * chunks;
@@ -622,7 +631,7 @@ int start(const void* x, const void* weight, const void* x_scale, const void* sc
   if (M > (SWAP ? NB : AR * PAIR) || stages < 2 || stages > kMostStages || shared > kMostShared - 1024) return -1;
   if (ranks > 1 && (AR * NB * 4 > stages * STAGE || ranks * PAIR > 8 || ranks > chunks)) return -1;
   if (ranks < 0 && (ranks < -8 || -ranks > chunks)) return -1;
-  if (order > 1 && (!kOrdered<Number, SWAP, GATE, NB, WGS> || ranks != 1 || order > chunks)) return -1;
+  if (order > 1 && (!kOrdered<Number, SWAP, GATE, NB, WGS, BLOCKS> || ranks != 1 || order > chunks)) return -1;
   if (!ranks && clusters > (long long)tiles * chunks) return -1;
   if (GATE && (bias || ranks < 0 || ranks > 1 || (kBlocked<Number> && N % kBlock))) return -1;
   int box = kBox<AR>;  // rows of the left operand in a copy

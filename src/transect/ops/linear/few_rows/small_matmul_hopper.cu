@@ -61,6 +61,7 @@ extern "C" int transect_small_matmul_hopper(const void* x, const void* weight, c
   TRANSECT_CUT(0, 0, 64, 1, 1, 1, 2)
   TRANSECT_CUT(0, 0, 64, 2, 1, 1, 2)
   TRANSECT_CUT(0, 0, 64, 2, 1, 2, 2)
+  TRANSECT_CUT(0, 0, 64, 2, 1, 2, 1)
   TRANSECT_CUT(0, 0, 96, 2, 1, 2, 1)
   TRANSECT_CUT(0, 0, 128, 2, 1, 2, 1)
   TRANSECT_CUT(0, 0, 192, 2, 1, 2, 1)
