@@ -293,7 +293,8 @@ class HopperRows:
     ) -> Tensor:
         """Multiply x ``[M, K]`` by weight ``[N, K]`` and add bias ``[N]``: ``[M, N]``.
 
-        ``order``: with one rank, parts of K that a block sums apart and adds in order (``tiling.ordered``).
+        ``order``: with one rank, parts of K that a block sums apart and adds in order (``tiling.ordered``); 0: clusters
+        without ranks take whole tiles.
 
         With ``tiling.gated`` the result is ``[M, N / 2]``, see ``gate_up.py``.
 
@@ -310,7 +311,7 @@ class HopperRows:
         out = x.new_empty((m, columns))
         if m == 0 or n == 0:
             return out
-        floats = tiling.parts(columns)
+        floats = tiling.parts(columns) if order else 0
         parts = x.new_empty(floats, dtype=torch.float32) if floats else None
         code = self._launch(
             x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),

@@ -13,7 +13,8 @@
 //   tile's first k comes to it last, and adds what the others left, in the order of k. ranks > 0: the k of a tile are
 //   dealt out to the ranks of a cluster, which add their sums over each other's shared memory. ranks < 0: to as many
 //   clusters, which add over memory. Both add in the order of the ranks, every rank a part of the tile.
-//   With ranks = 1 some kernels can add in the same order as ``order`` ranks would, all parts in one block.
+//   With ranks = 1 some kernels can add in the same order as ``order`` ranks would, all parts in one block. With ranks = 0
+//   and order = 0 stretches are of whole tiles.
 // * GATE: half of a tile's rows of W are rows n of the gate, half rows N + n; Y is silu(one) times the other. With SWAP
 //   eight rows of one follow eight of the other, so that a thread holds both sums of an element.
 // * The first chunks of W may be asked for before the kernel that makes X has ended (``ahead``).
@@ -294,9 +295,11 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
   const int chunks = (K + CHUNK - 1) / CHUNK, tiles = (N + COLUMNS - 1) / COLUMNS;
   // This block's stretch of the row of all chunks.
   const int first = ranks ? own * chunks + (int)((long long)chunks * rank / sharers)
-                          : (int)((long long)tiles * chunks * cluster / clusters);
+                    : order ? (int)((long long)tiles * chunks * cluster / clusters)
+                            : (int)((long long)tiles * cluster / clusters) * chunks;
   const int last = ranks ? own * chunks + (int)((long long)chunks * (rank + 1) / sharers)
-                         : (int)((long long)tiles * chunks * (cluster + 1) / clusters);
+                   : order ? (int)((long long)tiles * chunks * (cluster + 1) / clusters)
+                           : (int)((long long)tiles * (cluster + 1) / clusters) * chunks;
   auto left_of = [&](int tile) { return SWAP ? (tile * PAIR + half) * AR : half * AR; };
   auto right_of = [&](int tile) { return SWAP ? 0 : tile * COLUMNS; };
 
@@ -400,7 +403,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
         if (EARLY && p + t < SCALES) own[p / WORKERS] = __ldcg(scale_of(tile, p + t));
       if constexpr (BLOCKED) held.begin(i % chunks, row0, right_of(tile), M, N, lane);
       float total[ORDERED ? RM : 1][ORDERED ? NB / 2 : 1] = {};
-      for (int part = 1; part <= (ORDERED ? order : 1); part++) {
+      for (int part = 1; part <= (ORDERED ? max(order, 1) : 1); part++) {
 #pragma unroll
         for (int r = 0; r < RM; r++)
 #pragma unroll
@@ -632,7 +635,7 @@ int start(const void* x, const void* weight, const void* x_scale, const void* sc
   if (ranks > 1 && (AR * NB * 4 > stages * STAGE || ranks * PAIR > 8 || ranks > chunks)) return -1;
   if (ranks < 0 && (ranks < -8 || -ranks > chunks)) return -1;
   if (order > 1 && (!kOrdered<Number, SWAP, GATE, NB, WGS, BLOCKS> || ranks != 1 || order > chunks)) return -1;
-  if (!ranks && clusters > (long long)tiles * chunks) return -1;
+  if (!ranks && clusters > (order ? (long long)tiles * chunks : tiles)) return -1;
   if (GATE && (bias || ranks < 0 || ranks > 1 || (kBlocked<Number> && N % kBlock))) return -1;
   int box = kBox<AR>;  // rows of the left operand in a copy
   if (!SWAP && M <= box) box = M;
