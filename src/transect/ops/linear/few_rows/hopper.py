@@ -277,7 +277,7 @@ class HopperRows:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._launch = cuda.bind_on_hopper(
-            "small_matmul_hopper", "transect_small_matmul_hopper", "ppppppiiill" + "i" * 12 + "p", device
+            "small_matmul_hopper", "transect_small_matmul_hopper", "ppppppiiill" + "i" * 13 + "p", device
         )
         self._flags = torch.zeros(FLAGS, dtype=torch.int32, device=device or "cuda")
 
@@ -290,11 +290,12 @@ class HopperRows:
         dependent_launch: bool = False,
         tiling: HopperTiling | None = None,
         order: int = 1,
+        keep: bool = False,
     ) -> Tensor:
         """Multiply x ``[M, K]`` by weight ``[N, K]`` and add bias ``[N]``: ``[M, N]``.
 
         ``order``: with one rank, parts of K that a block sums apart and adds in order (``tiling.ordered``); 0: clusters
-        without ranks take whole tiles.
+        without ranks take whole tiles. ``keep``: the L2 cache keeps W as it keeps other data, instead of dropping it first.
 
         With ``tiling.gated`` the result is ``[M, N / 2]``, see ``gate_up.py``.
 
@@ -318,7 +319,7 @@ class HopperRows:
             0 if parts is None else parts.data_ptr(), self._flags.data_ptr(), m, columns, k, x.stride(0),
             weight.stride(0), tiling.swap, tiling.gated, tiling.right, tiling.groups, tiling.repeats, tiling.pair,
             tiling.blocks, tiling.ranks, tiling.clusters, order, tiling.stages, 2 if dependent_launch else 1,
-            torch.cuda.current_stream(x.device).cuda_stream,
+            int(keep), torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
             reason = refusal(x, weight, bias)

@@ -18,6 +18,7 @@
 // * GATE: half of a tile's rows of W are rows n of the gate, half rows N + n; Y is silu(one) times the other. With SWAP
 //   eight rows of one follow eight of the other, so that a thread holds both sums of an element.
 // * The first chunks of W may be asked for before the kernel that makes X has ended (``ahead``).
+// * The L2 cache drops W before all else, unless told to ``keep`` it as other data.
 // * Scales of rows come while the chunks do. A block multiplies its sums by them before it adds or stores any.
 // * Scales of blocks: a chunk is as long as a block, so its products are summed apart and added times their scales. X is
 //   the left operand then: a thread has the scales of two rows of X, and of the few blocks that its columns are of.
@@ -268,7 +269,7 @@ template <typename Number, bool SWAP, bool GATE, int NB, int WGS, int RM, int PA
 __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
     many_rows(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
               const float* x_scale, const float* scale, const __nv_bfloat16* bias, __nv_bfloat16* out, float4* parts,
-              int* flags, int M, int N, int K, int ranks, int order, int stages, int box, int ahead) {
+              int* flags, int M, int N, int K, int ranks, int order, int stages, int box, int ahead, int keep) {
 #ifdef TRANSECT_HOPPER
   constexpr int AR = 64 * RM * WGS, A_BYTES = AR * 128, B_BYTES = NB * 128, STAGE = A_BYTES + B_BYTES, J = NB / 8;
   constexpr int WORKERS = WGS * 128, CHUNK = kChunkOf<Number>, SCALES = kScales<Number, AR, NB>;
@@ -329,12 +330,13 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
       auto next = [&] {
         if (++chunk == chunks) chunk = 0, tile++;
       };
+      const uint64_t of_weight = keep ? kReadAsUsual : kReadOnce;
       auto fetch_a = [&](int slot) {
         const int k = chunk * CHUNK, row0 = left_of(tile);
         for (int row = 0; row < left_rows; row += box) {
           const uint32_t to = ring + slot * STAGE + row * 128;
-          if (SWAP && GATE) fetch_both(to, &a_map, k, (row0 + row) / 16, full + 8 * slot, kReadOnce);
-          else fetch(to, &a_map, k, row0 + row, full + 8 * slot, SWAP ? kReadOnce : kReadOften);
+          if (SWAP && GATE) fetch_both(to, &a_map, k, (row0 + row) / 16, full + 8 * slot, of_weight);
+          else fetch(to, &a_map, k, row0 + row, full + 8 * slot, SWAP ? of_weight : kReadOften);
         }
       };
       auto fetch_b = [&](int slot) {
@@ -342,10 +344,10 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
         const uint32_t to = ring + slot * STAGE + A_BYTES + half * share * 128;
         if (PAIR > 1)
           fetch_for_all(to, &b_map, k, row, full + 8 * slot, ((1 << PAIR) - 1) << (local * PAIR),
-                        SWAP ? kReadOften : kReadOnce);
+                        SWAP ? kReadOften : of_weight);
         else
-          fetch(to, &b_map, k, row, full + 8 * slot, SWAP ? kReadOften : kReadOnce);
-        if (GATE && !SWAP && PAIR == 1) fetch(to + B_BYTES / 2, &b_map, k, row + N, full + 8 * slot, kReadOnce);
+          fetch(to, &b_map, k, row, full + 8 * slot, SWAP ? kReadOften : of_weight);
+        if (GATE && !SWAP && PAIR == 1) fetch(to + B_BYTES / 2, &b_map, k, row + N, full + 8 * slot, of_weight);
       };
       const int begun = min(stages, last - first), tile0 = tile, chunk0 = chunk;
       for (int i = 0; i < begun; i++, next()) {
@@ -626,7 +628,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
 template <typename Number, bool SWAP, bool GATE, int NB, int WGS, int RM, int PAIR, int BLOCKS>
 int start(const void* x, const void* weight, const void* x_scale, const void* scale, const void* bias, void* out,
           void* parts, void* flags, int M, int N, int K, long long x_stride, long long w_stride, int ranks, int clusters,
-          int order, int stages, int dependent, void* stream) {
+          int order, int stages, int dependent, int keep, void* stream) {
   constexpr int AR = 64 * RM * WGS, STAGE = (AR + NB) * 128, COLUMNS = (SWAP ? AR * PAIR : NB) / (GATE ? 2 : 1);
   constexpr int CHUNK = kChunkOf<Number>;
   const int tiles = (N + COLUMNS - 1) / COLUMNS, chunks = (K + CHUNK - 1) / CHUNK;
@@ -652,7 +654,7 @@ int start(const void* x, const void* weight, const void* x_scale, const void* sc
   const int grid = (ranks > 0 ? tiles : ranks < 0 ? tiles * -ranks : clusters) * blocks;
   return (int)launch(many_rows<Number, SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>, grid, WGS * 128 + 32, shared, blocks,
                      dependent > 0, stream, a_map, b_map, (const float*)x_scale, (const float*)scale,
-                     (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, (float4*)parts, (int*)flags, M, N, K, ranks, order, stages, box, (int)(dependent > 1));
+                     (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, (float4*)parts, (int*)flags, M, N, K, ranks, order, stages, box, (int)(dependent > 1), keep);
 }
 
 }  // namespace
