@@ -295,7 +295,7 @@ class HopperRows:
         """Multiply x ``[M, K]`` by weight ``[N, K]`` and add bias ``[N]``: ``[M, N]``.
 
         ``order``: with one rank, parts of K that a block sums apart and adds in order (``tiling.ordered``); 0: clusters
-        without ranks take whole tiles. ``keep``: the L2 cache keeps W as it keeps other data, instead of dropping it first.
+        without ranks take whole tiles. ``keep``: the L2 cache keeps W like other data, instead of dropping it first.
 
         With ``tiling.gated`` the result is ``[M, N / 2]``, see ``gate_up.py``.
 
