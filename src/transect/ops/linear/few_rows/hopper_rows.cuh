@@ -274,6 +274,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
   constexpr int AR = 64 * RM * WGS, A_BYTES = AR * 128, B_BYTES = NB * 128, STAGE = A_BYTES + B_BYTES, J = NB / 8;
   constexpr int WORKERS = WGS * 128, CHUNK = kChunkOf<Number>, SCALES = kScales<Number, AR, NB>;
   constexpr bool BLOCKED = kBlocked<Number>, APART = BLOCKED || kWhole<Number>;
+  constexpr bool WIDE = sizeof(Number) == 2;  // ``keep`` and ``order`` are of bfloat16
   static_assert(!BLOCKED || !SWAP);
   constexpr bool ORDERED = kOrdered<Number, SWAP, GATE, NB, WGS, BLOCKS>;
   constexpr bool GRID = !GATE && WGS * NB >= 512;  // there are registers for no way but to share a tile over memory
@@ -296,10 +297,10 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
   const int chunks = (K + CHUNK - 1) / CHUNK, tiles = (N + COLUMNS - 1) / COLUMNS;
   // This block's stretch of the row of all chunks.
   const int first = ranks ? own * chunks + (int)((long long)chunks * rank / sharers)
-                    : order ? (int)((long long)tiles * chunks * cluster / clusters)
+                    : order || !WIDE ? (int)((long long)tiles * chunks * cluster / clusters)
                             : (int)((long long)tiles * cluster / clusters) * chunks;
   const int last = ranks ? own * chunks + (int)((long long)chunks * (rank + 1) / sharers)
-                   : order ? (int)((long long)tiles * chunks * (cluster + 1) / clusters)
+                   : order || !WIDE ? (int)((long long)tiles * chunks * (cluster + 1) / clusters)
                            : (int)((long long)tiles * (cluster + 1) / clusters) * chunks;
   auto left_of = [&](int tile) { return SWAP ? (tile * PAIR + half) * AR : half * AR; };
   auto right_of = [&](int tile) { return SWAP ? 0 : tile * COLUMNS; };
@@ -330,7 +331,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
       auto next = [&] {
         if (++chunk == chunks) chunk = 0, tile++;
       };
-      const uint64_t of_weight = keep ? kReadAsUsual : kReadOnce;
+      const uint64_t of_weight = WIDE && keep ? kReadAsUsual : kReadOnce;
       auto fetch_a = [&](int slot) {
         const int k = chunk * CHUNK, row0 = left_of(tile);
         for (int row = 0; row < left_rows; row += box) {
