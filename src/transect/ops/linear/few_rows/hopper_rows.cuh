@@ -391,7 +391,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
     auto& sums = pick<APART>(apart, c);
     const int row0 = half * AR + group * (RM * 64) + warp % 4 * 16;  // of X on the left
     BlockScales<BLOCKED ? RM : 1, BLOCKED ? NB : 32, BLOCKED && GATE> held = {x_scale, scale, chunks};
-    const uint32_t stages_at = place(ring);
+    const uint32_t a_first = place(ring + group * (RM * 8192)), b_first = place(ring + A_BYTES);
     int slot = 0, parity = 0, release = -1;
     auto let_go = [&](int s) {
       if (PAIR == 1 && t % 128 == 0) barrier_arrive(empty + 8 * s);
@@ -418,10 +418,10 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
         const int stop = ORDERED && order > 1 ? tile * chunks + (int)((long long)chunks * part / order) : end;
         for (; i < stop; i++) {
           barrier_poll(full + 8 * slot, parity);
-          // Kept in a register, or made again where there are too few.
-          const uint32_t stage = WIDE ? stages_at + slot * (STAGE / 16) : place(ring + slot * STAGE);
-          const uint32_t a_at = stage + group * (RM * 512);
-          const uint32_t b_at = stage + A_BYTES / 16;
+          // Counted on, or made again where registers are too few for that.
+          const uint32_t stage = place(ring + slot * STAGE);
+          const uint32_t a_at = WIDE ? a_first + slot * (STAGE / 16) : stage + group * (RM * 512);
+          const uint32_t b_at = WIDE ? b_first + slot * (STAGE / 16) : stage + A_BYTES / 16;
           products_begin();
 #pragma unroll
           for (int r = 0; r < RM; r++)
