@@ -198,8 +198,8 @@ __global__ void __launch_bounds__(128)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   unsigned char* own_ring = memory + warp * S * TILE;
   const uint32_t ring = shared_address(own_ring);
-  int* prefix = (int*)(memory + S * TILE);  // [rows + 1] spans before a row, as many tiles, and [rows] lengths; even cut
-  int *tile_prefix = prefix + batch.rows + 1, *row_lengths = tile_prefix + batch.rows + 1;
+  int* prefix = (int*)(memory + S * TILE);  // [rows + 1] spans before a row, and [rows] lengths; even cut
+  int* row_lengths = prefix + batch.rows + 1;
   // [spans of an item][heads that this block adds][D + 4]: sums, m and l; of clusters
   constexpr int SENT = D + 4;
   float* gathered = (float*)(memory + warps * S * TILE);
@@ -213,37 +213,10 @@ __global__ void __launch_bounds__(128)
     wait_for_previous();
     waited = true;
   }
-  int total = 0, all_tiles = 0, takers = 0, begin = 0, end = 0;
+  int total = 0, takers = 0, begin = 0, end = 0;
   Place at = {0, 0, 0, 0, 0};
-  auto row_of = [&](const int* before, int place) {  // of a span or a tile, by those before each row
-    int low = 0, high = batch.rows;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (before[middle] * K <= place) low = middle;
-      else high = middle;
-    }
-    return low;
-  };
-  // The first span of a taker. With two spans' tiles and more for each, takers have as many tiles, up to the next span:
-  // the last span of a row is shorter. No taker is without a span then.
-  auto cut = [&](int taker) {
-    if (all_tiles < 2 * kTiles * takers) return (int)((long long)total * taker / takers);
-    if (taker >= takers) return total;
-    const int tile = (int)((long long)all_tiles * taker / takers), row = row_of(tile_prefix, tile);
-    const int spans = prefix[row + 1] - prefix[row], tiles = tile_prefix[row + 1] - tile_prefix[row];
-    const int rest = tile - tile_prefix[row] * K;
-    return prefix[row] * K + rest / tiles * spans + min((rest % tiles + kTiles / 2) / kTiles, spans);
-  };
-  auto taker_of = [&](int span) {
-    if (all_tiles < 2 * kTiles * takers) return (int)(((span + 1) * (long long)takers - 1) / total);
-    const int row = row_of(prefix, span), rest = span - prefix[row] * K, spans = prefix[row + 1] - prefix[row];
-    const int tiles = tile_prefix[row + 1] - tile_prefix[row];
-    const long long tile = tile_prefix[row] * K + rest / spans * tiles + rest % spans * kTiles;
-    int taker = min((int)(tile * takers / all_tiles), takers - 1);
-    while (taker + 1 < takers && cut(taker + 1) <= span) taker++;
-    while (cut(taker) > span) taker--;
-    return taker;
-  };
+  auto cut = [&](int taker) { return (int)((long long)total * taker / takers); };  // the first span of a taker
+  auto taker_of = [&](int span) { return (int)(((span + 1) * (long long)takers - 1) / total); };
   auto zeros = [&](int row, int first, int count) {  // for rows without a position (unused ones of a graph's buffers)
     if (!waited) wait_for_previous();
     waited = true;
@@ -261,10 +234,16 @@ __global__ void __launch_bounds__(128)
     if (p.row < batch.rows) set_row(p);
   };
   auto find = [&](int span) {
+    int low = 0, high = batch.rows;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (prefix[middle] * K <= span) low = middle;
+      else high = middle;
+    }
     Place p;
-    p.row = row_of(prefix, span);
+    p.row = low;
     set_row(p);
-    const int rest = span - prefix[p.row] * K;
+    const int rest = span - prefix[low] * K;
     p.head = rest / p.spans, p.span = rest % p.spans;
     return p;
   };
@@ -283,20 +262,19 @@ __global__ void __launch_bounds__(128)
     for (int row = lane; row < batch.rows; row += 32)
       row_lengths[row] = batch.decodes(row) ? __ldcg(batch.lengths + row) : 0;
     for (int base = 0; base < batch.rows; base += 32) {
-      const int row = base + lane, length = row < batch.rows ? max(row_lengths[row], 0) : 0;
-      const int mine = (length + kSpan - 1) / kSpan, my_tiles = (length + kTile - 1) / kTile;
-      int upto = mine, tiles = my_tiles;
+      const int row = base + lane, mine = row < batch.rows ? (max(row_lengths[row], 0) + kSpan - 1) / kSpan : 0;
+      int upto = mine;
 #pragma unroll
       for (int far = 1; far < 32; far *= 2) {
-        const int other = __shfl_up_sync(~0u, upto, far), other_tiles = __shfl_up_sync(~0u, tiles, far);
-        if (lane >= far) upto += other, tiles += other_tiles;
+        const int other = __shfl_up_sync(~0u, upto, far);
+        if (lane >= far) upto += other;
       }
-      if (row < batch.rows) prefix[row] = total + upto - mine, tile_prefix[row] = all_tiles + tiles - my_tiles;
-      total += __shfl_sync(~0u, upto, 31), all_tiles += __shfl_sync(~0u, tiles, 31);
+      if (row < batch.rows) prefix[row] = total + upto - mine;
+      total += __shfl_sync(~0u, upto, 31);
     }
-    if (lane == 0) prefix[batch.rows] = total, tile_prefix[batch.rows] = all_tiles;
+    if (lane == 0) prefix[batch.rows] = total;
     __syncwarp();
-    total *= K, all_tiles *= K;
+    total *= K;
     // Up to a 32nd of the warps stay out where every other then has as many spans: cuts of rows of one length then
     // mostly fall between items.
     const bool even = lane * 32 <= gridDim.x && total % (gridDim.x - lane) == 0;
@@ -776,7 +754,7 @@ __global__ void __launch_bounds__(kTiles * 32, 1)
 #define TRANSECT_SPANS(DIM, TILES, STAGES)                                                                          \
   if (d == DIM && (G <= 8) == (TILES == 1) && stages == STAGES) {                                                   \
     const int sums = ranks * warps * ((G + ranks - 1) / (ranks ? ranks : 1)) * (DIM + 4);                           \
-    const int shared = warps * STAGES * DIM * kTile * 4 + (ranks ? sums : 3 * rows + 2) * 4;                        \
+    const int shared = warps * STAGES * DIM * kTile * 4 + (ranks ? sums : 2 * rows + 1) * 4;                        \
     if (shared > kMostShared) return -1;                                                                            \
     return (int)launch(paged_spans<DIM, TILES, STAGES>, ranks ? rows * K * ranks : blocks, warps * 32, shared,      \
                        ranks ? ranks : 1, dependent > 0, stream,                                                    \
