@@ -155,9 +155,9 @@ def trace(llm: LLM, model: str, batch: int, mixed: bool) -> dict[str, Any]:
 
 def deterministic(model: str, fast: dict[str, Any] | None) -> dict[str, Any]:
     """Run the throughput protocol in batch-invariant mode, beside the usual one of the same run, and again with the
-    time of each kind of step and the kernels of some."""
+    time of each kind of step. The kernels of some steps are printed."""
     rates = {} if fast is None else {"fast": fast}
-    kinds, traces = {}, {}
+    kinds = {}
     for name in ("fast", "deterministic"):
         llm = engine(model, deterministic=name == "deterministic")
         if name not in rates:
@@ -165,12 +165,12 @@ def deterministic(model: str, fast: dict[str, Any] | None) -> dict[str, Any]:
         with StepClock(llm) as clock:
             run_all(llm, throughput_protocol())
         kinds[name] = clock.kinds()
-        traces[name] = traced_at(llm, throughput_protocol(), TRACED_AT)
+        traced_at(llm, throughput_protocol(), TRACED_AT)
         del llm
         release()
     cost = 1 - rates["deterministic"]["tokens_per_s"] / rates["fast"]["tokens_per_s"]
     print(f"  deterministic {model}: costs {cost:.1%} of the throughput")
-    return {**rates, "cost": cost, "kinds": compared(kinds["fast"], kinds["deterministic"]), "traces": traces}
+    return {**rates, "cost": cost, "kinds": compared(kinds["fast"], kinds["deterministic"])}
 
 
 STARTUP = """

@@ -90,14 +90,14 @@ def total(kinds: Kinds, name: str) -> float:
     return sum(kind[name] for kind in kinds.values())
 
 
-def traced_at(llm: LLM, work: Sequence[Work], steps: Sequence[int], count: int = 10) -> dict[str, Any]:
-    """Run a workload and trace ``count`` steps from each of ``steps`` on: microseconds by kernel (``read_trace``)."""
+def traced_at(llm: LLM, work: Sequence[Work], steps: Sequence[int], count: int = 10) -> None:
+    """Run a workload, trace ``count`` steps from each of ``steps`` on, and print microseconds by kernel."""
     names = []
     for each in work:
         params = SamplingParams(max_tokens=each.output_tokens, temperature=0.6, ignore_eos=True)
         assert not isinstance(each.prompt, str)
         names.append(llm.submit(each.prompt, params))
-    found, step = {}, 0
+    step = 0
     for first in steps:
         while step < first:
             llm.step()
@@ -108,12 +108,11 @@ def traced_at(llm: LLM, work: Sequence[Work], steps: Sequence[int], count: int =
                 llm.step()
             torch.cuda.synchronize()
         step += count
-        found[str(first)] = read_trace(trace, count)
-        print(f"    steps {first} to {step}: {found[str(first)]['span_us']:.0f} us each", flush=True)
-        for name, microseconds in list(found[str(first)]["microseconds_a_step"].items())[:14]:
+        found = read_trace(trace, count)
+        print(f"    steps {first} to {step}: {found['span_us']:.0f} us each", flush=True)
+        for name, microseconds in list(found["microseconds_a_step"].items())[:14]:
             print(f"      {microseconds:9.1f} us  {name}", flush=True)
     for name in names:
         llm.abort(name)
     while llm.has_work:
         llm.step()
-    return found
