@@ -223,7 +223,7 @@ struct Ahead {
       cursor.begin(weights.matrix[product], weights.n[product], unit, gate, both);
       items = Codes::kApart && both ? 2 * steps : steps;
     }
-    if (one_lane()) cursor.fetch(ring + slot * bytes, full + slot * 8);
+    if (threadIdx.x % 32 == 0) cursor.fetch(ring + slot * bytes, full + slot * 8);
     step++;
     if constexpr (Codes::kApart) {
       if (step == steps) cursor.begin_lower();
