@@ -33,6 +33,7 @@ import torch
 import _paths  # noqa: F401
 from benchmarks import record
 from benchmarks.engine.ablation import ablation
+from benchmarks.engine.step_kinds import StepClock, compared, traced_at
 from benchmarks.engine.step_trace import TIMED, WARM, traced_steps
 from transect.bench.energy import EnergyMeter, Nvml
 from transect.bench.offline import decode_steps, prefill_seconds, run_all
@@ -46,6 +47,8 @@ RATES = Rates(4.35e12, 750e12, "H200, measured")
 PROMPT, STEPS = 512, 255
 BATCHES = {"llama-3.1-8b": (1, 8, 32, 64, 128, 256), "qwen3-0.6b": (1, 64), "qwen3-8b": (1, 64, 256)}
 TRACES = ((1, False), (64, False), (256, False), (256, True))
+TRACED_AT = (3, 100, 400, 600, 850)
+"""First of the steps of the protocol whose kernels are listed."""
 SECTIONS = ("startup", "decode", "prefill", "trace", "throughput", "deterministic", "ablation")
 ONLY = {"qwen3-8b": ("throughput",)}
 """Sections that a model takes part in unless they are asked for by name."""
@@ -151,16 +154,23 @@ def trace(llm: LLM, model: str, batch: int, mixed: bool) -> dict[str, Any]:
 
 
 def deterministic(model: str, fast: dict[str, Any] | None) -> dict[str, Any]:
-    """Run the throughput protocol in batch-invariant mode, beside the usual one of the same run."""
+    """Run the throughput protocol in batch-invariant mode, beside the usual one of the same run, and again with the
+    time of each kind of step. The kernels of some steps are printed."""
     rates = {} if fast is None else {"fast": fast}
-    for name in ("deterministic",) if rates else ("fast", "deterministic"):
+    kinds = {}
+    for name in ("fast", "deterministic"):
         llm = engine(model, deterministic=name == "deterministic")
-        rates[name] = throughput(llm, model, 1)
+        if name not in rates:
+            rates[name] = throughput(llm, model, 1)
+        with StepClock(llm) as clock:
+            run_all(llm, throughput_protocol())
+        kinds[name] = clock.kinds()
+        traced_at(llm, throughput_protocol(), TRACED_AT)
         del llm
         release()
     cost = 1 - rates["deterministic"]["tokens_per_s"] / rates["fast"]["tokens_per_s"]
     print(f"  deterministic {model}: costs {cost:.1%} of the throughput")
-    return {**rates, "cost": cost}
+    return {**rates, "cost": cost, "kinds": compared(kinds["fast"], kinds["deterministic"])}
 
 
 STARTUP = """

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -409,6 +409,39 @@ def layers(replays: int) -> Iterator[dict[str, Any]]:
         torch.cuda.empty_cache()
 
 
+def counts(found: Callable[[], Iterator[tuple[str, int, int]]]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each count of results that differ."""
+    for name, checked, differing in found():
+        yield {"name": name, "checked": checked, "differing": differing}
+
+
+def shown(row: dict[str, Any]) -> str:
+    """Format a row for the terminal."""
+    if "differing" in row:
+        return "{} {name}: {differing} of {checked}".format("DIFF" if row["differing"] else "ok  ", **row)
+    return " ".join(f"{key}={round(v, 3) if isinstance(v, float) else v}" for key, v in row.items())
+
+
+def write(sections: Sequence[str], work: Mapping[str, Callable[[], Iterator[dict[str, Any]]]], out: Path) -> None:
+    """Measure sections; print and write their rows as they come. A section that fails does not stop the others."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    environment = record.environment(("torch", "triton"))
+    result: dict[str, Any] = {"environment": {**environment, "gpu": torch.cuda.get_device_name()}}
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        for section in sections:
+            began = time.monotonic()
+            result[section] = []
+            try:
+                for row in work[section]():
+                    result[section].append(row)
+                    out.write_text(json.dumps(result, indent=1) + "\n")
+                    print(shown(row), flush=True)
+            except Exception:
+                traceback.print_exc()
+            print(f"-- {section}: {time.monotonic() - began:.0f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     counted = {"bits": bits, "codes": bits_of_codes, "spans": bits_of_attention}
@@ -431,30 +464,9 @@ def main() -> None:
                 list(attention(1, options.compile))
         return
     compile_all(options.sections)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    environment = record.environment(("torch", "triton"))
-    result: dict[str, Any] = {"environment": {**environment, "gpu": torch.cuda.get_device_name()}}
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        for section in options.sections:
-            began = time.monotonic()
-            kept: list[Any] = []
-            result[section] = kept
-            try:
-                if section in counted:
-                    for name, checked, differing in counted[section]():
-                        kept.append({"name": name, "checked": checked, "differing": differing})
-                        print(f"{'ok  ' if not differing else 'DIFF'} {name}: {differing} of {checked}", flush=True)
-                else:
-                    for row in timed[section](options.replays):
-                        kept.append(row)
-                        options.out.write_text(json.dumps(result, indent=1) + "\n")
-                        shown = {key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()}
-                        print(" ".join(f"{key}={value}" for key, value in shown.items()), flush=True)
-            except Exception:
-                traceback.print_exc()
-            print(f"-- {section}: {time.monotonic() - began:.0f} s", flush=True)
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+    work: dict[str, Callable[[], Iterator[dict[str, Any]]]]
+    work = {section: partial(rows, options.replays) for section, rows in timed.items()}
+    write(options.sections, work | {section: partial(counts, found) for section, found in counted.items()}, options.out)
 
 
 if __name__ == "__main__":

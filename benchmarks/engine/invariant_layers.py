@@ -3,21 +3,18 @@
     python benchmarks/engine/invariant_layers.py [SECTION ...] [--rows 1,16,256,64] [--out FILE]
     [--replays 6]
 
-Sections: products, attention, layers. ``products`` chooses for each number of rows, one product after another, by the
-time of whole layers: what a launch fetches while others end depends on the shared memory that they leave. ``attention``
-has every way to share decode rows of few items among warps and blocks. All tilings must have the same bits. ``layers``
-is that of ``invariant.py``, with the choices made before it. Times in microseconds; ``invariant.py`` says how they are
-taken.
+Sections: products, attention, layers; swaps if asked for. ``products`` chooses for each number of rows, one product
+after another, by the time of whole layers: what a launch fetches while others end depends on the shared memory that
+they leave. ``attention`` has every way to share decode rows of few items among warps and blocks. All tilings must have
+the same bits. ``layers`` is that of ``invariant.py``, with the choices made before it. ``swaps`` times layers of one
+mode with operators of the other. Times in microseconds; ``invariant.py`` says how they are taken.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,7 +24,6 @@ import torch
 from torch import Tensor
 
 import _paths  # noqa: F401
-from benchmarks import record
 from benchmarks.engine import invariant as invariant_times
 from benchmarks.engine.decoder_layer import Chain
 from benchmarks.ops.graph_time import graph_times
@@ -115,36 +111,105 @@ def clusters(replays: int) -> Iterator[dict[str, Any]]:
         yield {"rows": rows, "context": context} | invariant_times.medians(calls, replays)
 
 
+SIDES = ("qkv", "o", "down", "gate_up", "paged_attention", "add_rms_norm", "rotary_kv_write")
+"""Operators of a layer that ``swaps`` takes from the other mode; the first three are products of ``linear``."""
+
+
+def with_parts(base: OpSet, names: Sequence[str], other: Callable[[str], Callable[..., Any]]) -> OpSet:
+    """Return ``base`` with some of ``SIDES`` replaced by what ``other`` returns for their operators."""
+    sizes = {invariant_times.SIZES[f"8B {name}"][:2]: name for name in SIDES[:3]}
+
+    taken = set(names) & set(SIDES[:3])
+    of_taken = other("linear") if taken else None
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        size = (weight.shape[0], weight.shape[1])
+        return (of_taken if of_taken and sizes.get(size) in taken else base.linear)(x, weight, bias)
+
+    return dataclasses.replace(base, linear=linear, **{name: other(name) for name in names if name not in taken})
+
+
+def swaps(replays: int, rows_tried: Sequence[int] = (256, 16)) -> Iterator[dict[str, Any]]:
+    """Yield times of layers in which some operators are those of the other mode, by which the cost is found, and the
+    kernels of a layer of each mode with their beginnings and ends."""
+    for rows in rows_tried:
+        torch.cuda.empty_cache()
+        chain = Chain("llama-3.1-8b", rows)
+        usual = dataclasses.replace(chain.ops, stream_products=None)
+        fixed = gpu_ops(torch.device("cuda"), deterministic=True)
+
+        def late(name: str, fixed: OpSet = fixed) -> Callable[..., Any]:
+            return partial(getattr(fixed, name), dependent_launch=False)
+
+        def by_triton(name: str) -> Callable[..., Any]:
+            return fixed_order.product if name == "linear" else lambda x, weight, bias: fixed_order.gated(x, weight)
+
+        several = (("qkv", "o"), ("qkv", "o", "down"), ("qkv", "o", "down", "gate_up"))
+        ways = {"usual": usual, "fixed": fixed}
+        for names in [*((name,) for name in SIDES), *several]:
+            label = " ".join(names)
+            ways[f"fixed, usual {label}"] = with_parts(fixed, names, partial(getattr, usual))
+            ways[f"usual, fixed {label}"] = with_parts(usual, names, partial(getattr, fixed))
+        ways["fixed, late rotary, attention"] = with_parts(fixed, ("paged_attention", "rotary_kv_write"), late)
+        for name in SIDES:
+            ways[f"fixed, late {name}"] = with_parts(fixed, (name,), late)
+        for name in SIDES[:4]:
+            ways[f"fixed, triton {name}"] = with_parts(fixed, (name,), by_triton)
+        times: dict[str, list[float]] = {}
+        for label in [*ways] * 3:
+            chain.context.ops = ways[label]
+            try:
+                each = graph_times([chain.stack(ops=ways[label])], replays)
+                times.setdefault(label, []).extend(each)
+            except Exception as error:
+                print(f"FAILED {label}: {error!r:.300}", flush=True)
+        layers = chain.config.n_layers
+        for label, found in times.items():
+            yield {"rows": rows, "way": label, "us": statistics.median(found) * 1e6 / layers}
+        for label in ("usual", "fixed"):
+            chain.context.ops = ways[label]
+            yield {"rows": rows, "kernels of": label, "us": kernels_of(chain.stack(ops=ways[label]), layers)}
+
+
+def kernels_of(call: Callable[[], Any], layers: int) -> list[tuple[str, float, float]]:
+    """Return (name, beginning, end) of a layer's kernels in the middle of a graph, in microseconds."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+    events = [
+        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name()[:70])
+        for event in trace.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+    ]
+    events.sort()
+    replayed = events[-(len(events) // 3) :]
+    some = replayed[len(replayed) * 2 // layers : len(replayed) * 2 // layers + len(replayed) // layers + 2]
+    return [(name, (begin - some[0][0]) / 1e3, (end - some[0][0]) / 1e3) for begin, end, name in some]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     timed: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
         "products": products,
         "attention": clusters,
         "layers": invariant_times.layers,
+        "swaps": swaps,
     }
-    parser.add_argument("sections", nargs="*", default=list(timed))
+    parser.add_argument("sections", nargs="*", default=["products", "attention", "layers"])
     parser.add_argument("--out", type=Path, default=Path("invariant_layers.json"))
     parser.add_argument("--rows", default="")
     parser.add_argument("--replays", type=int, default=6)
     options = parser.parse_args()
     if options.rows:
-        timed["products"] = partial(products, rows_tried=[int(rows) for rows in options.rows.split(",")])
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    environment = record.environment(("torch", "triton"))
-    result: dict[str, Any] = {"environment": {**environment, "gpu": torch.cuda.get_device_name()}}
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        for section in options.sections:
-            began = time.monotonic()
-            result[section] = []
-            try:
-                for row in timed[section](options.replays):
-                    result[section].append(row)
-                    options.out.write_text(json.dumps(result, indent=1) + "\n")
-                    print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-            except Exception:
-                traceback.print_exc()
-            print(f"-- {section}: {time.monotonic() - began:.0f} s", flush=True)
+        rows_tried = [int(rows) for rows in options.rows.split(",")]
+        timed |= {"products": partial(products, rows_tried=rows_tried), "swaps": partial(swaps, rows_tried=rows_tried)}
+    work = {section: partial(rows, options.replays) for section, rows in timed.items()}
+    invariant_times.write(options.sections, work, options.out)
 
 
 if __name__ == "__main__":

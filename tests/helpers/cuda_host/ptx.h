@@ -86,6 +86,12 @@ void ld_relaxed_gpu_global_v4_u32(T& a, T& b, T& c, T& d, const uint32_t* from) 
 inline void st_relaxed_gpu_global_u16(char* to, uint16_t v) { *(uint16_t*)to = v; }
 inline void st_relaxed_gpu_global_u32(char* to, uint32_t v) { *(uint32_t*)to = v; }
 
+template <typename Any>
+void elect_sync(Any& chosen, uint32_t lanes) {
+  if (lanes != 0xFFFFFFFF) machine::fail("a lane of some lanes");
+  chosen = machine::lane() == 0;
+}
+
 // Barriers of threads, barriers that count, and the copy engine.
 
 inline void bar_sync(int number, int threads) { machine::come(machine::now->block->named[number], threads); }

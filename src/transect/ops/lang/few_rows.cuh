@@ -21,7 +21,9 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from, bool insid
                : "memory");
 }
 
-constexpr uint64_t kReadOnce = 0x12F0000000000000ull, kReadOften = 0x14F0000000000000ull;  // L2 evict first, evict last
+// L2 evict first, evict last, and neither.
+constexpr uint64_t kReadOnce = 0x12F0000000000000ull, kReadOften = 0x14F0000000000000ull,
+                   kReadAsUsual = 0x1000000000000000ull;
 
 // As ``copy16``, of what a step reads once: the L2 cache drops it before all else.
 __device__ __forceinline__ void copy16_once(uint32_t to, const void* from, bool inside) {

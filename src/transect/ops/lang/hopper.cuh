@@ -21,6 +21,14 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// True in one lane of a warp whose lanes all ask. (After any other choice of a lane every bulk copy becomes a loop over the
+// lanes that could be there.)
+__device__ __forceinline__ bool one_lane() {
+  uint32_t chosen;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
+  return chosen;
+}
+
 // Arrive at the barrier at the same place in block ``block`` of the cluster.
 __device__ __forceinline__ void barrier_arrive_of(uint32_t barrier, int block) {
   asm volatile(

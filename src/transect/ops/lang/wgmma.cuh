@@ -50,10 +50,11 @@ __device__ __forceinline__ void fetch_for_all(uint32_t to, const CUtensorMap* ma
       : "memory");
 }
 
-// How wgmma finds rows of 128 swizzled bytes in shared memory: groups of 8 rows are 1024 bytes apart.
-__device__ __forceinline__ uint64_t matrix(uint32_t address) {
-  return (uint64_t)((address & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;
-}
+// How wgmma finds rows of 128 swizzled bytes in shared memory: groups of 8 rows are 1024 bytes apart. ``place`` is the half
+// that an address makes; one b bytes further on is b / 16 more.
+__device__ __forceinline__ uint32_t place(uint32_t address) { return (address & 0x3FFFF) >> 4 | 1 << 16; }
+__device__ __forceinline__ uint64_t matrix_at(uint32_t place) { return (uint64_t)(64 | 1 << 30) << 32 | place; }
+__device__ __forceinline__ uint64_t matrix(uint32_t address) { return matrix_at(place(address)); }
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -87,6 +87,7 @@ INVARIANT: tuple[Compiled, ...] = (
     (0, 0, 64, 1, 1, 1, 2),
     (0, 0, 64, 2, 1, 1, 2),
     (0, 0, 64, 2, 1, 2, 2),
+    (0, 0, 64, 2, 1, 2, 1),
     (0, 0, 96, 2, 1, 2, 1),
     (0, 0, 128, 2, 1, 2, 1),
     (0, 0, 192, 2, 1, 2, 1),
@@ -157,7 +158,8 @@ class HopperTiling:
     @property
     def ordered(self) -> bool:
         """True if a block can add parts of K in the order in which ranks would."""
-        return not self.swap and not self.gated and self.right <= 64 and self.groups == 1
+        few = self.right <= 64 if self.groups == 1 else self.blocks == 1 and self.right <= 96
+        return not self.swap and not self.gated and few
 
     @property
     def over_memory(self) -> bool:
@@ -275,7 +277,7 @@ class HopperRows:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._launch = cuda.bind_on_hopper(
-            "small_matmul_hopper", "transect_small_matmul_hopper", "ppppppiiill" + "i" * 12 + "p", device
+            "small_matmul_hopper", "transect_small_matmul_hopper", "ppppppiiill" + "i" * 13 + "p", device
         )
         self._flags = torch.zeros(FLAGS, dtype=torch.int32, device=device or "cuda")
 
@@ -288,10 +290,12 @@ class HopperRows:
         dependent_launch: bool = False,
         tiling: HopperTiling | None = None,
         order: int = 1,
+        keep: bool = False,
     ) -> Tensor:
         """Multiply x ``[M, K]`` by weight ``[N, K]`` and add bias ``[N]``: ``[M, N]``.
 
-        ``order``: with one rank, parts of K that a block sums apart and adds in order (``tiling.ordered``).
+        ``order``: with one rank, parts of K that a block sums apart and adds in order (``tiling.ordered``); 0: clusters
+        without ranks take whole tiles. ``keep``: the L2 cache keeps W like other data, instead of dropping it first.
 
         With ``tiling.gated`` the result is ``[M, N / 2]``, see ``gate_up.py``.
 
@@ -308,14 +312,14 @@ class HopperRows:
         out = x.new_empty((m, columns))
         if m == 0 or n == 0:
             return out
-        floats = tiling.parts(columns)
+        floats = tiling.parts(columns) if order else 0
         parts = x.new_empty(floats, dtype=torch.float32) if floats else None
         code = self._launch(
             x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
             0 if parts is None else parts.data_ptr(), self._flags.data_ptr(), m, columns, k, x.stride(0),
             weight.stride(0), tiling.swap, tiling.gated, tiling.right, tiling.groups, tiling.repeats, tiling.pair,
             tiling.blocks, tiling.ranks, tiling.clusters, order, tiling.stages, 2 if dependent_launch else 1,
-            torch.cuda.current_stream(x.device).cuda_stream,
+            int(keep), torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
             reason = refusal(x, weight, bias)

@@ -13,10 +13,12 @@
 //   tile's first k comes to it last, and adds what the others left, in the order of k. ranks > 0: the k of a tile are
 //   dealt out to the ranks of a cluster, which add their sums over each other's shared memory. ranks < 0: to as many
 //   clusters, which add over memory. Both add in the order of the ranks, every rank a part of the tile.
-//   With ranks = 1 some kernels can add in the same order as ``order`` ranks would, all parts in one block.
+//   With ranks = 1 some kernels can add in the same order as ``order`` ranks would, all parts in one block. With ranks = 0
+//   and order = 0 stretches are of whole tiles.
 // * GATE: half of a tile's rows of W are rows n of the gate, half rows N + n; Y is silu(one) times the other. With SWAP
 //   eight rows of one follow eight of the other, so that a thread holds both sums of an element.
 // * The first chunks of W may be asked for before the kernel that makes X has ended (``ahead``).
+// * The L2 cache drops W before all else, unless told to ``keep`` it as other data.
 // * Scales of rows come while the chunks do. A block multiplies its sums by them before it adds or stores any.
 // * Scales of blocks: a chunk is as long as a block, so its products are summed apart and added times their scales. X is
 //   the left operand then: a thread has the scales of two rows of X, and of the few blocks that its columns are of.
@@ -179,8 +181,8 @@ template <typename Number, int AR, int NB>
 constexpr int kScales = sizeof(Number) == 1 && !kBlocked<Number> ? AR + NB : 0;
 
 // Kernels whose blocks can add the parts of K in the order in which ranks would: ``order`` parts, one after another.
-template <typename Number, bool SWAP, bool GATE, int NB, int WGS>
-constexpr bool kOrdered = sizeof(Number) == 2 && !SWAP && !GATE && NB <= 64 && WGS == 1;
+template <typename Number, bool SWAP, bool GATE, int NB, int WGS, int BLOCKS>
+constexpr bool kOrdered = sizeof(Number) == 2 && !SWAP && !GATE && (WGS == 1 ? NB <= 64 : BLOCKS == 1 && NB <= 96);
 
 template <bool FIRST, typename One, typename Other>
 __device__ __forceinline__ auto& pick(One& one, Other& other) {
@@ -267,13 +269,14 @@ template <typename Number, bool SWAP, bool GATE, int NB, int WGS, int RM, int PA
 __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
     many_rows(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
               const float* x_scale, const float* scale, const __nv_bfloat16* bias, __nv_bfloat16* out, float4* parts,
-              int* flags, int M, int N, int K, int ranks, int order, int stages, int box, int ahead) {
+              int* flags, int M, int N, int K, int ranks, int order, int stages, int box, int ahead, int keep) {
 #ifdef TRANSECT_HOPPER
   constexpr int AR = 64 * RM * WGS, A_BYTES = AR * 128, B_BYTES = NB * 128, STAGE = A_BYTES + B_BYTES, J = NB / 8;
   constexpr int WORKERS = WGS * 128, CHUNK = kChunkOf<Number>, SCALES = kScales<Number, AR, NB>;
   constexpr bool BLOCKED = kBlocked<Number>, APART = BLOCKED || kWhole<Number>;
+  constexpr bool WIDE = sizeof(Number) == 2;  // ``keep`` and ``order`` are of bfloat16
   static_assert(!BLOCKED || !SWAP);
-  constexpr bool ORDERED = kOrdered<Number, SWAP, GATE, NB, WGS>;
+  constexpr bool ORDERED = kOrdered<Number, SWAP, GATE, NB, WGS, BLOCKS>;
   constexpr bool GRID = !GATE && WGS * NB >= 512;  // there are registers for no way but to share a tile over memory
   constexpr bool EARLY = WGS * NB < 512;  // else there are no registers for scales that come while the chunks do
   constexpr int COLUMNS = (SWAP ? AR * PAIR : NB) / (GATE ? 2 : 1);
@@ -284,7 +287,9 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
   // Rows of the right operand that a block fetches: whole eights of the rows of X, or its part of the rows of W.
   const int share = !SWAP ? NB / PAIR : PAIR == 1 ? min(M, NB) : (M + 8 * PAIR - 1) / (8 * PAIR) * 8;
   const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
-  const uint32_t full = shared_address(barriers), empty = full + 8 * kMostStages;
+  uint32_t full = shared_address(barriers);
+  asm volatile("" : "+r"(full));  // or the compiler makes it again for every chunk, from a slow register
+  const uint32_t empty = full + 8 * kMostStages;
   const int blocks = PAIR * max(ranks, 1), spread = ranks < 0 ? -ranks : 1;  // of a cluster; clusters of a tile
   const int block = blockIdx.x % blocks, half = block % PAIR, local = block / PAIR;
   const int cluster = blockIdx.x / blocks, clusters = gridDim.x / blocks;
@@ -292,9 +297,11 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
   const int chunks = (K + CHUNK - 1) / CHUNK, tiles = (N + COLUMNS - 1) / COLUMNS;
   // This block's stretch of the row of all chunks.
   const int first = ranks ? own * chunks + (int)((long long)chunks * rank / sharers)
-                          : (int)((long long)tiles * chunks * cluster / clusters);
+                    : order || !WIDE ? (int)((long long)tiles * chunks * cluster / clusters)
+                            : (int)((long long)tiles * cluster / clusters) * chunks;
   const int last = ranks ? own * chunks + (int)((long long)chunks * (rank + 1) / sharers)
-                         : (int)((long long)tiles * chunks * (cluster + 1) / clusters);
+                   : order || !WIDE ? (int)((long long)tiles * chunks * (cluster + 1) / clusters)
+                           : (int)((long long)tiles * (cluster + 1) / clusters) * chunks;
   auto left_of = [&](int tile) { return SWAP ? (tile * PAIR + half) * AR : half * AR; };
   auto right_of = [&](int tile) { return SWAP ? 0 : tile * COLUMNS; };
 
@@ -315,44 +322,51 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
   if (PAIR > 1) cluster_meet();
 
   if (warp == WGS * 4) {
-    if (lane == 0) {
+    if (one_lane()) {
       // Copies end with the rows of X: what reaches past them is slow.
       const int left_rows = SWAP ? AR : max(0, min(AR, M - half * AR));
       const int bytes = (left_rows + box - 1) / box * box * 128 + (SWAP ? PAIR * share * 128 : B_BYTES);
-      auto fetch_a = [&](int i, int slot) {
-        const int k = i % chunks * CHUNK, row0 = left_of(i / chunks);
+      // A division a chunk would take longer than the products of a narrow tile.
+      int tile = first / chunks, chunk = first - tile * chunks;
+      auto next = [&] {
+        if (++chunk == chunks) chunk = 0, tile++;
+      };
+      const uint64_t of_weight = WIDE && keep ? kReadAsUsual : kReadOnce;
+      auto fetch_a = [&](int slot) {
+        const int k = chunk * CHUNK, row0 = left_of(tile);
         for (int row = 0; row < left_rows; row += box) {
           const uint32_t to = ring + slot * STAGE + row * 128;
-          if (SWAP && GATE) fetch_both(to, &a_map, k, (row0 + row) / 16, full + 8 * slot, kReadOnce);
-          else fetch(to, &a_map, k, row0 + row, full + 8 * slot, SWAP ? kReadOnce : kReadOften);
+          if (SWAP && GATE) fetch_both(to, &a_map, k, (row0 + row) / 16, full + 8 * slot, of_weight);
+          else fetch(to, &a_map, k, row0 + row, full + 8 * slot, SWAP ? of_weight : kReadOften);
         }
       };
-      auto fetch_b = [&](int i, int slot) {
-        const int k = i % chunks * CHUNK, row = right_of(i / chunks) + half * (GATE && !SWAP ? N : share);
+      auto fetch_b = [&](int slot) {
+        const int k = chunk * CHUNK, row = right_of(tile) + half * (GATE && !SWAP ? N : share);
         const uint32_t to = ring + slot * STAGE + A_BYTES + half * share * 128;
         if (PAIR > 1)
           fetch_for_all(to, &b_map, k, row, full + 8 * slot, ((1 << PAIR) - 1) << (local * PAIR),
-                        SWAP ? kReadOften : kReadOnce);
+                        SWAP ? kReadOften : of_weight);
         else
-          fetch(to, &b_map, k, row, full + 8 * slot, SWAP ? kReadOften : kReadOnce);
-        if (GATE && !SWAP && PAIR == 1) fetch(to + B_BYTES / 2, &b_map, k, row + N, full + 8 * slot, kReadOnce);
+          fetch(to, &b_map, k, row, full + 8 * slot, SWAP ? kReadOften : of_weight);
+        if (GATE && !SWAP && PAIR == 1) fetch(to + B_BYTES / 2, &b_map, k, row + N, full + 8 * slot, of_weight);
       };
-      const int begun = min(stages, last - first);
-      for (int i = 0; i < begun; i++) {
+      const int begun = min(stages, last - first), tile0 = tile, chunk0 = chunk;
+      for (int i = 0; i < begun; i++, next()) {
         barrier_expect(full + 8 * i, bytes);
-        if (SWAP) fetch_a(first + i, i);
-        else fetch_b(first + i, i);
+        if (SWAP) fetch_a(i);
+        else fetch_b(i);
       }
       if (ahead) wait_for_previous();
-      for (int i = 0; i < begun; i++)
-        if (SWAP) fetch_b(first + i, i);
-        else fetch_a(first + i, i);
+      tile = tile0, chunk = chunk0;
+      for (int i = 0; i < begun; i++, next())
+        if (SWAP) fetch_b(i);
+        else fetch_a(i);
       int slot = 0, parity = 0;
-      for (int i = first + begun; i < last; i++) {
+      for (int i = first + begun; i < last; i++, next()) {
         barrier_poll(empty + 8 * slot, parity);
         barrier_expect(full + 8 * slot, bytes);
-        fetch_a(i, slot);
-        fetch_b(i, slot);
+        fetch_a(slot);
+        fetch_b(slot);
         if (++slot == stages) slot = 0, parity ^= 1;
       }
     }
@@ -377,6 +391,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
     auto& sums = pick<APART>(apart, c);
     const int row0 = half * AR + group * (RM * 64) + warp % 4 * 16;  // of X on the left
     BlockScales<BLOCKED ? RM : 1, BLOCKED ? NB : 32, BLOCKED && GATE> held = {x_scale, scale, chunks};
+    const uint32_t a_first = place(ring + group * (RM * 8192)), b_first = place(ring + A_BYTES);
     int slot = 0, parity = 0, release = -1;
     auto let_go = [&](int s) {
       if (PAIR == 1 && t % 128 == 0) barrier_arrive(empty + 8 * s);
@@ -391,7 +406,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
         if (EARLY && p + t < SCALES) own[p / WORKERS] = __ldcg(scale_of(tile, p + t));
       if constexpr (BLOCKED) held.begin(i % chunks, row0, right_of(tile), M, N, lane);
       float total[ORDERED ? RM : 1][ORDERED ? NB / 2 : 1] = {};
-      for (int part = 1; part <= (ORDERED ? order : 1); part++) {
+      for (int part = 1; part <= (ORDERED ? max(order, 1) : 1); part++) {
 #pragma unroll
         for (int r = 0; r < RM; r++)
 #pragma unroll
@@ -403,16 +418,19 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
         const int stop = ORDERED && order > 1 ? tile * chunks + (int)((long long)chunks * part / order) : end;
         for (; i < stop; i++) {
           barrier_poll(full + 8 * slot, parity);
-          const uint32_t a_at = ring + slot * STAGE + group * (RM * 8192), b_at = ring + slot * STAGE + A_BYTES;
+          // Counted on, or made again where registers are too few for that.
+          const uint32_t stage = place(ring + slot * STAGE);
+          const uint32_t a_at = WIDE ? a_first + slot * (STAGE / 16) : stage + group * (RM * 512);
+          const uint32_t b_at = WIDE ? b_first + slot * (STAGE / 16) : stage + A_BYTES / 16;
           products_begin();
 #pragma unroll
           for (int r = 0; r < RM; r++)
-            multiply<Number, NB, !BLOCKED>(sums[r], matrix(a_at + r * 8192), matrix(b_at));
+            multiply<Number, NB, !BLOCKED>(sums[r], matrix_at(a_at + r * 512), matrix_at(b_at));
 #pragma unroll
           for (int k = 1; k < 4; k++)
 #pragma unroll
             for (int r = 0; r < RM; r++)
-              multiply<Number, NB, 1>(sums[r], matrix(a_at + r * 8192 + k * 32), matrix(b_at + k * 32));
+              multiply<Number, NB, 1>(sums[r], matrix_at(a_at + r * 512 + k * 2), matrix_at(b_at + k * 2));
           products_end();
           if constexpr (BLOCKED) {
             const int chunk = i - tile * chunks;
@@ -614,7 +632,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
 template <typename Number, bool SWAP, bool GATE, int NB, int WGS, int RM, int PAIR, int BLOCKS>
 int start(const void* x, const void* weight, const void* x_scale, const void* scale, const void* bias, void* out,
           void* parts, void* flags, int M, int N, int K, long long x_stride, long long w_stride, int ranks, int clusters,
-          int order, int stages, int dependent, void* stream) {
+          int order, int stages, int dependent, int keep, void* stream) {
   constexpr int AR = 64 * RM * WGS, STAGE = (AR + NB) * 128, COLUMNS = (SWAP ? AR * PAIR : NB) / (GATE ? 2 : 1);
   constexpr int CHUNK = kChunkOf<Number>;
   const int tiles = (N + COLUMNS - 1) / COLUMNS, chunks = (K + CHUNK - 1) / CHUNK;
@@ -622,8 +640,8 @@ int start(const void* x, const void* weight, const void* x_scale, const void* sc
   if (M > (SWAP ? NB : AR * PAIR) || stages < 2 || stages > kMostStages || shared > kMostShared - 1024) return -1;
   if (ranks > 1 && (AR * NB * 4 > stages * STAGE || ranks * PAIR > 8 || ranks > chunks)) return -1;
   if (ranks < 0 && (ranks < -8 || -ranks > chunks)) return -1;
-  if (order > 1 && (!kOrdered<Number, SWAP, GATE, NB, WGS> || ranks != 1 || order > chunks)) return -1;
-  if (!ranks && clusters > (long long)tiles * chunks) return -1;
+  if (order > 1 && (!kOrdered<Number, SWAP, GATE, NB, WGS, BLOCKS> || ranks != 1 || order > chunks)) return -1;
+  if (!ranks && clusters > (order ? (long long)tiles * chunks : tiles)) return -1;
   if (GATE && (bias || ranks < 0 || ranks > 1 || (kBlocked<Number> && N % kBlock))) return -1;
   int box = kBox<AR>;  // rows of the left operand in a copy
   if (!SWAP && M <= box) box = M;
@@ -640,7 +658,7 @@ int start(const void* x, const void* weight, const void* x_scale, const void* sc
   const int grid = (ranks > 0 ? tiles : ranks < 0 ? tiles * -ranks : clusters) * blocks;
   return (int)launch(many_rows<Number, SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>, grid, WGS * 128 + 32, shared, blocks,
                      dependent > 0, stream, a_map, b_map, (const float*)x_scale, (const float*)scale,
-                     (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, (float4*)parts, (int*)flags, M, N, K, ranks, order, stages, box, (int)(dependent > 1));
+                     (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, (float4*)parts, (int*)flags, M, N, K, ranks, order, stages, box, (int)(dependent > 1), keep);
 }
 
 }  // namespace

@@ -181,7 +181,9 @@ __global__ void __launch_bounds__(threads(NB, WGS), BLOCKS)
   __shared__ uint2 factors[SIXTEENS / 2][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t x_ring = (shared_address(memory) + 1023) & ~1023u, w_ring = x_ring + x_stages * X_STAGE;
-  const uint32_t w_full = shared_address(barriers), w_empty = w_full + 8 * kMostStages;
+  uint32_t w_full = shared_address(barriers);
+  asm volatile("" : "+r"(w_full));  // or the compiler makes it again for every chunk, from a slow register
+  const uint32_t w_empty = w_full + 8 * kMostStages;
   const uint32_t x_full = w_empty + 8 * kMostStages, x_empty = x_full + 8 * kMostStages;
   const int chunks = (K + kUnitK - 1) / kUnitK, sixteens = (N + 15) / 16;
   constexpr int TEAM = team(NB), high = SIXTEENS * TEAM;
@@ -208,39 +210,42 @@ __global__ void __launch_bounds__(threads(NB, WGS), BLOCKS)
 
   if (NB == 256 && warp >= SIXTEENS) registers<40, false>();
   if (warp == SIXTEENS) {
-    for (int i = first, slot = 0, parity = 1; i < last; i++) {
+    // A division for each chunk would take longer than some tiles' products.
+    for (int i = first, slot = 0, parity = 1, tile = first / chunks, at = first % chunks; i < last; i++) {
       if (i - first >= w_stages) barrier_poll(w_empty + 8 * slot, parity);
-      const int tile = i / chunks, from = (tile / row_tiles * TEAM + rank) * SIXTEENS;
+      const int from = (tile / row_tiles * TEAM + rank) * SIXTEENS;
       const int count = max(min(SIXTEENS, sixteens - from), 0);
       if (lane == 0) barrier_expect(w_full + 8 * slot, count * UNIT);
       __syncwarp();
       if constexpr (int4_group(F)) {  // chunks of 128 k, of all rows one after the other; after the last again the last
         constexpr int CHUNK = int4_chunk(F);
-        const int chunk = min((i - tile * chunks) * 2 + lane % 2, K / 128 - 1);
+        const int chunk = min(at * 2 + lane % 2, K / 128 - 1);
         if (lane < 2 * count)
           copy_bulk(w_ring + slot * W_STAGE + lane / 2 * UNIT + lane % 2 * CHUNK,
                     weight + ((size_t)chunk * sixteens + from + lane / 2) * CHUNK, CHUNK, w_full + 8 * slot);
       } else if (lane < count)
         copy_bulk(w_ring + slot * W_STAGE + lane * UNIT,
-                  weight + ((size_t)(from + lane) * chunks + i - tile * chunks) * UNIT, UNIT, w_full + 8 * slot);
+                  weight + ((size_t)(from + lane) * chunks + at) * UNIT, UNIT, w_full + 8 * slot);
       if (++slot == w_stages) slot = 0, parity ^= 1;
+      if (++at == chunks) at = 0, tile++;
     }
     __syncwarp();
     return meet();
   }
   if (warp > SIXTEENS + 1) return meet();
   if (warp == SIXTEENS + 1) {
-    if (lane == 0) {
+    if (one_lane()) {
       if (ahead) wait_for_previous();
       const int count = (last - first) * 4;
+      int k = first % chunks * kUnitK, row_tile = first / chunks % row_tiles;
       for (int i = 0, slot = 0, parity = 1; i < count; i++) {
         if (i >= x_stages) barrier_poll(x_empty + 8 * slot, parity);
-        const int at = first + i / 4, tile = at / chunks, k = (at - tile * chunks) * kUnitK + i % 4 * 64;
         const uint32_t to = x_ring + slot * X_STAGE + rank * box * 128, full = x_full + 8 * slot;
         barrier_expect(full, TEAM * box * 128);
-        if (TEAM == 1) fetch(to, &x_map, k, tile % row_tiles * NB, full, kReadOften);
-        else fetch_for_all(to, &x_map, k, tile % row_tiles * NB + rank * box, full, (1 << TEAM) - 1, kReadOften);
+        if (TEAM == 1) fetch(to, &x_map, k, row_tile * NB, full, kReadOften);
+        else fetch_for_all(to, &x_map, k, row_tile * NB + rank * box, full, (1 << TEAM) - 1, kReadOften);
         if (++slot == x_stages) slot = 0, parity ^= 1;
+        if ((k += 64) == chunks * kUnitK) k = 0, row_tile = row_tile + 1 == row_tiles ? 0 : row_tile + 1;
       }
     }
     __syncwarp();

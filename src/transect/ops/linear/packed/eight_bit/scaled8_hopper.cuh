@@ -11,7 +11,7 @@
   if (swap == SWAP && gate == GATE && right == NB && groups == WGS && repeats == RM && pair == PAIR && \
       blocks == BLOCKS)                                                                                \
     return TRANSECT_HERE(start<TRANSECT_NUMBERS, SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>(               \
-        x, weight, x_scale, scale, bias, out, parts, flags, M, N, K, K, K, ranks, clusters, 1, stages, dependent, stream));
+        x, weight, x_scale, scale, bias, out, parts, flags, M, N, K, K, K, ranks, clusters, 1, stages, dependent, 0, stream));
 
 // True for sizes that the kernels take; bulk copies move 16 bytes at a time.
 static bool takes_sizes(int M, int N, int K) { return M >= 1 && N >= 8 && N % 8 == 0 && K >= 16 && K % 16 == 0; }
