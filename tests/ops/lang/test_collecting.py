@@ -23,7 +23,7 @@ tile = dict(BM=32, BN=64, BK=128, SPLIT=1, SWAP=True, BULK=False, DEPENDENT_LAUN
 
 def run(even):
     out = torch.zeros(32, 64, dtype=torch.bfloat16)
-    sizes = (32, 64, 256, 256, 256, 64, 256, 1, 0.0)
+    sizes = (32, 64, 256, 256, 256, 64, 256, 1, 0.0, None)
     _rows[(1, 1, 1)](x, weight, None, out, *(None,) * 7, *sizes, EVEN=even, launch_pdl=True, num_stages=3, **tile)
 
 compiled = []
@@ -39,7 +39,7 @@ for repeat in range(2):
     print("hits", compiled)
 
 def elsewhere():
-    _rows.warmup(x, weight, None, x, *(None,) * 7, *(16,) * 8, 1e-5, EVEN=False, grid=(1,), **tile)
+    _rows.warmup(x, weight, None, x, *(None,) * 7, *(16,) * 8, 1e-5, None, EVEN=False, grid=(1,), **tile)
 
 compiled = []
 with collected(found.append):
