@@ -94,12 +94,12 @@ inline void score_vectors(const float* q, int p, TileBlocks blocks, const Cache<
     next[n] = cache.k + cache.offset(blocks.next(block), head) + slot;
   }
   vf acc[NP][R] = {};
+  constexpr int OF_A_LINE = std::max(1, int(CACHE_LINE / (16 * sizeof(E))));  // components of a block of 16 positions
   for (int d = 0; d < cache.head_dim; d++) {
+    if (d % OF_A_LINE == 0)
+      for (int n = 0; n < NP; n++) prefetch(next[n] + d * cache.block_size);
     vf key[NP];
-    for (int n = 0; n < NP; n++) {
-      key[n] = load(k[n] + d * cache.block_size);
-      prefetch(next[n] + d * cache.block_size);
-    }
+    for (int n = 0; n < NP; n++) key[n] = load(k[n] + d * cache.block_size);
     for (int r = 0; r < R; r++) {
       const vf query = splat(q[r * cache.head_dim + d]);
       for (int n = 0; n < NP; n++) acc[n][r] = fma(key[n], query, acc[n][r]);
