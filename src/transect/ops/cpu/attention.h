@@ -219,15 +219,19 @@ struct Pieces {
   Pieces(const Batch& batch, int heads, int kv_heads, int head_dim, int window, int threads) {
     const int group = heads / kv_heads, least = std::max(1, MAX_ROWS / group);
     auto queries_of = [&](int b) { return batch.query_starts[b + 1] - batch.query_starts[b]; };
-    int passes = 0;
-    for (int b = 0; b < batch.rows; b++) passes += (queries_of(b) + least - 1) / least * kv_heads;
-    const int most = least * std::clamp(passes / (OF_A_SHARE * threads), 1, PASSES);
+    auto first_tile = [&](int position) { return window ? std::max(0, position - window + 1) / TILE : 0; };
+    int64_t passes = 0;  // over a tile
+    for (int b = 0; b < batch.rows; b++) {
+      const int tiles = (batch.seq_lens[b] - 1) / TILE + 1 - first_tile(batch.seq_lens[b] - queries_of(b));
+      passes += int64_t((queries_of(b) + least - 1) / least) * kv_heads * tiles;
+    }
+    const int most = least * int(std::clamp<int64_t>(passes / (OF_A_SHARE * threads), 1, PASSES));
     int64_t work = 0;  // tiles times rows
     for (int b = 0; b < batch.rows; b++)
       for (int head = 0; head < kv_heads; head++)
         for (int query = 0; query < queries_of(b); query += most) {
           const int queries = std::min(most, queries_of(b) - query), at = batch.seq_lens[b] - queries_of(b) + query;
-          const int first = window ? std::max(0, at - window + 1) / TILE : 0, end = (at + queries - 1) / TILE + 1;
+          const int first = first_tile(at), end = (at + queries - 1) / TILE + 1;
           all.push_back({b, head, query, queries, first, end});
           work += int64_t(end - first) * queries;
         }
