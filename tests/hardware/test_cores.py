@@ -67,6 +67,7 @@ def affinity(monkeypatch):
 def test_an_engine_leaves_its_last_core_to_other_threads(affinity):
     assert cores.leave_core(3) == [7]
     assert affinity[-1] == {2, 3, 5} and cores.own_cores() == {2, 3, 5, 7} and cores.usable_cores() == 4
+    assert cores.helper_cores() == 1 and cores.niceness(5) == cores.POLITEST
     cores.step_aside()
     assert affinity[-1] == {7}
 
@@ -74,6 +75,7 @@ def test_an_engine_leaves_its_last_core_to_other_threads(affinity):
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_cores_are_not_divided_if_threads_would_lack_some_or_leave_several(affinity, threads):
     assert cores.leave_core(threads) == []
+    assert cores.helper_cores() == 4 and cores.niceness(5) == 5
     cores.step_aside()
     with cores.undivided():
         assert len(affinity) == 1

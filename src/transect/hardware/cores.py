@@ -18,6 +18,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 SERVER_CORES = 4
 """Cores of an engine from which one is left for the server's process: HTTP, encoding and checks of grammars. Without it
 they interrupt a thread of the engine, for which all other threads wait in each operator."""
+POLITEST = 15
+"""Niceness of helper processes on the core that is left: HTTP, which needs half of it, hardly waits for them."""
 
 _all: set[int] = set()
 """Cores of this process, once its threads have been confined to some of them."""
@@ -63,6 +65,16 @@ def step_aside() -> None:
     is none."""
     if _left:
         os.sched_setaffinity(0, _left)
+
+
+def helper_cores() -> int:
+    """Count the cores for threads that ``step_aside``."""
+    return len(_left or own_cores())
+
+
+def niceness(shared: int) -> int:
+    """Return the niceness of a helper process: ``shared`` if it runs on cores of the engine, which must not stop it."""
+    return POLITEST if _kept or _left else shared
 
 
 @contextlib.contextmanager

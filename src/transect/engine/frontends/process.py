@@ -49,6 +49,9 @@ STUCK_S = 3.0
 """Seconds for the loop to notice that a rank has ended."""
 BUSY_RETRY_S = 5.0
 """Seconds after which clients may retry if the compiler of grammars is busy."""
+SWITCH_S = 5e-4
+"""Seconds after which a thread that prepares a grammar yields to the loop of steps. Python's default is 5 ms, for which
+a step on a CPU would wait each time that it returns from the kernels."""
 GRAMMAR_POLL_MS = 5
 """Milliseconds between checks for compiled grammars while nothing runs."""
 
@@ -83,6 +86,7 @@ def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
             gc.enable()
             if config.ranks == 1 and device_for(config)[0].type == "cpu":
                 left = leave_core(config.cpu_threads())
+                sys.setswitchinterval(SWITCH_S)
             built = start_engine(config, compilers, began, children=children)
     except (ValueError, OSError) as error:
         socket.send(wire.encode(wire.Failed(str(error), user_error=True)))
