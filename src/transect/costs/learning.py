@@ -98,8 +98,8 @@ class StepTimes:
         return self._seconds(tokens, beside.keys, pairs, more if scored else 0, beside.context + context + more)
 
     def read(self, context: int) -> float:
-        """Predict the seconds in which a chunk's context is read, however few tokens attend to it: no more than chunks of
-        few tokens took."""
+        """Predict the seconds in which a chunk's context is read, however few tokens attend to it: at most what
+        chunks of few tokens took."""
         return (min(self._context, self._few) if self._few else self._context) * context
 
     def _seconds(self, tokens: int, keys: int, pairs: int, scored: int, context: int) -> float:
