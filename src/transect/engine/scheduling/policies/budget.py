@@ -8,7 +8,7 @@ The first rule that applies is used:
   instead of time.) Deep in a long prompt each chunk reads much context, however few tokens it has. Where that takes
   most of the room for prompts, chunks have as many tokens as take as long as their context (a third of that beside
   streams of other clients), and steps without prompts lie between them, so that steps take no longer than the target
-  in the mean.
+  in the mean. Few of these chunks have two tokens, whose time bounds that of the read.
 * ``fill_tokens``: as many tokens as cost little more than the decodes alone, as long as nothing ends later for that
   (``filling``).
 * ``max_mixed_tokens``: that number.
@@ -64,9 +64,9 @@ KEPT = 0.75
 READS, READS_BESIDE = 2.0, 4 / 3
 """Least time of a chunk in units of the read of its context; the second if others than its client feel the step."""
 PROBE = 8
-"""One of so many steps that such a read makes longer has a chunk of few tokens. Chunks of about as many tokens as each
-other do not tell the time of the read from that of the tokens that attend to it: a processor reads fast, and where its
-reads were learned to be slow, chunks grew, and with them the steps."""
+"""One of this many steps that a read makes longer has a chunk of two tokens. Chunks of about as many tokens as each
+other do not tell the time of a read from that of the tokens that attend to it, and a read that looks slow makes chunks
+grow, and steps with them."""
 PAUSES = 32
 """Most steps without prompts for each step with prompts that is longer than the target: where the decodes alone take
 almost as long as the target, prompts would wait until they end."""
