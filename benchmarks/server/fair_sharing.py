@@ -9,7 +9,8 @@
 
     python benchmarks/server/fair_sharing.py [--rounds 3] [--out benchmarks/results/cpu/fair_sharing.json]
 
-To compare, set PYTHONPATH to the sources of another version.
+The server has the first half of this process's cores if there are four or more, and clients have the others. To
+compare, set PYTHONPATH to the sources of another version.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import tempfile
 import threading
@@ -186,9 +188,13 @@ def measure(rounds: int, only: str, keep: Callable[[dict[str, Any]], None]) -> N
     def wanted(name: str) -> bool:
         return only in name
 
+    all_cores = sorted(os.sched_getaffinity(0))
+    cores = len(all_cores) // 2 if len(all_cores) >= 4 else 0
     with tempfile.TemporaryDirectory() as folder:
         options = ("--api-key-file", str(keys_file(folder)), "--max-queue", "2000")
+        os.sched_setaffinity(0, all_cores[:cores] or all_cores)  # the server inherits them
         with server(*options) as url:
+            os.sched_setaffinity(0, all_cores[cores:])
             first_token(url, "b")
             for name, crowd in CROWDS.items():
                 if wanted("newcomer"):

@@ -50,3 +50,59 @@ def test_no_more_cores_than_there_is_time_for(machine, membership, files, expect
 
 def test_a_machine_without_control_groups(machine):
     assert cores.usable_cores() == 64
+
+
+@pytest.fixture
+def affinity(monkeypatch):
+    """The cores of this process's threads, which change nothing in this machine: that of the caller is the last."""
+    found = [{2, 3, 5, 7}]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(found[-1]))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, asked: found.append(set(asked)))
+    monkeypatch.setattr(cores, "_quotas", lambda: [])
+    for name in ("_all", "_kept", "_left"):
+        monkeypatch.setattr(cores, name, ())
+    return found
+
+
+def test_an_engine_leaves_its_last_core_to_other_threads(affinity):
+    assert cores.leave_core(3) == [7]
+    assert affinity[-1] == {2, 3, 5} and cores.own_cores() == {2, 3, 5, 7} and cores.usable_cores() == 4
+    assert cores.helper_cores() == 1 and cores.niceness(5) == cores.POLITEST
+    cores.step_aside()
+    assert affinity[-1] == {7}
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_cores_are_not_divided_if_threads_would_lack_some_or_leave_several(affinity, threads):
+    assert cores.leave_core(threads) == []
+    assert cores.helper_cores() == 4 and cores.niceness(5) == 5
+    cores.step_aside()
+    with cores.undivided():
+        assert len(affinity) == 1
+
+
+def test_few_cores_and_quotas_and_systems_that_forbid_it_are_left_alone(affinity, monkeypatch):
+    affinity[0] = {0, 1, 2}
+    assert cores.leave_core(2) == []
+    affinity[0] = {0, 1, 2, 3}
+    monkeypatch.setattr(cores, "_quotas", lambda: [3.5, 3.0])
+    assert cores.leave_core(3) == []
+    monkeypatch.setattr(cores, "_quotas", lambda: [])
+
+    def forbidden(process, asked):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", forbidden)
+    assert cores.leave_core(3) == []
+
+
+def test_a_server_gives_its_children_all_cores(affinity):
+    cores.confine([])
+    assert len(affinity) == 1
+    cores.confine([7])
+    assert affinity[-1] == {7}
+    with cores.undivided():
+        assert affinity[-1] == {2, 3, 5, 7}
+    assert affinity[-1] == {7}
+    cores.confine([])  # the next engine needs them all
+    assert affinity[-1] == {2, 3, 5, 7}

@@ -50,6 +50,7 @@ def command(
     import asyncio
 
     from ..engine.frontends.replicas import Replicas, start_engines
+    from ..hardware.cores import confine
     from ..parallel.gathering import under_torchrun
     from ..server.hand_over import Inherited, Successor
     from ..server.http.clients import keys_in
@@ -110,9 +111,12 @@ def command(
         if not isinstance(engine, Replicas):
             raise ValueError("an engine whose ranks share experts cannot be replaced while it runs: restart the server")
         await engine.reload(*reread(context))
+        confine(engine.info.cores_left)
 
-    def start() -> Any:
-        return start_engines(engine_settings, replaceable=True)
+    async def start() -> Any:
+        engine = await start_engines(engine_settings, replaceable=True)
+        confine(engine.info.cores_left)
+        return engine
 
     def restart() -> Successor:
         return Successor(listening)

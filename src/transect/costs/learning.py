@@ -41,6 +41,8 @@ FEW_KEYS, FEW_PAIRS = 16_384, 1 << 16
 """Keys, and pairs, that may take as long as the first step. On a processor 65,536 pairs take as long as a token of the
 same model, on a GPU a fortieth of that: an uncertainty that is too small would have their time taken for that of
 tokens, and steps deep in a long prompt be too long."""
+FEW_TOKENS, FEW_SMOOTHING = 2, 0.25
+"""Most tokens of a chunk whose time is about that of the read of its context, and the weight of the newest one."""
 SHORTEST = 1e-7
 """Seconds below which a step is shorter than the resolution of clocks, and is not learned from."""
 SURPRISE = 3.0
@@ -52,7 +54,7 @@ Part = tuple[int, float]
 """A part of the time, and the amount of it in a step."""
 _BASE, _KEYS, _PAIRS, _SCORED, _CONTEXT = 0, *range(len(KNOTS), len(KNOTS) + 4)
 """Indices of the parts; those of the tokens are between, one for each stretch between two knots."""
-_STATE = ("steps", "error", "measured", "predicted", "_parts", "_unknown", "_first")
+_STATE = ("steps", "error", "measured", "predicted", "_parts", "_unknown", "_first", "_few")
 _WHOLE = [(part, 1.0) for part in range(len(KNOTS))]
 """Parts of ``base`` and whole stretches."""
 
@@ -74,6 +76,10 @@ class StepTimes:
         """True if the last step took less time than the learned times allow."""
         self._first = [0.0] * (_CONTEXT + 1)
         """Initial uncertainty of each part."""
+        self._few = 0.0
+        """Smoothed seconds for each position of the context that chunks of few tokens take; 0 if there were none. In
+        chunks of about as many tokens as each other, positions cannot be told from pairs, and the time of one part may
+        be learned as that of the other."""
         self._ends = [0.0] * len(KNOTS)
         """Predicted seconds of a step without attention, at each knot."""
         self._keys = self._pairs = self._scored = self._context = 0.0
@@ -90,6 +96,11 @@ class StepTimes:
         more = tokens - beside.tokens
         pairs = beside.pairs + more * context + more * (more + 1) // 2
         return self._seconds(tokens, beside.keys, pairs, more if scored else 0, beside.context + context + more)
+
+    def read(self, context: int) -> float:
+        """Predict the seconds in which a chunk's context is read, however few tokens attend to it: at most what
+        chunks of few tokens took."""
+        return (min(self._context, self._few) if self._few else self._context) * context
 
     def _seconds(self, tokens: int, keys: int, pairs: int, scored: int, context: int) -> float:
         ends = self._ends
@@ -125,6 +136,10 @@ class StepTimes:
         self.measured += count * seconds
         self.predicted += count * expected
         seconds = min(seconds, SURPRISE * expected) if expected > 0 else seconds
+        if load.chunks and load.pairs <= FEW_TOKENS * load.context:
+            beside = self._seconds(load.rows - load.chunks, load.keys, 0, 0, 0)
+            each = max(seconds - beside, SHORTEST) / load.context
+            self._few += (each - self._few) * (FEW_SMOOTHING if self._few else 1.0)
         spread = self._spread(parts)
         sure = expected - DEVIATIONS * math.sqrt(max(sum(share * spread[part] for part, share in parts), 0.0))
         before, self._short = self._short, SURPRISE * seconds < sure

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from ..checkpoints.peft_config import target_names
-from ..hardware.cores import usable_cores
+from ..hardware.cores import SERVER_CORES, own_cores, usable_cores
 from ..spec.layouts.ranks import RankLayout
 from ..spec.numbers.registry import AUTO, cache_format, cache_formats, dtype_name, rounding, roundings
 from ..spec.settings import About, changed_fields, check_values
@@ -45,9 +45,6 @@ class StepLimit(NamedTuple):
     """Prefill in small chunks while decoding, when the whole batch finishes sooner."""
 
 
-SERVER_CORES = 4
-"""Cores of an engine from which one is left for the server's process: HTTP, encoding and checks of grammars. Without it
-they interrupt a thread of the engine, for which all other threads wait in each operator."""
 HUNG_AFTER_S, REPLACED_AFTER_S = 60.0, 20.0
 """Defaults of ``hung_after_s`` for an engine alone and for replicas."""
 
@@ -407,7 +404,7 @@ class EngineConfig:
             ValueError: more threads than cores. They would wait for each other at every barrier of a step, and keep
                 whatever else runs on the machine waiting too.
         """
-        cores = len(os.sched_getaffinity(0))
+        cores = len(own_cores())
         if self.threads is not None and self.threads > cores:
             raise ValueError(
                 f"threads is {self.threads}, but this process may use {cores} cores: set it to that or less"

@@ -16,6 +16,8 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from ..hardware.cores import undivided
+
 FIRST_FD = 3
 """The first descriptor that is passed on."""
 HIGH_FD = 10
@@ -90,12 +92,13 @@ class Successor:
         copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH_FD) for fd in (sock.fileno(), writing)]
         os.close(writing)
         try:
-            self.pid = os.posix_spawn(
-                "/bin/sh",
-                ["sh", "-c", 'LISTEN_PID=$$; export LISTEN_PID; exec "$@"', "sh", *command],
-                os.environ | {"LISTEN_FDS": str(len(copies)), "LISTEN_FDNAMES": f"http:{READY}"},
-                file_actions=[(os.POSIX_SPAWN_DUP2, fd, FIRST_FD + index) for index, fd in enumerate(copies)],
-            )
+            with undivided():
+                self.pid = os.posix_spawn(
+                    "/bin/sh",
+                    ["sh", "-c", 'LISTEN_PID=$$; export LISTEN_PID; exec "$@"', "sh", *command],
+                    os.environ | {"LISTEN_FDS": str(len(copies)), "LISTEN_FDNAMES": f"http:{READY}"},
+                    file_actions=[(os.POSIX_SPAWN_DUP2, fd, FIRST_FD + index) for index, fd in enumerate(copies)],
+                )
         finally:
             for fd in copies:
                 os.close(fd)

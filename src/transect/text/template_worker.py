@@ -22,6 +22,7 @@ from typing import IO, Any
 
 import msgspec
 
+from ..hardware.cores import niceness
 from .chat_template import ChatTemplate
 
 TIME_LIMIT_S = 5.0
@@ -29,6 +30,9 @@ MEMORY_LIMIT_BYTES = 1 << 30
 """Most bytes beyond the memory that the process has when it starts."""
 BACKSTOP_S = 5.0
 """Seconds after which a process that has not ended itself is killed."""
+NICENESS = 5
+"""Niceness of the process on cores of an engine, which waits in every operator for each of its threads: a quarter of a
+busy core."""
 _LENGTH_BYTES = 8
 _NOT_PLAIN = "messages and variables of a chat template must be plain values (strings, numbers, lists, mappings): {}"
 
@@ -64,7 +68,7 @@ class TemplateWorker:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "transect.text.template_worker"),
-                    *(str(self._time_limit_s), str(self._memory_limit_bytes)),
+                    *(str(self._time_limit_s), str(self._memory_limit_bytes), str(niceness(NICENESS))),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -205,7 +209,7 @@ def _read(pipe: IO[bytes]) -> bytes:
 def main() -> None:
     """Run the process: read templates or arguments of renderings from the input, write results to the output."""
     time_limit_s, memory_limit_bytes = float(sys.argv[1]), int(sys.argv[2])
-    os.nice(5)  # behind the engine, with a quarter of a busy core: it waits in every operator for each of its threads
+    os.nice(int(sys.argv[3]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open("/proc/self/statm") as statm:
         size = int(statm.read().split()[0]) * resource.getpagesize()

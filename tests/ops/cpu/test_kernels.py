@@ -160,6 +160,30 @@ def test_paged_attention_reads_only_its_own_slots(
         assert torch.equal(last, mine[-1:])
 
 
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("queries", [1, 5, 17])
+def test_tiles_of_a_deep_chunk_are_shared_without_changing_the_bits(window: int | None, queries: int) -> None:
+    """Tiles are cut apart on several threads; the results merge in their order."""
+    try:
+        teams = [load(threads) for threads in (1, 2, 5)]
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    torch.manual_seed(queries)
+    lengths = [(1, 90), (queries, 2500), (2, 130)]
+    k, v = empty_cache((200, 3, 16, 64), torch.bfloat16)
+    k.normal_()
+    v.normal_()
+    tables = torch.randperm(200, dtype=torch.int32)[:160].expand(3, 160).contiguous()
+    starts = torch.tensor([0, *(q for q, _ in lengths)]).cumsum(0).int()
+    totals = torch.tensor([n for _, n in lengths], dtype=torch.int32)
+    q = torch.randn(int(starts[-1]), 9, 64)
+    found = [team.paged_attention(q, k, v, tables, starts, totals, 0.125, window) for team in teams]
+    assert all(torch.equal(each, found[0]) for each in found[1:])
+    second = (q[2:3], k, v, tables[1:2], torch.tensor([0, 1]).int(), totals[1:2] - queries + 2)
+    lone = [team.paged_attention(*second, 0.125, window) for team in teams]
+    assert queries == 1 or all(torch.equal(each[0], found[0][2]) for each in lone)
+
+
 def test_every_number_of_fp8_is_read_from_a_cache(library: Library) -> None:
     """Also those below the normal range, zeros of both signs and NaN, which infects what reads it."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)

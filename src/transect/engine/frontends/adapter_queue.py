@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ...checkpoints.peft_config import AdapterFiles
+from ...hardware.cores import step_aside
 from ..scheduling.request import Request
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class AdapterQueue:
         self._files: dict[str, AdapterFiles] = {}
         """Adapters that are wanted and not in memory, by content id, in the order of asking."""
         self._loading: tuple[str, Future[None]] | None = None
-        self._pool = ThreadPoolExecutor(1, "adapters")
+        self._pool = ThreadPoolExecutor(1, "adapters", initializer=step_aside)
         self.loaded: list[tuple[str, str]] = []
         """Adapters that have been read, or have failed: content id, and the error or an empty text."""
 

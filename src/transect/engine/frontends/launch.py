@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from ...checkpoints.resolve import resolve
+from ...hardware.cores import undivided
 from ...spec.layouts.shards import first_shard
 from ...text.model_text import ModelText, load_text, text_settings
 from ..config import EngineConfig
@@ -82,11 +83,12 @@ async def launch(config: EngineConfig, module: str) -> Launched:
         socket.set_hwm(0)
         endpoint = f"ipc://{folder}/{NAME}"
         socket.bind(endpoint)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module, endpoint),
-            stdin=asyncio.subprocess.PIPE,
-            **own_group(),
-        )
+        with undivided():
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", module, endpoint),
+                stdin=asyncio.subprocess.PIPE,
+                **own_group(),
+            )
         assert process.stdin is not None
         text = await loading
         default_params(text.defaults)  # what is wrong with them is said now, not to the first client

@@ -22,6 +22,7 @@ import msgspec
 import zmq
 
 from ...checkpoints.peft_config import AdapterFiles
+from ...hardware.cores import leave_core
 from ...parallel.children import starting
 from ...parallel.gathering import under_torchrun
 from ...text.grammar.checker import Busy
@@ -48,6 +49,9 @@ STUCK_S = 3.0
 """Seconds for the loop to notice that a rank has ended."""
 BUSY_RETRY_S = 5.0
 """Seconds after which clients may retry if the compiler of grammars is busy."""
+SWITCH_S = 5e-4
+"""Seconds after which a thread that prepares a grammar yields to the loop of steps. Python's default is 5 ms, for which
+a step on a CPU would wait each time that it returns from the kernels."""
 GRAMMAR_POLL_MS = 5
 """Milliseconds between checks for compiled grammars while nothing runs."""
 
@@ -73,12 +77,16 @@ def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
     started, began = time.monotonic(), time.perf_counter()
     try:
         config = EngineConfig(**settings | {"gpu": GPUOptions(**settings["gpu"])})
-        alone = 1 if under_torchrun() else config.ranks
+        alone, left = 1 if under_torchrun() else config.ranks, list[int]()
         with compiling(config) as compilers, starting(alone, JOB) as children:
             gc.disable()  # what is imported stays; searching it for garbage takes a tenth of a start
+            from ..device import device_for
             from ..ranks import end, start_engine  # imports torch, which takes seconds, as the children do meanwhile
 
             gc.enable()
+            if config.ranks == 1 and device_for(config)[0].type == "cpu":
+                left = leave_core(config.cpu_threads())
+                sys.setswitchinterval(SWITCH_S)
             built = start_engine(config, compilers, began, children=children)
     except (ValueError, OSError) as error:
         socket.send(wire.encode(wire.Failed(str(error), user_error=True)))
@@ -90,7 +98,7 @@ def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
     keep_from_collector()
     for line in built.report:
         print(f"transect: {line}", file=sys.stderr)
-    ready = _ready(built, time.monotonic() - started)
+    ready = _ready(built, time.monotonic() - started, left)
     socket.send(wire.encode(ready))
     loop = _Loop(socket, built, ready)
     if built.ranks is not None:
@@ -109,7 +117,7 @@ def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
     return 0
 
 
-def _ready(built: BuiltEngine, seconds: float) -> wire.Ready:
+def _ready(built: BuiltEngine, seconds: float, cores_left: list[int]) -> wire.Ready:
     return wire.Ready(
         max_model_len=built.max_model_len,
         max_num_seqs=built.core.scheduler.config.max_num_seqs,
@@ -120,6 +128,7 @@ def _ready(built: BuiltEngine, seconds: float) -> wire.Ready:
         kernels=built.kernels,
         load_seconds=seconds,
         numerics=built.numerics,
+        cores_left=cores_left,
     )
 
 

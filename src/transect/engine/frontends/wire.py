@@ -100,6 +100,8 @@ class Ready(msgspec.Struct, tag="ready"):
     load_seconds: float
     numerics: Numerics
     """Fingerprint of everything that its bits depend on."""
+    cores_left: list[int] = []
+    """Cores that the engine keeps from its threads, for the server's; see ``hardware/cores.py``."""
 
 
 class Failed(msgspec.Struct, tag="failed"):

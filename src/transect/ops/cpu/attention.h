@@ -7,9 +7,10 @@
 // row a partial result (max m, sum l of exp(s - m), o = sum exp(s - m) V); partial results merge in the order of their
 // tiles (the online softmax of Milakov and Gimelshein, 2018, as in FlashAttention, Dao et al., 2022). Tiles may run on
 // different threads or one after another: the arithmetic of a row, and so its bits, are the same, and do not depend on
-// the other rows of the batch or on how its prompt was cut into chunks.
+// the other rows of the batch or on how its prompt was cut into chunks. ``Pieces`` shares the tiles out.
 #pragma once
 #include <algorithm>
+#include <deque>
 #include <limits>
 #include "pool.h"
 #include "simd.h"
@@ -19,6 +20,7 @@ namespace transect {
 constexpr int TILE = 128;
 constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;  // query rows (queries x heads of one kv head) that share a pass over K and V
 constexpr int ACCUMULATORS = LANES == 16 ? 24 : 12;  // registers for sums; the rest hold keys, values and one query
+constexpr int CACHE_LINE = 64;
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 // The ragged batch: row b has queries query_starts[b] .. query_starts[b+1]-1, the last positions of its seq_lens[b].
@@ -63,24 +65,39 @@ struct Partials {  // of neighbouring query rows
 
 inline void merge(Partial into, Partial tile, int head_dim) {
   if (tile.m() == MINUS_INFINITY) return;
-  const float m = std::max(into.m(), tile.m());
-  const float keep = exp(splat(into.m() - m))[0], add = exp(splat(tile.m() - m))[0];
+  const float m = std::max(into.m(), tile.m()), less = exp(splat(std::min(into.m(), tile.m()) - m))[0];
+  const float keep = into.m() < m ? less : 1.f, add = tile.m() < m ? less : 1.f;
   for (int d = 0; d < head_dim; d += LANES)
     store(into.o() + d, fma(load(into.o() + d), splat(keep), load(tile.o() + d) * splat(add)));
   into.l() = into.l() * keep + tile.l() * add;
   into.m() = m;
 }
 
+// A tile's part of a block table, and the distance to the entry that is prefetched for each of its entries: the same
+// place of the next tile, up to its last block; 0 to prefetch nothing.
+struct TileBlocks {
+  const int32_t* table;
+  int ahead = 0, last = 0;
+  int32_t operator[](int i) const { return table[i]; }
+  int32_t next(int i) const { return table[ahead ? std::min(i + ahead, last) : i]; }
+};
+
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into the second-level cache
+
 // scores[r][p ...] = q_r . k for NP vectors of LANES positions; several vectors at once keep the multiply-adds busy
 template <class E, int R, int NP>
-inline void score_vectors(const float* q, int p, const int32_t* table, const Cache<E>& cache, int head, float* scores) {
-  const E* k[NP];
+inline void score_vectors(const float* q, int p, TileBlocks blocks, const Cache<E>& cache, int head, float* scores) {
+  const E *k[NP], *next[NP];
   for (int n = 0; n < NP; n++) {
-    const int at = p + n * LANES;
-    k[n] = cache.k + cache.offset(table[at / cache.block_size], head) + at % cache.block_size;
+    const int block = (p + n * LANES) / cache.block_size, slot = (p + n * LANES) % cache.block_size;
+    k[n] = cache.k + cache.offset(blocks[block], head) + slot;
+    next[n] = cache.k + cache.offset(blocks.next(block), head) + slot;
   }
   vf acc[NP][R] = {};
+  constexpr int OF_A_LINE = std::max(1, int(CACHE_LINE / (16 * sizeof(E))));  // components of a block of 16 positions
   for (int d = 0; d < cache.head_dim; d++) {
+    if (d % OF_A_LINE == 0)
+      for (int n = 0; n < NP; n++) prefetch(next[n] + d * cache.block_size);
     vf key[NP];
     for (int n = 0; n < NP; n++) key[n] = load(k[n] + d * cache.block_size);
     for (int r = 0; r < R; r++) {
@@ -94,16 +111,22 @@ inline void score_vectors(const float* q, int p, const int32_t* table, const Cac
 
 // out_r[d ...] = sum over positions first..last of p_r V, for NV vectors of head components
 template <class E, int R, int NV>
-inline void weigh_values(const float* p, int first, int last, const int32_t* table, const Cache<E>& cache, int head,
-                         int d, Partials out) {
+inline void weigh_values(const float* p, int first, int last, TileBlocks blocks, const Cache<E>& cache, int head, int d,
+                         Partials out) {
   vf acc[R][NV] = {};
-  for (int i = first; i <= last; i++) {
-    const E* value = cache.v + cache.offset(table[i / cache.block_size], head) + int64_t(i % cache.block_size) * cache.head_dim + d;
-    vf v[NV];
-    for (int n = 0; n < NV; n++) v[n] = load(value + n * LANES);
-    for (int r = 0; r < R; r++) {
-      const vf weight = splat(p[r * TILE + i]);
-      for (int n = 0; n < NV; n++) acc[r][n] = fma(v[n], weight, acc[r][n]);
+  for (int i = first; i <= last;) {
+    const int block = i / cache.block_size, end = std::min(last + 1, (block + 1) * cache.block_size);
+    const int64_t slot = int64_t(i % cache.block_size) * cache.head_dim + d;
+    const E* value = cache.v + cache.offset(blocks[block], head) + slot;
+    const E* next = cache.v + cache.offset(blocks.next(block), head) + slot;
+    for (; i < end; i++, value += cache.head_dim, next += cache.head_dim) {
+      vf v[NV];
+      for (int n = 0; n < NV; n++) v[n] = load(value + n * LANES);
+      for (int n = 0; n < NV; n += std::max(1, int(CACHE_LINE / (LANES * sizeof(E))))) prefetch(next + n * LANES);
+      for (int r = 0; r < R; r++) {
+        const vf weight = splat(p[r * TILE + i]);
+        for (int n = 0; n < NV; n++) acc[r][n] = fma(v[n], weight, acc[r][n]);
+      }
     }
   }
   for (int r = 0; r < R; r++)
@@ -111,10 +134,10 @@ inline void weigh_values(const float* p, int first, int last, const int32_t* tab
 }
 
 // R query rows against one tile. `first` and `last` bound, per row, the positions that it sees, relative to the tile;
-// `table` is the block table from the tile's first block on.
+// `blocks` begin with the tile's first block.
 template <class E, int R>
-void attend_tile(const float* q, const int* first, const int* last, const int32_t* table, const Cache<E>& cache,
-                 int head, Partials out) {
+void attend_tile(const float* q, const int* first, const int* last, TileBlocks blocks, const Cache<E>& cache, int head,
+                 Partials out) {
   alignas(64) float scores[R * TILE];
   int low = TILE, high = -1;
   for (int r = 0; r < R; r++) {
@@ -124,19 +147,19 @@ void attend_tile(const float* q, const int* first, const int* last, const int32_
   constexpr int NP = std::min(4, ACCUMULATORS / R), NV = std::min(4, ACCUMULATORS / R);
   const int begin = low / LANES * LANES;
   int p = begin;
-  for (; p + (NP - 1) * LANES <= high; p += NP * LANES) score_vectors<E, R, NP>(q, p, table, cache, head, scores);
-  for (; p <= high; p += LANES) score_vectors<E, R, 1>(q, p, table, cache, head, scores);
+  for (; p + (NP - 1) * LANES <= high; p += NP * LANES) score_vectors<E, R, NP>(q, p, blocks, cache, head, scores);
+  for (; p <= high; p += LANES) score_vectors<E, R, 1>(q, p, blocks, cache, head, scores);
   vi lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
   for (int r = 0; r < R; r++) {
     float* row = scores + r * TILE;
     vf top = splat(MINUS_INFINITY);
-    for (int p = begin; p <= high; p += LANES) {
-      const vi at = lane + p;
-      const vf s = select((at >= first[r]) & (at <= last[r]), load(row + p), splat(MINUS_INFINITY));
-      store(row + p, s);
-      top = max(s, top);
-    }
+    if (first[r] > begin || last[r] < high / LANES * LANES + LANES - 1)  // some of these positions are not seen
+      for (int p = begin; p <= high; p += LANES) {
+        const vi at = lane + p;
+        store(row + p, select((at >= first[r]) & (at <= last[r]), load(row + p), splat(MINUS_INFINITY)));
+      }
+    for (int p = begin; p <= high; p += LANES) top = max(load(row + p), top);
     const float m = max(top);
     out[r].m() = m;
     vf total = {};
@@ -148,17 +171,17 @@ void attend_tile(const float* q, const int* first, const int* last, const int32_
     out[r].l() = sum(total);
   }
   int d = 0;
-  for (; d + NV * LANES <= cache.head_dim; d += NV * LANES) weigh_values<E, R, NV>(scores, low, high, table, cache, head, d, out);
-  for (; d < cache.head_dim; d += LANES) weigh_values<E, R, 1>(scores, low, high, table, cache, head, d, out);
+  for (; d + NV * LANES <= cache.head_dim; d += NV * LANES) weigh_values<E, R, NV>(scores, low, high, blocks, cache, head, d, out);
+  for (; d < cache.head_dim; d += LANES) weigh_values<E, R, 1>(scores, low, high, blocks, cache, head, d, out);
 }
 
 // Any number of rows, in passes of the sizes that are compiled.
 template <class E>
-void attend_rows(int rows, const float* q, const int* first, const int* last, const int32_t* table,
-                 const Cache<E>& cache, int head, Partials out) {
+void attend_rows(int rows, const float* q, const int* first, const int* last, TileBlocks blocks, const Cache<E>& cache,
+                 int head, Partials out) {
   auto passes = [&]<int R>() {
     for (; rows >= R; rows -= R, q += R * cache.head_dim, first += R, last += R, out = out.from(R))
-      attend_tile<E, R>(q, first, last, table, cache, head, out);
+      attend_tile<E, R>(q, first, last, blocks, cache, head, out);
   };
   if constexpr (MAX_ROWS >= 12) {
     passes.template operator()<12>();
@@ -171,8 +194,70 @@ void attend_rows(int rows, const float* q, const int* first, const int* last, co
   passes.template operator()<1>();
 }
 
+// Neighbouring tiles of neighbouring queries of one kv head. Queries have a piece of all their tiles, or several, of
+// which the last to end merges the results.
+struct Piece {
+  int b, head, query, queries, first, end;  // tiles first .. end-1
+  int cut = -1;                             // number among the cuts, or -1: it has all tiles
+};
+struct Cut {
+  int first, end, pieces;
+  int64_t partials;  // place of its first tile's results
+  std::atomic<int> finished{0};
+};
+
+// The work of a step's attention, in all layers with one window, as pieces that a team of threads shares. A piece deep
+// in a context takes up to hundreds of times as long as one at its beginning, and a step may have few of them: they
+// have at most a part of a thread's share of the work.
+struct Pieces {
+  std::vector<Piece> all;
+  std::deque<Cut> cuts;
+  int64_t floats = 0;  // of the results of all tiles that have been cut apart
+
+  static constexpr int OF_A_SHARE = 8, PASSES = 4;  // least pieces of a thread's share; most passes over a tile in a piece
+
+  Pieces(const Batch& batch, int heads, int kv_heads, int head_dim, int window, int threads) {
+    const int group = heads / kv_heads, least = std::max(1, MAX_ROWS / group);
+    auto queries_of = [&](int b) { return batch.query_starts[b + 1] - batch.query_starts[b]; };
+    auto first_tile = [&](int position) { return window ? std::max(0, position - window + 1) / TILE : 0; };
+    int64_t passes = 0;  // over a tile
+    for (int b = 0; b < batch.rows; b++) {
+      const int tiles = (batch.seq_lens[b] - 1) / TILE + 1 - first_tile(batch.seq_lens[b] - queries_of(b));
+      passes += int64_t((queries_of(b) + least - 1) / least) * kv_heads * tiles;
+    }
+    const int most = least * int(std::clamp<int64_t>(passes / (OF_A_SHARE * threads), 1, PASSES));
+    int64_t work = 0;  // tiles times rows
+    for (int b = 0; b < batch.rows; b++)
+      for (int head = 0; head < kv_heads; head++)
+        for (int query = 0; query < queries_of(b); query += most) {
+          const int queries = std::min(most, queries_of(b) - query), at = batch.seq_lens[b] - queries_of(b) + query;
+          const int first = first_tile(at), end = (at + queries - 1) / TILE + 1;
+          all.push_back({b, head, query, queries, first, end});
+          work += int64_t(end - first) * queries;
+        }
+    const int64_t share = work / (OF_A_SHARE * threads) + 1;
+    if (threads == 1) return;
+    std::vector<Piece> whole;
+    whole.swap(all);
+    for (Piece each : whole) {
+      const int tiles = each.end - each.first, count = std::min<int64_t>(tiles, (tiles * each.queries + share - 1) / share);
+      if (count > 1) {
+        Cut& cut = cuts.emplace_back();
+        cut.first = each.first, cut.end = each.end, cut.pieces = count, cut.partials = floats;
+        floats += int64_t(tiles) * each.queries * group * Partial::floats(head_dim);
+        each.cut = int(cuts.size()) - 1;
+      }
+      const int begin = each.first;
+      for (int n = 0; n < count; n++) {
+        each.first = begin + tiles * n / count, each.end = begin + tiles * (n + 1) / count;
+        all.push_back(each);
+      }
+    }
+  }
+};
+
 // All of `out` [T][heads][head_dim] from `q` of the same shape, already rotated, after this step's K and V were written.
-// Called by every thread of the team; `partials` holds what `attention_floats` says.
+// Called by every thread of the team.
 template <class E>
 struct Attention {
   Batch batch;
@@ -182,118 +267,75 @@ struct Attention {
   int window;  // a query sees itself and the window - 1 positions before it; 0 is no window
   const float* q;
   float* out;
-  float* partials;
-  std::atomic<int>* finished;  // [kv_heads], zeros before and after: tiles of the only query that are done
+  Pieces& pieces;
+  float* partials;               // `pieces.floats`
   const float* sinks = nullptr;  // [heads], a further score of each query that has no value; or null
 
-  int group() const { return heads / cache.kv_heads; }
-  int queries_per_task() const { return std::max(1, MAX_ROWS / group()); }
-  int tiles(int b) const { return (batch.seq_lens[b] + TILE - 1) / TILE; }
-
-  // The work items: for each row, blocks of its queries, times kv heads.
-  int tasks() const {
-    int count = 0;
-    for (int b = 0; b < batch.rows; b++) count += query_blocks(b);
-    return count * cache.kv_heads;
-  }
-  int query_blocks(int b) const {
-    const int queries = batch.query_starts[b + 1] - batch.query_starts[b];
-    return (queries + queries_per_task() - 1) / queries_per_task();
-  }
-  // With a single query and few tasks the tiles of a row are shared out too.
-  bool split(int threads) const { return batch.query_starts[batch.rows] == 1 && tasks() < 4 * threads; }
-  static int64_t partial_floats(int head_dim, int heads, int longest) {
-    return int64_t((longest + TILE - 1) / TILE) * heads * Partial::floats(head_dim);
-  }
-
   void run(Pool& pool) {
-    if (split(pool.threads())) return run_split(pool);
-    pool.share(tasks(), [&](int task) {
-      const int head = task % cache.kv_heads;
-      int block = task / cache.kv_heads, b = 0;
-      while (block >= query_blocks(b)) block -= query_blocks(b++);
-      const int begin = block * queries_per_task();
-      const int queries = std::min(queries_per_task(), batch.query_starts[b + 1] - batch.query_starts[b] - begin);
-      run_queries(b, head, begin, queries);
-    });
+    pool.share(int(pieces.all.size()), [&](int item) { run_piece(pieces.all[item]); });
   }
 
  private:
+  int group() const { return heads / cache.kv_heads; }
   int position(int b, int query) const {
     return batch.seq_lens[b] - (batch.query_starts[b + 1] - batch.query_starts[b]) + query;
   }
-  const int32_t* table(int b, int tile) const {
-    return batch.block_tables + b * batch.table_stride + int64_t(tile) * (TILE / cache.block_size);
-  }
-  int first_tile(int position) const { return window ? std::max(0, position - window + 1) / TILE : 0; }
 
-  // One tile for some rows of (b, head); a group wider than MAX_ROWS goes in several passes.
-  void one_tile(int b, int tile, int head, int begin, int rows, const float* scaled, Partials result) {
-    for (int r0 = 0; r0 < rows; r0 += MAX_ROWS) {
+  // One tile for some rows of a piece; those beyond MAX_ROWS go in further passes, which find the tile in a cache.
+  void one_tile(const Piece& piece, int tile, int rows, const float* scaled, Partials result) {
+    const int of_tile = TILE / cache.block_size;
+    const int32_t* table = batch.block_tables + piece.b * batch.table_stride + int64_t(tile) * of_tile;
+    TileBlocks blocks{table, tile + 1 < piece.end ? of_tile : 0, (batch.seq_lens[piece.b] - 1) / cache.block_size - tile * of_tile};
+    for (int r0 = 0; r0 < rows; r0 += MAX_ROWS, blocks.ahead = 0) {
       const int n = std::min(MAX_ROWS, rows - r0);
       int first[MAX_ROWS], last[MAX_ROWS];
       for (int r = 0; r < n; r++) {
-        const int at = position(b, begin + (r0 + r) / group()) - tile * TILE;
+        const int at = position(piece.b, piece.query + (r0 + r) / group()) - tile * TILE;
         last[r] = at;
         first[r] = window ? at - window + 1 : -tile * TILE;
       }
-      attend_rows<E>(n, scaled + r0 * cache.head_dim, first, last, table(b, tile), cache, head, result.from(r0));
+      attend_rows<E>(n, scaled + r0 * cache.head_dim, first, last, blocks, cache, piece.head, result.from(r0));
     }
   }
 
-  void scale_queries(int b, int head, int begin, int rows, float* scaled) const {
-    const int D = cache.head_dim;
+  // The place of a piece's row in `q` and `out`.
+  int64_t place(const Piece& piece, int r) const {
+    const int64_t token = batch.query_starts[piece.b] + piece.query + r / group();
+    return (token * heads + piece.head * group() + r % group()) * cache.head_dim;
+  }
+
+  void write(const Piece& piece, int r, Partial done) {
+    const float sink = sinks ? std::exp(sinks[piece.head * group() + r % group()] - done.m()) : 0.f;
+    const float inverse = 1.f / (done.l() + sink);
+    for (int d = 0; d < cache.head_dim; d++) out[place(piece, r) + d] = done.o()[d] * inverse;
+  }
+
+  void run_piece(const Piece& piece) {
+    const int rows = piece.queries * group(), D = cache.head_dim, floats = Partial::floats(D);
+    std::vector<float> memory(size_t(rows) * (D + 2 * floats));
+    float* scaled = memory.data();
+    const Partials running{scaled + size_t(rows) * D, floats}, tile = running.from(rows);
     for (int r = 0; r < rows; r++) {
-      const float* from = q + (int64_t(batch.query_starts[b] + begin + r / group()) * heads + head * group() + r % group()) * D;
-      for (int d = 0; d < D; d++) scaled[r * D + d] = from[d] * scale;
+      running[r].m() = MINUS_INFINITY;
+      for (int d = 0; d < D; d++) scaled[r * D + d] = q[place(piece, r) + d] * scale;
     }
-  }
-
-  void write(int b, int head, int begin, int r, Partial done) {
-    const int D = cache.head_dim;
-    float* to = out + (int64_t(batch.query_starts[b] + begin + r / group()) * heads + head * group() + r % group()) * D;
-    const float inverse = 1.f / (done.l() + (sinks ? std::exp(sinks[head * group() + r % group()] - done.m()) : 0.f));
-    for (int d = 0; d < D; d++) to[d] = done.o()[d] * inverse;
-  }
-
-  struct Rows {  // query rows and two sets of partial results, for one task
-    std::vector<float> memory;
-    float* scaled;
-    Partials running, tile;
-    Rows(int rows, int head_dim) : memory(size_t(rows) * (head_dim + 2 * Partial::floats(head_dim))), scaled(memory.data()) {
-      running = {scaled + size_t(rows) * head_dim, Partial::floats(head_dim)};
-      tile = running.from(rows);
-      for (int r = 0; r < rows; r++) running[r].m() = MINUS_INFINITY;
+    auto merge_tile = [&](Partials from) {
+      for (int r = 0; r < rows; r++) merge(running[r], from[r], D);
+    };
+    if (piece.cut < 0) {
+      for (int t = piece.first; t < piece.end; t++) {
+        one_tile(piece, t, rows, scaled, tile);
+        merge_tile(tile);
+      }
+    } else {
+      Cut& cut = pieces.cuts[piece.cut];
+      auto of_tile = [&](int t) { return Partials{partials + cut.partials, floats}.from((t - cut.first) * rows); };
+      for (int t = piece.first; t < piece.end; t++) one_tile(piece, t, rows, scaled, of_tile(t));
+      if (cut.finished.fetch_add(1, std::memory_order_acq_rel) + 1 < cut.pieces) return;
+      cut.finished.store(0, std::memory_order_relaxed);  // for the next layer
+      for (int t = cut.first; t < cut.end; t++) merge_tile(of_tile(t));
     }
-  };
-
-  void run_queries(int b, int head, int begin, int queries) {
-    const int rows = queries * group();
-    Rows state(rows, cache.head_dim);
-    scale_queries(b, head, begin, rows, state.scaled);
-    const int last = position(b, begin + queries - 1) / TILE;
-    for (int t = first_tile(position(b, begin)); t <= last; t++) {
-      one_tile(b, t, head, begin, rows, state.scaled, state.tile);
-      for (int r = 0; r < rows; r++) merge(state.running[r], state.tile[r], cache.head_dim);
-    }
-    for (int r = 0; r < rows; r++) write(b, head, begin, r, state.running[r]);
-  }
-
-  // One query: tiles in parallel into `partials`; whoever does the last one of a head merges them in order.
-  void run_split(Pool& pool) {
-    const int rows = group(), floats = Partial::floats(cache.head_dim), skip = first_tile(position(0, 0)), count = tiles(0) - skip;
-    auto partial = [&](int tile, int head) { return partials + (int64_t(tile) * heads + head * rows) * floats; };
-    pool.share(count * cache.kv_heads, [&](int item) {
-      const int head = item % cache.kv_heads, t = skip + item / cache.kv_heads;
-      Rows state(rows, cache.head_dim);
-      scale_queries(0, head, 0, rows, state.scaled);
-      one_tile(0, t, head, 0, rows, state.scaled, {partial(t, head), floats});
-      if (finished[head].fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
-      finished[head].store(0, std::memory_order_relaxed);
-      for (int tile = skip; tile < tiles(0); tile++)
-        for (int r = 0; r < rows; r++) merge(state.running[r], Partial{partial(tile, head) + r * floats}, cache.head_dim);
-      for (int r = 0; r < rows; r++) write(0, head, 0, r, state.running[r]);
-    });
+    for (int r = 0; r < rows; r++) write(piece, r, running[r]);
   }
 };
 

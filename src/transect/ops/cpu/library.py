@@ -204,6 +204,9 @@ class Library:
         c = self._c
         packed = POINTER(_Packed)
         batch = [c_int, c_void_p, c_void_p, c_void_p, c_int64]  # rows, query starts, lengths, block tables, stride
+        attention = [c_void_p, c_int, *[c_void_p] * 2, *[c_int] * 4, *[c_void_p] * 2, *batch, c_float, c_int]
+        run = [*[c_void_p] * 2, c_int, c_void_p, *batch, *[c_void_p] * 4, c_int64, *[c_void_p] * 2]
+        run += [c_int, *[c_void_p] * 2, c_int]
         signatures: dict[str, tuple[Any, list[Any]]] = {
             "isa": (c_char_p, []),
             "bfloat16": (c_int, []),
@@ -215,21 +218,11 @@ class Library:
             "pack_dense": (None, [c_int, c_int, c_int, c_void_p, c_void_p]),
             "linear": (None, [c_void_p, packed, c_void_p, c_int, c_void_p, c_int]),
             "rows": (None, [packed, c_void_p, c_int, c_void_p]),
-            "paged_attention": (
-                None,
-                [c_void_p, c_int, c_void_p, c_void_p, *[c_int] * 4, c_void_p, c_void_p, *batch, c_float, c_int],
-            ),
+            "paged_attention": (None, attention),
             "fma_probe": (c_double, [c_void_p, c_int64]),
             "stack_new": (c_void_p, [POINTER(_StackConfig), POINTER(_Layer), c_void_p]),
             "stack_free": (None, [c_void_p]),
-            "stack_run": (
-                None,
-                [
-                    *(c_void_p, c_void_p, c_int, c_void_p),
-                    *(*batch, *[c_void_p] * 4, c_int64, c_void_p, c_void_p),
-                    *(c_int, c_void_p, c_void_p, c_int),
-                ],
-            ),
+            "stack_run": (None, run),
         }
         for name, (result, arguments) in signatures.items():
             function = getattr(c, "transect_" + name)
@@ -244,9 +237,8 @@ class Library:
         ``FP8`` codes are the bits of e4m3, and ``zero`` is not read."""
         n, k = codes.shape
         out = _room(self._c.transect_packed_bytes(kind, n, k))
-        codes, scale, zero = codes.contiguous(), scale.contiguous(), zero.contiguous()
-        pointers = (codes.data_ptr(), scale.data_ptr(), zero.data_ptr(), out.data_ptr())
-        self._c.transect_pack_affine(kind, n, k, *pointers)
+        kept = codes.contiguous(), scale.contiguous(), zero.contiguous(), out
+        self._c.transect_pack_affine(kind, n, k, *(each.data_ptr() for each in kept))
         return out
 
     def pack_blocks(self, kind: Kind, codes: Tensor, halves: Tensor, steps: Tensor | None) -> Tensor:
@@ -277,8 +269,8 @@ class Library:
         x = x.to(torch.float32).contiguous()
         y = torch.empty(x.shape[0], weight.n, dtype=torch.float32)
         if x.shape[0]:
-            pointers = (self._pool, byref(weight.c_struct()), x.data_ptr())
-            self._c.transect_linear(*pointers, x.shape[0], y.data_ptr(), self.bfloat16)
+            c_weight = byref(weight.c_struct())
+            self._c.transect_linear(self._pool, c_weight, x.data_ptr(), x.shape[0], y.data_ptr(), self.bfloat16)
         return y
 
     def rows(self, weight: PackedWeight, index: Tensor) -> Tensor:
@@ -311,15 +303,9 @@ class Library:
         q = q.to(torch.float32).contiguous()
         out = torch.empty_like(q)
         batch = _batch_arguments(block_tables, query_starts, seq_lens)
-        self._c.transect_paged_attention(
-            self._pool,
-            KV_DTYPES[v_cache.dtype],
-            *(q.data_ptr(), out.data_ptr(), q.shape[1], kv_heads, head_dim, block_size),
-            *(k_cache.data_ptr(), v_cache.data_ptr()),
-            *batch,
-            scale,
-            window or 0,
-        )
+        of_q = q.data_ptr(), out.data_ptr(), q.shape[1], kv_heads, head_dim, block_size
+        cache, kv = (k_cache.data_ptr(), v_cache.data_ptr()), KV_DTYPES[v_cache.dtype]
+        self._c.transect_paged_attention(self._pool, kv, *of_q, *cache, *batch, scale, window or 0)
         return out
 
     def fma_probe(self, rounds: int) -> float:

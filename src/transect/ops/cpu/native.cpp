@@ -108,13 +108,11 @@ void transect_paged_attention(Pool* pool, int kv, const float* q, float* out, in
                               const int32_t* seq_lens, const int32_t* block_tables, int64_t table_stride, float scale,
                               int window) {
   const Batch batch{rows, query_starts, seq_lens, block_tables, table_stride};
-  int longest = 1;
-  for (int b = 0; b < rows; b++) longest = std::max(longest, seq_lens[b]);
-  std::vector<float> partials(Attention<float>::partial_floats(head_dim, heads, longest));
-  std::vector<std::atomic<int>> finished(kv_heads);
+  Pieces pieces(batch, heads, kv_heads, head_dim, window, pool->threads());
+  std::vector<float> partials(pieces.floats);
   pool->run([&](int) {
     with_kv(kv, [&]<class E>() {
-      Attention<E>{batch, {(E*)k, (E*)v, kv_heads, head_dim, block_size}, heads, scale, window, q, out, partials.data(), finished.data()}
+      Attention<E>{batch, {(E*)k, (E*)v, kv_heads, head_dim, block_size}, heads, scale, window, q, out, pieces, partials.data()}
           .run(*pool);
     });
   });

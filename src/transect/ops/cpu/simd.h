@@ -69,15 +69,21 @@ inline vf sqrt(vf x) {
   return x;
 }
 
-inline vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+inline vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
 inline vf max(vf a, vf b) { return select(a > b, a, b); }
 
 inline float sum(vf v) {  // a fixed tree, the same on every call
+#if defined(__AVX512F__)
+  if constexpr (LANES == 16) return _mm512_reduce_add_ps((__m512)v);
+#endif
   for (int half = LANES / 2; half; half /= 2)
     for (int i = 0; i < half; i++) v[i] += v[i + half];
   return v[0];
 }
 inline float max(vf v) {
+#if defined(__AVX512F__)
+  if constexpr (LANES == 16) return _mm512_reduce_max_ps((__m512)v);
+#endif
   float m = v[0];
   for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
   return m;
@@ -263,6 +269,9 @@ inline vf exp(vf x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p, r * r, r + 1.f);
+#if defined(__AVX512F__)
+  if constexpr (LANES == 16) return select(x < low, vf{}, (vf)_mm512_scalef_ps((__m512)p, (__m512)rounded));
+#endif
   vi half = n >> 1;  // in two steps, so that n = 128 does not overflow the exponent field
   vf y = p * (vf)((half + 127) << 23) * (vf)((n - half + 127) << 23);
   return select(x < low, vf{}, y);

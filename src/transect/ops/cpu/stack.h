@@ -1,6 +1,7 @@
 // The whole stack of decoder layers in one call: x <- x + attention(norm(x)); x <- x + mlp(norm(x)), layer after layer,
 // for every token of a ragged batch. One team of threads runs all layers; see pool.h for why.
 #pragma once
+#include <map>
 #include <memory>
 #include "attention.h"
 #include "experts.h"
@@ -47,7 +48,6 @@ class Stack {
     widest_ = std::max({c_.dim, c_.heads * c_.head_dim, c_.ffn});
     for (const Layer& layer : layers_)
       if (const Experts* e = layer.experts) widest_ = std::max({widest_, e->width(), e->shared_width()});
-    finished_ = std::vector<std::atomic<int>>(c_.kv_heads);
     ahead_.resize(pool_.threads());
     scratch_.resize(size_t(pool_.threads()) * widest_ * TILE_COLUMNS + 64);
     for (const Layer& each : layers_)
@@ -74,8 +74,6 @@ class Stack {
   struct Part { const Packed* weight; float* y; };
 
   void reserve(int tokens, const Batch& batch) {
-    int longest = 1;
-    for (int b = 0; b < batch.rows; b++) longest = std::max(longest, batch.seq_lens[b]);
     auto grow = [](auto& v, size_t n) { if (v.size() < n) v.resize(n); };
     grow(rounded_, size_t(tokens) * rounded_words_);
     grow(normed_, size_t(std::max(tokens, pool_.threads())) * c_.dim);
@@ -87,7 +85,12 @@ class Stack {
     if (c_.gated) grow(gate_, size_t(tokens) * c_.ffn);
     for (const Layer& layer : layers_)
       if (layer.experts) mixture_.reserve(*layer.experts, tokens);
-    grow(partials_, Attention<float>::partial_floats(c_.head_dim, c_.heads, longest));
+    pieces_.clear();
+    for (const Layer& layer : layers_) {
+      const int window = int(layer.window);
+      const auto& made = pieces_.try_emplace(window, batch, c_.heads, c_.kv_heads, c_.head_dim, window, pool_.threads());
+      grow(partials_, made.first->second.floats);
+    }
     low_stride_ = 0;
     for (const Run& run : runs_)
       for (int i = 0; run.places && i < c_.layers * PLACES; i++) low_stride_ = std::max(low_stride_, run.places[i].a.n);
@@ -125,8 +128,8 @@ class Stack {
           if (part < 2) rms_norm(whole, part ? layer.k_norm : layer.q_norm, c_.norm_eps, width, whole);
           for (int h = 0; h < heads; h++) place(layer, part, h, t, positions[t], row_of[t], batch, cache);
         });
-        Attention<E>{batch, cache, c_.heads, c_.scale, int(layer.window), q_.data(), attended_.data(), partials_.data(),
-                     finished_.data(), layer.sinks}.run(pool_);
+        Attention<E>{batch, cache, c_.heads, c_.scale, int(layer.window), q_.data(), attended_.data(),
+                     pieces_.at(int(layer.window)), partials_.data(), layer.sinks}.run(pool_);
         if (layer.v_scale) pool_.share(tokens, [&](int t) { multiply_heads(attended_.data(), t, layer.v_scale); });
         shrink_all(places + O, attended_.data(), layer.o->k);
         project({{layer.o, x}}, attended_.data(), tokens, ADD, scratch, places + O, thread);
@@ -326,7 +329,7 @@ class Stack {
   int64_t rounded_words_ = 0;  // of a token, for the products of any one place
   std::vector<int32_t> rounded_;
   std::vector<float> scratch_, normed_, q_, k_, v_, attended_, hidden_, gate_, partials_, low_;
-  std::vector<std::atomic<int>> finished_;  // see Attention
+  std::map<int, Pieces> pieces_;  // of the attention of a step, by its window
   std::vector<Run> runs_;  // of this step; empty: no token has an adapter
   std::vector<const Run*> run_of_;  // of each token
   struct Ahead { Prefetches lines; int done = 0, blocks = 1; };

@@ -98,9 +98,9 @@ class Body(BaseModel):
     def _known_fields(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        kept = {}
+        kept, known = {}, cls.model_fields  # once: the look-up is Python too, and a chat may have 5,000 messages
         for name, value in data.items():
-            if name in cls.model_fields:
+            if name in known:
                 kept[name] = value
             elif value is None or name in HARMLESS or name in unsupported.IGNORED:
                 continue
@@ -111,7 +111,7 @@ class Body(BaseModel):
                     raise PydanticCustomError("unsupported_field", "{sentence}", context)
             else:
                 shown = name if len(name) <= 60 else name[:57] + "..."
-                context = {"name": shown, "hint": nearest(name[:60], cls.model_fields)}
+                context = {"name": shown, "hint": nearest(name[:60], known)}
                 raise PydanticCustomError("unknown_field", "unknown field '{name}'{hint}", context)
         return kept
 

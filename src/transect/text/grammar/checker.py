@@ -23,6 +23,7 @@ from typing import IO, Any
 
 import msgspec
 
+from ...hardware.cores import niceness
 from .complaints import explain
 from .sources import from_ebnf
 from .vocabulary import Vocabulary
@@ -34,6 +35,8 @@ PATIENCE_S = 30.0
 POLL_S = 0.02
 BUSY = 6
 """Largest ratio of wall time to CPU time of compiling."""
+NICENESS = 10
+"""Niceness of the process on cores of the engine: it then has a tenth of a busy core."""
 LENGTH_BYTES = 8
 HEAP_FIELDS = (
     "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
@@ -157,7 +160,7 @@ class Checker:
             return self._process
         self.close()
         process = subprocess.Popen(
-            [sys.executable, "-m", "transect.text.grammar.checker"],
+            [sys.executable, "-m", "transect.text.grammar.checker", str(niceness(NICENESS))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,
@@ -282,7 +285,7 @@ def _end_with(parent: int) -> None:
 
 def main() -> None:
     """Run the checking process until the pipe closes."""
-    os.nice(10)  # behind the engine, with a tenth of a busy core
+    os.nice(int(sys.argv[1]))
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     tokens, special, eos, size = msgspec.msgpack.decode(

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ...hardware.cores import step_aside
 from .checker import Checker
 from .vocabulary import Vocabulary
 
@@ -66,6 +67,7 @@ class Checkers:
         """Restart a process in a thread, and lend it when it is ready."""
 
         def start() -> None:
+            step_aside()
             try:
                 if not self._closed:
                     checker.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -14,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from ...hardware.cores import helper_cores
 from .checker import Busy, compile_matcher
 from .checkers import Checkers
 from .constraint import GrammarConstraint
@@ -58,7 +58,7 @@ class GrammarCompiler:
         """Memory of all that is kept."""
         self._seconds: OrderedDict[int, float] = OrderedDict()
         """By hash of a request for a grammar: seconds that it took last."""
-        self._threads = max(LEAST_THREADS, min(MOST_THREADS, len(os.sched_getaffinity(0))))
+        self._threads = max(LEAST_THREADS, min(MOST_THREADS, helper_cores()))
         self._checkers: Checkers | None = None
         self._pool: FairPool | None = None
 

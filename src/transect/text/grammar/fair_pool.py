@@ -20,6 +20,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from ...hardware.cores import step_aside
+
 LIGHT_S = 0.25
 """Most expected seconds of a short piece of work."""
 LEAST_S = 0.01
@@ -101,6 +103,7 @@ class FairPool:
             self._changed.notify_all()
 
     def _run(self) -> None:
+        step_aside()
         while True:
             with self._changed:
                 while (client := self._next()) is None:

@@ -111,6 +111,32 @@ def test_the_bound_holds_to_the_end_of_a_long_prompt(scored):
         )
 
 
+def test_a_time_of_slow_steps_does_not_make_reads_of_contexts_look_slow_for_long():
+    """The time of a read of the context and that of tokens which attend to it are told apart by few chunks of another
+    size. Else the slow steps count as slow reads, chunks grow to be worth one, and steps take 9 times the decodes'."""
+
+    class Disturbed(Processor):
+        def seconds(self, tokens: int) -> float:
+            return self.undisturbed(tokens) * (2.0 if 400 < len(self.batches) < 700 else 1.0)
+
+        def undisturbed(self, tokens: int) -> float:
+            load = self.load
+            return 6e-3 + 1.3e-3 * tokens + 1.2e-6 * (load.keys + load.context) + 5.5e-7 * load.pairs
+
+    core = engine(device=Disturbed, itl_target=0.0, max_num_batched_tokens=256, max_model_len=9000)
+    core.add(request("stream", prompt=4, max_tokens=8000))
+    for _ in range(100):
+        core.step()
+    core.add(request("long", prompt=6000, first=7, max_tokens=2))
+    ratios = []
+    while "long" in core.scheduler.requests:
+        core.step()
+        if len(rows := core.executor.batches[-1][1].rows) > 1 and rows[1].start > 4000:
+            alone = 7.3e-3 + 1.2e-6 * (rows[0].start + 1)
+            ratios.append(core.executor.undisturbed(core.executor.load.tokens) / alone)
+    assert sorted(ratios)[len(ratios) * 99 // 100] < 1.2 * AUTO_RATIO
+
+
 def test_steps_are_as_large_as_any_where_nobody_decodes_or_nothing_is_known():
     core = engine(itl_target=1e-3)
     core.add(request("first", prompt=900, max_tokens=20))

@@ -8,7 +8,7 @@ The first rule that applies is used:
   instead of time.) Deep in a long prompt each chunk reads much context, however few tokens it has. Where that takes
   most of the room for prompts, chunks have as many tokens as take as long as their context (a third of that beside
   streams of other clients), and steps without prompts lie between them, so that steps take no longer than the target
-  in the mean.
+  in the mean. Few of these chunks have two tokens, whose time bounds that of the read.
 * ``fill_tokens``: as many tokens as cost little more than the decodes alone, as long as nothing ends later for that
   (``filling``).
 * ``max_mixed_tokens``: that number.
@@ -63,6 +63,10 @@ KEPT = 0.75
 """Share of a step's room for prompts that must remain when its tokens are rounded down (``even``)."""
 READS, READS_BESIDE = 2.0, 4 / 3
 """Least time of a chunk in units of the read of its context; the second if others than its client feel the step."""
+PROBE = 8
+"""One of this many steps that a read makes longer has a chunk of two tokens. Chunks of about as many tokens as each
+other do not tell the time of a read from that of the tokens that attend to it, and a read that looks slow makes chunks
+grow, and steps with them."""
 PAUSES = 32
 """Most steps without prompts for each step with prompts that is longer than the target: where the decodes alone take
 almost as long as the target, prompts would wait until they end."""
@@ -125,6 +129,8 @@ class StepBudget:
         self.times = times
         self._share = 0.0
         """Smoothed share of steps with prompts."""
+        self._lengthened = 0
+        """Steps that a read of context made longer."""
         self._debt = 0.0
         """Seconds by which steps with prompts were longer than the target, less those by which pauses were shorter."""
         self._turns = NO_PAUSES
@@ -170,7 +176,7 @@ class StepBudget:
         if state is None:
             self._kept = None
             return self._bounds(running, waiting, cut, barred)
-        key = state, self.times.steps, self.fill_tokens, self._turns
+        key = state, self.times.steps, self.fill_tokens, self._turns, self._lengthened
         if self._kept is None or self._kept[0] != key:
             found = self._bounds(running, waiting, cut, barred)
             self._kept = key, found, self._next
@@ -209,6 +215,7 @@ class StepBudget:
         more, less = self._next
         if prompts:
             self._debt += more
+            self._lengthened += more > 0.0
         else:
             self._debt = max(self._debt - less, -less) if less < math.inf else 0.0
 
@@ -282,11 +289,14 @@ class StepBudget:
         waits, longest = _felt(felt, waiting)
         most = self._graph if waits < LARGE * self._graph else self._mixed
         if here and alone < seconds:
-            read = self.times.with_chunk(beside, rows + 1, context, scored=scored) - alone
-            usual, seconds = seconds, max(seconds, alone + (READS_BESIDE if self.rooms.charged else READS) * read)
+            least = self.times.with_chunk(beside, rows + 1, context, scored=scored)
+            read = (READS_BESIDE if self.rooms.charged else READS) * self.times.read(context)
+            usual, seconds = seconds, max(seconds, least, alone + read)
             self._next = seconds - usual, max(usual - alone, (seconds - usual) / PAUSES)
             if self._debt > 0.0 and seconds > usual and decodes.tokens and self._config.pipeline_depth == 1:
                 return Budget(decodes.tokens, self._chunk, pause=True)
+            if seconds > usual and self._lengthened % PROBE == 0:
+                most = min(most, rows + 1)
         tokens = even(self.times.most_tokens(seconds, beside, context, most, scored=scored), rows)
         if self._share > MANY:
             cheap = self._cheap(tokens, beside, context, scored)
