@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ...hardware.cores import usable_cores
 from .doing import calls_itself, doing_of, in_loader
-from .finding import MANY, Finding, Material, weighed
+from .finding import MANY, SURE, Finding, Material, weighed
 from .findings_calls import launching, runtime_calls, small_batch, synchronisation
 from .findings_host import (
     EVERYWHERE,
@@ -73,14 +73,21 @@ def find(material: Material) -> list[Finding]:
         * (left if each.kind in CALLING else 1.0)
         for each in found
     }
-    found = [replace(each, gain=_warmed(each, each.gain * scale[each.kind], material)) for each in found]
     wall = material.split.own or 1.0
+    found = [replace(each, gain=_warmed(each, each.gain * scale[each.kind], material)) for each in found]
+    found = [_certain(each, SURE * wall, material) for each in found]
     if material.split.on_gpu:
         most = max(0.0, wall - material.split.issued(BLOCKED_S))
         found = [replace(each, gain=min(each.gain, most)) if each.kind in ON_DEVICE else each for each in found]
     found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
     found = sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain)
     return [replace(each, gain=min(each.gain, wall)) for each in placed(found, material)]
+
+
+def _certain(found: Finding, sure: float, material: Material) -> Finding:
+    """Return a finding with the least of its gain, if more than ``sure`` seconds are promised and fewer are certain."""
+    least = min(found.least, material.certain(found.gain)) if found.kind in SAMPLED else found.least
+    return replace(found, gain=max(0.0, least)) if least < sure < found.gain else found
 
 
 def _warmed(found: Finding, gain: float, material: Material) -> float:
@@ -98,6 +105,8 @@ def compiling(material: Material) -> Iterator[Finding]:
     split = material.split
     again = [each for each in stretches(split.trace, split.lane) if each[2] == "recompilation"]
     needed = 2 if material.facts.get("backward", True) else 1  # a backward pass is compiled when it first runs
+    steps = int(material.facts.get("steps") or 0)
+    needed = 0 if len(again) >= steps > 1 else needed
     if len(again) <= needed:
         return
     seconds = split.parts["recompilation"]
@@ -200,8 +209,9 @@ def loading(material: Material) -> Iterator[Finding]:
     if seconds <= 0:
         return
     plain = material.shares(lambda sample: "loading" if in_loader(sample.stack) else "")
-    if plain and not split.on_gpu:
-        seconds = plain.get("loading", 0.0) * split.own
+    if plain:  # beside a GPU it may take less than it seems, where that has work
+        shown = plain.get("loading", 0.0) * split.own
+        seconds = min(seconds, shown) if split.on_gpu else shown
     workers = max(1, usable_cores() - 1)
     cores = int(material.facts.get("cores") or usable_cores())
     free = min(cores - 1, float(material.facts.get("idle_cores", cores - 1)))

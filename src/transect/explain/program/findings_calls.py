@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from .doing import doing_of, loop_around, loop_text, loops_around
+from .doing import doing_of, loop_around, loops_around
 from .finding import MANY, Finding, Material, weighed
 from .findings_work import NODES, REACHED, shapes_of
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, floor
 from .sampler import Frame, Sample
-from .split import COPIES, PLUMBING, SLOW_CALL_S, SMALL_S, SYNC, WAITS, Split
+from .split import COPIES, LAUNCH_S, PLUMBING, SLOW_CALL_S, SMALL_S, SYNC, WAITS, OpStat, Split
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
 
 FOR_VALUES = {
@@ -46,20 +46,18 @@ ELEMENTS_S = {
     "gather index index_select cumsum cumprod nonzero masked_select exp log tanh sigmoid gelu erf pow": 1.5e-9,
 }
 """Seconds for each element, of operators that compute more than they move."""
+FEW_ROWS, FEWEST_ROWS = 8, 2
+"""Most rows of a product in a batch that is too small, and in one that is too small for training."""
 RECURRENT = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
 """Operators that call others for each element of a sequence."""
 COMPILED_S, TRAINED_S = 15e-6, 110e-6
 """Seconds that a call of a compiled module takes beside its operators, without a backward pass and with it."""
-MOST_CALL_S = 15e-6
-"""Longest time of calling an operator on a host, with the Python around it; freeing large results takes longer."""
 MOST = 0.6
 """Share of the calls of a loop that is mended alone, not with the loops around it."""
 LARGE_WORK = 0.7
 """Share of the time in operators, apart from calling them, from which their inputs count as large."""
 REACHED_ALONE = 0.3
 """Share of its floor's rate that an operator on a batch reaches at least."""
-READS = re.compile(r"\.(?:item|tolist|cpu|numpy)\(|\b(?:float|int|bool)\(")
-"""Text of a loop that reads values of tensors."""
 VALUE_BYTES = 64
 """Largest copy to the host, in bytes, that counts as single values, as ``.item()`` makes it."""
 
@@ -108,7 +106,7 @@ def _value_loops(material: Material) -> tuple[float, frozenset[tuple[str, int]]]
     if count < MANY * max(1, int(material.facts.get("steps") or 1)) or others or not samples:
         return 0.0, frozenset()
     loops = {loop_around(sample.stack) for sample in samples} - training_loops(material)
-    reading = frozenset(loop for loop in loops if loop[0] and READS.search(loop_text(loop)))
+    reading = frozenset(loop for loop in loops if loop[0])
     times = weighed(samples, lambda sample: "read" if loop_around(sample.stack) in reading else "")
     return times.get("read", 0.0), reading
 
@@ -150,52 +148,68 @@ def launching(material: Material) -> Iterator[Finding]:
         calling = weighed(material.stacks, lambda sample: _calling(sample, reading)) if share else {}
         left = 1 - calling.get("read", 0.0) / max(1e-9, 1 - calling.get("", 0.0))
         seconds = split.parts["launch"] * left if share else split.parts["launch"] - _sync_launch(split, waits)
-    seconds = min(seconds, calls * MOST_CALL_S) if not split.on_gpu else seconds  # memory is freed between them
     seconds *= 1 - 1 / most.calls
     chained = bool(material.facts.get("chained"))
     fused = seconds * _fusible(split)
     if chained and not split.on_gpu:  # a module for sequences makes them too, without the gaps between them
         gaps = sum(gap.seconds for gap in split.gaps if gap.part == "launch")
         fused *= 1.0 - _recurrent(split) * max(0.0, 1.0 - gaps / (split.parts["launch"] or 1.0))
+    # The rest may be computing, or freeing memory.
+    certain = 1.0 if split.on_gpu else min(1.0, _certain_calls(split) / (split.parts["launch"] or 1.0))
     if not split.on_gpu and not chained:  # on a GPU a graph replaces all calls
         looped, compiled = looped_share(material)
-        seconds_called = seconds
+        called_s = seconds
         computed = split.parts["floor"] + split.parts["inefficiency"] + split.parts["padding"]
         # Where operators compute for most of the time, batches are large already, and a compiler may join calls.
         seconds = looped * (fused if computed > LARGE_WORK * split.own else _batched(split, seconds))
         if compiled:
-            yield _compiled(material, seconds_called * _fusible(split, of_modules=True), compiled)
+            yield _compiled(material, called_s * _fusible(split, of_modules=True), compiled, certain)
             fused *= looped
+    gain = fused if chained and not split.on_gpu else seconds
     yield Finding(
         "launch",
         "many small operators",
         f"{calls} operators; {most.title} {most.calls} times with {most.key.shapes}",
-        fused if chained and not split.on_gpu else seconds,
+        gain,
         "each call needs the result of the one before: use a module for whole sequences (nn.LSTM, not LSTMCell), or "
         + ("a CUDA graph: torch.compile(mode='reduce-overhead')" if split.on_gpu else "torch.compile")
         if chained
         else "do the loop's work in one batch; else torch.compile or a CUDA graph",
         apply=_fewer_calls(material, chained),
         gains={"compile": fused},
+        least=certain * gain,
     )
 
 
-def _compiled(material: Material, fused: float, share: float) -> Finding:
+def _certain_calls(split: Split) -> float:
+    """Return the seconds that calls of operators take at least: of work smaller than a call all of it, of others and
+    of the gaps between them what a call takes."""
+    inside = sum(op.launch if op.tiny else min(op.launch, op.calls * LAUNCH_S) for op in split.ops)
+    return inside + sum(min(gap.seconds, LAUNCH_S) for gap in split.gaps if gap.part == "launch")
+
+
+def _computes(op: OpStat) -> bool:
+    return op.name not in FREE | SYNC and not op.name.startswith(PLUMBING)
+
+
+def _compiled(material: Material, fused: float, share: float, certain: float) -> Finding:
     """Return the finding about modules that call small operators while they train, where a batch replaces none.
 
     Args:
         fused: seconds of calling operators that a compiler removes, if it compiles all of them.
         share: share of these calls that is in modules.
+        certain: share of the time of calls that is certain.
     """
     each = TRAINED_S if material.facts.get("backward", True) else COMPILED_S
-    checks = each * int(material.facts.get("steps") or 1)
+    gain = max(0.0, share * fused - each * int(material.facts.get("steps") or 1))
     return Finding(
         "eager",
         "modules call small operators one by one",
         f"{share:.0%} of the calls are in modules, or in their backward passes",
-        max(0.0, share * fused - checks),
+        gain,
         "torch.compile(model), or a larger batch: it makes the same calls for more rows",
         apply="compile",
+        least=certain * gain,
     )
 
 
@@ -250,7 +264,7 @@ def looped_share(material: Material) -> tuple[float, float]:
     loop, once = times.get("loop", 0.0), times.get("", 0.0) + times.get("module", 0.0)
     if all(op.calls < MANY * steps for op in material.split.ops):
         loop = 0.0
-    counted = [op for op in material.split.ops if op.name not in FREE | SYNC and not op.name.startswith(PLUMBING)]
+    counted = [op for op in material.split.ops if _computes(op)]
     most = max((op.calls for op in counted), default=0)
     recorded = any(op.key.nodes for op in counted if 2 * op.calls > most)
     backward = times.get("backward", 0.0)
@@ -358,6 +372,16 @@ def small_batch(material: Material) -> Iterator[Finding]:
     """Find a product with few rows that is repeated: the weights are read every time."""
     if material.facts.get("chained"):
         return  # there is nothing to put together
+    if 0 < (most := _most_rows(material)) <= FEWEST_ROWS:
+        seconds = material.split.parts["launch"] + material.split.parts["host"]
+        yield Finding(
+            "small batch",
+            "the batches that train are too small",
+            f"products have {most} rows at most, while calls of operators take as long for {MANY} times as many",
+            seconds * (1 - 1 / MANY),
+            f"batch_size={MANY * most} or more: calls, Python and the optimizer's step are then needed once for all",
+        )
+        return
     gain, evidence, worst = 0.0, "", 0.0
     rates = {name: REACHED * rate for name, rate in material.ceilings.flops_per_second.items()}
     reached = replace(material.ceilings, flops_per_second=rates)
@@ -365,10 +389,11 @@ def small_batch(material: Material) -> Iterator[Finding]:
         key = replace(op.key, name=op.name)
         rows = _rows(key)
         waits = op.tiny and op.seconds > op.calls * SLOW_CALL_S  # for threads, which ``crowded`` finds
-        if op.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor or waits or op.tiny:
+        few = rows is not None and rows <= FEW_ROWS
+        if op.name not in PRODUCTS or op.calls < MANY or not few or not op.floor or waits or op.tiny:
             continue
         count = min(op.calls, 256)
-        batched = floor(_with_rows(key, rows * count), reached)
+        batched = floor(_with_rows(key, (rows or 1) * count), reached)
         if batched is None:
             continue
         efficiency = min(1.0, op.calls * op.floor / max(op.seconds, 1e-12))
@@ -386,6 +411,15 @@ def small_batch(material: Material) -> Iterator[Finding]:
             f"compute {MANY} or more of them together: the weights are then read once for all",
             apply="" if material.facts.get("backward", True) else "batching",
         )
+
+
+def _most_rows(material: Material) -> int:
+    """Return the most rows of a product in the forward pass of steps that train; 0 if other operators need the rows."""
+    if material.split.on_gpu or not material.facts.get("steps") or not material.facts.get("backward", True):
+        return 0
+    products = [op for op in material.split.ops if _is_product(op.name)]
+    rows = [_rows(op.key) for op in products if op.key.nodes or op.name not in PRODUCTS]
+    return max((each for each in rows if each is not None), default=0) if None not in rows else 0
 
 
 def _rows(key: Key) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,10 @@ HOST_ADVICE = {
     ),
     "building": ("models are built or loaded in the loop", "build and load them once, before the loop"),
     "copying": ("objects are copied deep in the loop", "keep one copy and write into it: tensor.copy_()"),
-    "optimizer": ("the optimizer goes from parameter to parameter", "fused=True, or foreach=True"),
+    "optimizer": (
+        "the optimizer goes from parameter to parameter",
+        "fused=True, or foreach=True, and one group for all parameters with the same options",
+    ),
     "hooks": (
         "hooks of modules compute beside the model",
         "remove them (handle.remove()), or let them return at once but for every N steps",
@@ -49,6 +53,10 @@ HOST_ADVICE = {
         "prepare them once before the loop, or in the workers of a DataLoader",
     ),
     "adapters": ("adapters compute beside the weights", "merge them: model.merge_and_unload() for inference"),
+    "evaluation": (
+        "the model is evaluated every few steps of training",
+        "evaluate once an epoch or every N steps (eval_steps=500, val_check_interval)",
+    ),
     "python": (
         "Python computes between operators",
         "vectorize it with torch (numpy's work shows as Python's here), or move it out of the loop",
@@ -57,13 +65,17 @@ HOST_ADVICE = {
 EVERYWHERE = ("tokenize", "logging", "sleep", "file", "parse", "wait", "process")
 """Kinds that a stack shows wherever it was sampled, between operators or inside of one."""
 RESTARTS = 0.1
-"""Least share of the time, spent on starting a loader's workers, that is a finding of its own."""
+"""Least share of the time, spent on starting a loader or its workers, that is a finding of its own."""
 MOST_LEFT = 1.25
 """Largest factor of what samples leave to operators."""
 SAMPLED = (*EVERYWHERE, *WHOLE, "loading", "collection", "attention", "padding")
 """Kinds of findings whose gain comes from samples, or from elsewhere than the times of operators."""
 CHECKS = ("isnan", "ne", "any", "is_nonzero", "item", "_local_scalar_dense")
 """Operators by which anomaly detection checks each gradient."""
+FEW_UPDATES = 32
+"""Most calls of fused or foreach operators in a step of an optimizer with few groups of parameters."""
+RARELY = 8
+"""Steps of training for each evaluation from which that is no fault."""
 UPDATES = ("addcdiv_", "addcmul_", "lerp_", "mul_", "add_", "sqrt", "div_")
 """Operators of an optimizer update."""
 IDLE = ("wait", "sleep")
@@ -97,7 +109,9 @@ def host(material: Material) -> Iterator[Finding]:
             # Beside a thread that holds the lock it is unknown how long the same Python would take.
             alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
             apply = "no collection" if kind == "collection" else ""
-            yield Finding(kind, title, evidence, seconds * alone, advice, apply)
+            # Samples show Python too seldom: what they show is certain.
+            least = plain.get(kind, 0.0) * split.own if plain and kind == "python" else math.inf
+            yield Finding(kind, title, evidence, seconds * alone, advice, apply, least=least)
 
 
 def _forgotten(material: Material) -> float:
@@ -109,15 +123,23 @@ def _forgotten(material: Material) -> float:
 
 
 def restarted(found: list[Finding], material: Material) -> list[Finding]:
-    """Make one finding of all that starting a loader's workers costs: the processes, and the waits for their first
-    batches and for their ends."""
+    """Make one finding of all that starting a loader costs: processes of workers, the waits for their first batches and
+    for their ends, and the order of all samples, which an epoch needs once."""
 
     def name(sample: Sample) -> str:
         inside = any(frame.file.endswith("/utils/data/dataloader.py") for frame in sample.stack)
-        return doing_of(sample.stack).kind if inside else ""
+        order = inside and sample.stack[0].file.endswith("/utils/data/sampler.py")
+        return "order" if order else doing_of(sample.stack).kind if inside else ""
 
     shares = weighed(material.stacks, name)
     shares.pop("", None)
+    if (order := shares.get("order", 0.0)) >= RESTARTS:
+        known = next((each for each in found if each.kind == "loading"), None)
+        evidence = f"{order:.0%} of the time is spent on the order of all samples, which an epoch needs once"
+        gain = max(order * material.split.own, known.gain if known is not None else 0.0)
+        advice = "keep the iterator of a DataLoader for an epoch: for batch in loader, not next(iter(loader))"
+        one = Finding("loading", "a DataLoader starts again and again", evidence, gain, advice)
+        return [one, *(each for each in found if each is not known)]
     if shares.get("process", 0.0) < RESTARTS:
         return found
     whole = sum(shares.values()) * material.split.own
@@ -203,17 +225,32 @@ def _fused_update(split: Split) -> float:
 
 def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
     """Return for each kind in ``WHOLE`` its share of the samples, and the user's line that is most of them."""
-    samples = material.stacks
-    shares = weighed(samples, lambda sample: whole_kind(sample.stack))
+    samples, steps = material.stacks, max(1, int(material.facts.get("steps") or 1))
+    joined = sum(op.calls for op in material.split.ops if op.name.startswith(("aten::_foreach_", "aten::_fused_")))
+
+    def name(sample: Sample) -> str:
+        kind = whole_kind(sample.stack)
+        split_up = joined > FEW_UPDATES * steps and kind not in WHOLE
+        return "optimizer" if split_up and any("/torch/optim/" in frame.file for frame in sample.stack) else kind
+
+    shares = weighed(samples, name)
     lines: dict[str, Counter[str]] = {}
     for sample in samples:
-        if (kind := whole_kind(sample.stack)) in WHOLE:
+        if (kind := name(sample)) in WHOLE:
             lines.setdefault(kind, Counter())[str(doing_of(sample.stack).frame or "a library")] += 1
     if material.samples is not None and not material.samples.anomalies:
         lines.pop("stacks", None)  # other code wrote a stack down
+    if RARELY * episodes(samples, "evaluation") < steps:
+        lines.pop("evaluation", None)
     if not material.facts.get("backward", True):
         lines.pop("preparing", None)  # a batch replaces it together with the calls of the model
     return {kind: (shares.get(kind, 0.0), seen.most_common(1)[0][0]) for kind, seen in lines.items()}
+
+
+def episodes(samples: Sequence[Sample], kind: str) -> int:
+    """Return the number of stretches of samples of a kind."""
+    shown = [whole_kind(sample.stack) == kind for sample in samples]
+    return sum(now and not before for before, now in zip([False, *shown], shown, strict=False))
 
 
 def other_threads(material: Material) -> Iterator[Finding]:
