@@ -4,18 +4,16 @@ import gc
 import linecache
 import time
 import types
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from transect.explain.program.doing import Doing, doing_of, loop_at, needs_itself, statement, whole_kind
+from transect.explain.program.doing import doing_of, loop_at, statement, whole_kind
 from transect.explain.program.finding import Finding, Material, weighed
 from transect.explain.program.findings import EVICTED, WARMER, _warmed
-from transect.explain.program.findings_host import rest_share
-from transect.explain.program.gaps import COMPUTES, Named, _find_python
+from transect.explain.program.gaps import COMPUTES, _find_python
 from transect.explain.program.libraries import fused_seconds, placed
 from transect.explain.program.overhead import LARGEST_S, IdleGap, segment_costs
 from transect.explain.program.recording import Recording, autograd_seconds
@@ -109,16 +107,6 @@ def test_advice_names_the_users_line_and_the_librarys_own_switch(source, kind, p
     assert found.where == f"script.py:8 in work, which calls {function} ({file})"
 
 
-def test_operators_get_what_samples_leave(source):
-    lines = [5] * 60 + [8] * 40
-    samples = [Sample(0.002 * i, (Frame(source, "work", line),), 0) for i, line in enumerate(lines)]
-    split = types.SimpleNamespace(on_gpu=False, own=1.0, parts={"loading": 0.0})
-    named = [Named(Doing("host", "parse", None), 0.2, 1)]
-    material = Material(split, None, named, plain_samples=StackSamples(samples=samples))
-    assert rest_share(material) == pytest.approx(0.5, abs=0.01)
-    assert rest_share(replace(material, plain_samples=None)) == 1.0
-
-
 def test_calls_are_faster_without_other_code_between_them():
     split = types.SimpleNamespace(on_gpu=False, own=1.0, parts={"launch": 0.5}, loading=[])
     material = Material(split, None)
@@ -192,13 +180,6 @@ HOOKED = Frame("/x/torch/nn/modules/module.py", "_call_impl", 1)
 )
 def test_hooks_and_prepared_inputs_contain_other_work(stack, kind):
     assert whole_kind(stack) == kind
-
-
-@pytest.mark.parametrize(("body", "needs"), [("y = y * 0.9", True), ("y = f(x)", False), ("x = x * 2", False)])
-def test_a_loop_may_need_its_own_results(tmp_path, body, needs):
-    path = tmp_path / "loop.py"
-    path.write_text(f"def work():\n    for x in range(3):\n        {body}\n")
-    assert needs_itself((str(path), 2)) is needs
 
 
 def test_forgetting_is_a_part_of_recording():

@@ -24,7 +24,6 @@ from .findings_host import (
     host,
     library,
     other_threads,
-    rest_share,
     restarted,
     threads,
     whole_shares,
@@ -67,14 +66,9 @@ def find(material: Material) -> list[Finding]:
     found = restarted([each for detector in DETECTORS for each in detector(material)], material)
     whole = whole_shares(material).items()  # operators that a library calls are its
     left = 1.0 - sum(share for kind, (share, _) in whole if kind in {each.kind for each in found})
-    rest = rest_share(material)
-    scale = {
-        each.kind: (1.0 if each.kind in SAMPLED or (material.split.on_gpu and each.kind not in CALLING) else rest)
-        * (left if each.kind in CALLING else 1.0)
-        for each in found
-    }
     wall = material.split.own or 1.0
-    found = [replace(each, gain=_warmed(each, each.gain * scale[each.kind], material)) for each in found]
+    found = [replace(each, gain=each.gain * (left if each.kind in CALLING else 1.0)) for each in found]
+    found = [replace(each, gain=_warmed(each, each.gain, material)) for each in found]
     found = [_certain(each, SURE * wall, material) for each in found]
     if material.split.on_gpu:
         most = max(0.0, wall - material.split.issued(BLOCKED_S))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from .doing import doing_of, loop_around, loops_around
+from .doing import doing_of, in_loader, loop_around, loops_around
 from .finding import MANY, Finding, Material, weighed
-from .findings_work import NODES, REACHED, shapes_of
+from .findings_work import NODES, REACHED
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, floor
 from .sampler import Frame, Sample
 from .split import COPIES, LAUNCH_S, PLUMBING, SLOW_CALL_S, SMALL_S, SYNC, WAITS, OpStat, Split
@@ -40,22 +39,12 @@ FOR_VALUES = {
     )
 }
 """Operators that programs call to read a single value."""
-ELEMENTS_S = {
-    "topk kthvalue median argsort sort multinomial unique _unique2 unique_dim": 10e-9,
-    "scatter_add_ scatter_ scatter_reduce index_add_ index_put_ _index_put_impl_ histc bincount": 4e-9,
-    "gather index index_select cumsum cumprod nonzero masked_select exp log tanh sigmoid gelu erf pow": 1.5e-9,
-}
-"""Seconds for each element, of operators that compute more than they move."""
-FEW_ROWS, FEWEST_ROWS = 8, 2
-"""Most rows of a product in a batch that is too small, and in one that is too small for training."""
 RECURRENT = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
 """Operators that call others for each element of a sequence."""
+FEW_ROWS, FEWEST_ROWS = 8, 2
+"""Most rows of a product in a batch that is too small, and in one that is too small for training."""
 COMPILED_S, TRAINED_S = 15e-6, 110e-6
 """Seconds that a call of a compiled module takes beside its operators, without a backward pass and with it."""
-MOST = 0.6
-"""Share of the calls of a loop that is mended alone, not with the loops around it."""
-LARGE_WORK = 0.7
-"""Share of the time in operators, apart from calling them, from which their inputs count as large."""
 REACHED_ALONE = 0.3
 """Share of its floor's rate that an operator on a batch reaches at least."""
 VALUE_BYTES = 64
@@ -107,8 +96,11 @@ def _value_loops(material: Material) -> tuple[float, frozenset[tuple[str, int]]]
         return 0.0, frozenset()
     loops = {loop_around(sample.stack) for sample in samples} - training_loops(material)
     reading = frozenset(loop for loop in loops if loop[0])
-    times = weighed(samples, lambda sample: "read" if loop_around(sample.stack) in reading else "")
-    return times.get("read", 0.0), reading
+
+    def name(sample: Sample) -> str:
+        return "read" if loop_around(sample.stack) in reading and not in_loader(sample.stack) else ""
+
+    return weighed(samples, name).get("read", 0.0), reading
 
 
 def _sync_launch(split: Split, calls: int) -> float:
@@ -159,9 +151,7 @@ def launching(material: Material) -> Iterator[Finding]:
     if not split.on_gpu and not chained:  # on a GPU a graph replaces all calls
         looped, compiled = looped_share(material)
         called_s = seconds
-        computed = split.parts["floor"] + split.parts["inefficiency"] + split.parts["padding"]
-        # Where operators compute for most of the time, batches are large already, and a compiler may join calls.
-        seconds = looped * (fused if computed > LARGE_WORK * split.own else _batched(split, seconds))
+        seconds = looped * _batched(split, seconds)
         if compiled:
             yield _compiled(material, called_s * _fusible(split, of_modules=True), compiled, certain)
             fused *= looped
@@ -214,20 +204,13 @@ def _compiled(material: Material, fused: float, share: float, certain: float) ->
 
 
 def _batched(split: Split, seconds: float) -> float:
-    """Return what a batch saves of all operators that are called in a loop: of calls that last ``seconds`` all but the
-    work for each element, of other time what is far above the floor."""
+    """Return what a batch saves of all operators that are called in a loop: their calls, which last ``seconds``, and
+    time far above the floor."""
     for op in split.ops:
-        if op.calls < MANY or op.name in SYNC or op.floor is None:
-            continue
-        each = next(
-            (cost for names, cost in ELEMENTS_S.items() if op.name.removeprefix("aten::") in names.split()), 0.0
-        )
-        if each:
-            numbers = max((math.prod(shape) for shape in shapes_of(op.key)), default=0)
-            seconds -= min(op.launch, op.calls * numbers * each)
-        elif op.name not in COPIES and op.floor < SMALL_S and op.seconds < op.calls * SLOW_CALL_S:
-            seconds += max(0.0, op.seconds - op.launch - op.calls * op.floor / REACHED_ALONE)
-    return max(0.0, seconds)
+        small = op.floor is not None and op.floor < SMALL_S and op.seconds < op.calls * SLOW_CALL_S
+        if small and op.calls >= MANY and op.name not in SYNC | COPIES:
+            seconds += max(0.0, op.seconds - op.launch - op.calls * (op.floor or 0.0) / REACHED_ALONE)
+    return seconds
 
 
 def _calling(sample: Sample, reading: frozenset[tuple[str, int]]) -> str:
@@ -249,16 +232,14 @@ def looped_share(material: Material) -> tuple[float, float]:
         return 1.0, 0.0
     calling = [sample for sample in samples if doing_of(sample.stack).kind in ("python", "calls")]
     if not material.facts.get("backward", True):
-        around = _around_most(calling)
-        return 1.0 - around, around
+        return 1.0, 0.0
     training = training_loops(material) | _value_loops(material)[1]
 
     def name(sample: Sample) -> str:
         place = _place(sample.stack)
         if not place and any(frame.file.endswith("/torch/nn/modules/module.py") for frame in sample.stack):
             place = "module"
-        inside = loop_around(sample.stack) not in training or _derives(sample.stack)
-        return "loop" if inside and place != "optimizer" else place
+        return "loop" if loop_around(sample.stack) not in training and place != "optimizer" else place
 
     times = weighed(calling, name)
     loop, once = times.get("loop", 0.0), times.get("", 0.0) + times.get("module", 0.0)
@@ -270,23 +251,6 @@ def looped_share(material: Material) -> tuple[float, float]:
     backward = times.get("backward", 0.0)
     looped = backward * loop / (loop + once) * recorded if loop else 0.0
     return loop + looped, times.get("module", 0.0) + backward - looped
-
-
-def _derives(stack: tuple[Frame, ...]) -> bool:
-    """Return True if torch goes through the outputs of a function to derive each, for which one batch is enough."""
-    return any(frame.file.endswith("/torch/autograd/functional.py") for frame in stack)
-
-
-def _around_most(calling: Sequence[Sample]) -> float:
-    """Return the share of the calls that are in loops around the one with most calls: that loop may become one batch,
-    as part of theirs."""
-    times = weighed(calling, lambda sample: "\n".join(map(str, loop_around(sample.stack))))
-    most, share = max(times.items(), key=lambda each: each[1], default=("", 0.0))
-    file, _, first = most.partition("\n")
-    if share < MOST or not file:
-        return 0.0
-    around = {f"{file}\n{begin}" for begin in loops_around(file, int(first))}
-    return sum(part for place, part in times.items() if place in around)
 
 
 def training_loops(material: Material) -> set[tuple[str, int]]:

@@ -11,7 +11,6 @@ import numpy as np
 
 from .doing import WHOLE, doing_of, in_loader, whole_kind
 from .finding import ENOUGH, Finding, Material, weighed
-from .findings_work import recorded_calls
 from .gaps import Named
 from .sampler import Sample
 from .split import SLOW_CALL_S, SMALL_S, SYNC, Split
@@ -66,8 +65,6 @@ EVERYWHERE = ("tokenize", "logging", "sleep", "file", "parse", "wait", "process"
 """Kinds that a stack shows wherever it was sampled, between operators or inside of one."""
 RESTARTS = 0.1
 """Least share of the time, spent on starting a loader or its workers, that is a finding of its own."""
-MOST_LEFT = 1.25
-"""Largest factor of what samples leave to operators."""
 SAMPLED = (*EVERYWHERE, *WHOLE, "loading", "collection", "attention", "padding")
 """Kinds of findings whose gain comes from samples, or from elsewhere than the times of operators."""
 CHECKS = ("isnan", "ne", "any", "is_nonzero", "item", "_local_scalar_dense")
@@ -95,8 +92,6 @@ def host(material: Material) -> Iterator[Finding]:
             shown = plain.get(kind, 0.0) * split.own
             # A GPU may compute meanwhile: the rest of its time is needed in any case.
             seconds = max(seconds, min(shown, split.own - split.busy)) if split.on_gpu else shown
-        elif kind == "python":
-            seconds = max(seconds - _forgotten(material), _of_libraries(material) / max(0.01, rest_share(material)))
         where = max(every, key=lambda each: each.seconds).doing.frame if every else None
         place = f"in {where}" if where else "outside of its own lines"
         evidence = f"{1e3 * seconds:.1f} ms between operators, most of it {place}"
@@ -112,14 +107,6 @@ def host(material: Material) -> Iterator[Finding]:
             # Samples show Python too seldom: what they show is certain.
             least = plain.get(kind, 0.0) * split.own if plain and kind == "python" else math.inf
             yield Finding(kind, title, evidence, seconds * alone, advice, apply, least=least)
-
-
-def _forgotten(material: Material) -> float:
-    """Return the seconds in which records of autograd are destroyed, though no backward pass runs: the stack shows the
-    line after which they are unused."""
-    if material.facts.get("backward", True):
-        return 0.0
-    return recorded_calls(material.split) * float(material.facts.get("forgetting_s", 0.0))
 
 
 def restarted(found: list[Finding], material: Material) -> list[Finding]:
@@ -152,39 +139,6 @@ def restarted(found: list[Finding], material: Material) -> list[Finding]:
         "DataLoader(..., persistent_workers=True), and one loader for all passes over the data",
     )
     return [one, *(each for each in found if each.kind not in ("process", "loading", "wait"))]
-
-
-def rest_share(material: Material) -> float:
-    """Return the factor by which time in the trace is too long where samples without profiling show more time in kinds
-    that they determine than the trace does."""
-    plain = material.shares(_sampled)
-    if not plain:
-        return 1.0
-    own = material.split.own or 1.0
-    traced = sum(each.seconds for each in material.named if each.doing.kind in EVERYWHERE)
-    loading = sum(each.seconds for each in material.named if each.doing.part == "loading")
-    traced += material.split.parts["loading"] - loading
-    python = sum(each.seconds for each in material.named if each.doing.kind == "python")
-    traced += min(python, _of_libraries(material))
-    return min(MOST_LEFT, (1.0 - plain.get("sampled", 0.0)) / max(0.01, 1.0 - traced / own))
-
-
-def _sampled(sample: Sample) -> str:
-    known = in_loader(sample.stack) or doing_of(sample.stack).kind in EVERYWHERE or _python_of_library(sample)
-    return "sampled" if known else ""
-
-
-def _python_of_library(sample: Sample) -> str:
-    """Return "library" in Python code of a library that does not call operators; else an empty string."""
-    doing = doing_of(sample.stack)
-    mine = in_loader(sample.stack) or doing.kind != "python" or sample.stack[0] == doing.frame
-    return "" if mine else "library"
-
-
-def _of_libraries(material: Material) -> float:
-    """Return the seconds of Python code of libraries that do not call operators, by samples without profiling."""
-    plain = {} if material.split.on_gpu else material.shares(_python_of_library)
-    return plain.get("library", 0.0) * material.split.own
 
 
 def _kind(sample: Sample) -> str:
