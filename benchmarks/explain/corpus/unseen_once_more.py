@@ -1,22 +1,19 @@
-"""Programs that were held out when they were written, for what engineers were asked to mend."""
+"""Programs that were held out when they were written; what explains programs has changed since."""
 
 import random
 import sqlite3
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from corpus import program as any_program
+from corpus import program
 from held_out import LETTERS, vocabulary
 from hugging_face import llama
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch_programs import mlp, train
-
-program = partial(any_program, held_out=True)
 
 
 @program("evaluation", library="transformers Trainer", steady=True)

@@ -119,8 +119,8 @@ def conversions(material: Material) -> Iterator[Finding]:
     growing = [op for op in material.split.named("aten::cat", "aten::stack") if op.key.shapes]
     growing = growing if len({str(op.key.shapes) for op in growing}) >= MANY // 2 else []
     for op in material.split.named(*COPIES):
-        if of_number(op.key) and not material.split.on_gpu:
-            continue
+        if (of_number(op.key) and not material.split.on_gpu) or op.key.strides is not None:
+            continue  # one with strides repeats numbers, such as a bias for each row
         if op.name in ("aten::cat", "aten::stack"):
             groups["grow" if op in growing else "layout"].append(op)
         elif len(op.key.types) > 1 and op.key.types[0] in SIZES and op.key.types[1] in SIZES:

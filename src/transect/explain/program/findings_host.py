@@ -69,10 +69,12 @@ SAMPLED = (*EVERYWHERE, *WHOLE, "loading", "collection", "attention", "padding")
 """Kinds of findings whose gain comes from samples, or from elsewhere than the times of operators."""
 CHECKS = ("isnan", "ne", "any", "is_nonzero", "item", "_local_scalar_dense")
 """Operators by which anomaly detection checks each gradient."""
+EACH = {"zero_grad", "_init_group"}
+"""Functions of optimizers that go through all parameters, in one group or in many."""
 FEW_UPDATES = 32
 """Most calls of fused or foreach operators in a step of an optimizer with few groups of parameters."""
 RARELY = 8
-"""Steps of training for each evaluation from which that is no fault."""
+"""Steps for each evaluation from which evaluation is rare enough."""
 UPDATES = ("addcdiv_", "addcmul_", "lerp_", "mul_", "add_", "sqrt", "div_")
 """Operators of an optimizer update."""
 IDLE = ("wait", "sleep")
@@ -184,8 +186,10 @@ def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
 
     def name(sample: Sample) -> str:
         kind = whole_kind(sample.stack)
-        split_up = joined > FEW_UPDATES * steps and kind not in WHOLE
-        return "optimizer" if split_up and any("/torch/optim/" in frame.file for frame in sample.stack) else kind
+        if kind in WHOLE or joined <= FEW_UPDATES * steps:
+            return kind
+        updates = [frame.function for frame in sample.stack if "/torch/optim/" in frame.file]
+        return "optimizer" if updates and not EACH & set(updates) else kind
 
     shares = weighed(samples, name)
     lines: dict[str, Counter[str]] = {}
