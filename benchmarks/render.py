@@ -629,6 +629,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speculation-tasks-gpu": once_recorded(
         "h100/speculation_tasks.json", "benchmarks/engine/speculation.py tasks --deterministic", speculation.tasks_table
     ),
+    "speculation-tasks-gpu-ordinary": lambda: speculation.tasks_table(_load("h200/speculation_tasks_ordinary.json")),
     "speculation-pair": once_recorded(
         "cpu/speculation_pair.json", "benchmarks/engine/speculation.py pair --draft DIRECTORY", speculation.pair_table
     ),

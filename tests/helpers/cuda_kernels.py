@@ -51,15 +51,16 @@ def row_on_host(
 
 
 def chain_source(
-    monkeypatch: pytest.MonkeyPatch, kind: type[Kernel], source: str, own: str,
+    monkeypatch: pytest.MonkeyPatch, kind: type[Kernel],
     instead: tuple[str, str] | None = None, multiprocessors: int = 3,
 ) -> Kernel:  # fmt: skip
-    """Return a kind of ``chain.Chain`` on this processor, with these multiprocessors; ``own``: its signature."""
+    """Return a kind of ``chain.Chain`` on this processor, with these multiprocessors."""
     monkeypatch.setattr(chain, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     kernel: Any = object.__new__(kind)
-    kernel._source, kernel._held = source, {}
-    kernel._launch = cuda_host.Launcher(source, f"transect_{source}", f"{own}ppffiiip", instead)
+    kernel._held = {}
+    letters = f"{kind.signature}{chain.SHARED}"
+    kernel._launch = cuda_host.Launcher(kind.source, f"transect_{kind.source}", letters, instead)
     return kernel
 
 

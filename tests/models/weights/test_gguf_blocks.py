@@ -109,7 +109,7 @@ def test_one_row_goes_through_chains(bias):
 def test_chains_by_the_source_itself(monkeypatch):
     """``gguf_row.cu`` and ``gguf_chain.cu`` on this processor, in a model of bfloat16: what GPUs run with
     ``chained_blocks``."""
-    chain = chain_source(monkeypatch, gguf_chain.GGUFChain, "gguf_chain", "pp", multiprocessors=5)
+    chain = chain_source(monkeypatch, gguf_chain.GGUFChain, multiprocessors=5)
     kernels = row_on_host(monkeypatch, multiprocessors=5), chain
     model, _ = block_model(bias=True, kernels=kernels, dtype=torch.bfloat16)
     model.join()

@@ -71,7 +71,7 @@ def states(model, stack, rows):
 
 @pytest.mark.parametrize("chained", [True, False])
 def test_one_row_goes_through_chains_where_there_is_the_kernel(monkeypatch, chained):
-    kernel = chain_source(monkeypatch, int4_chain.Int4Chain, "int4_chain", "pi")
+    kernel = chain_source(monkeypatch, int4_chain.Int4Chain)
     calls = []
 
     def counted(*given, **named):
@@ -103,7 +103,7 @@ def test_a_gpu_runs_one_row_in_chains(monkeypatch):
 
 
 def test_what_no_chain_takes_has_none(monkeypatch):
-    kernel = chain_source(monkeypatch, int4_chain.Int4Chain, "int4_chain", "pi")
+    kernel = chain_source(monkeypatch, int4_chain.Int4Chain)
     model = model_with(kernel)
     first, second = model.layers[0], model.layers[1]
     parts = (first.attention.o, first.mlp.gate_up, first.mlp.down, second.attention.qkv)

@@ -25,8 +25,9 @@ def versions() -> bytes:
     return subprocess.check_output([cuda_build.find_nvcc(), "--version"]) + headers + BUILDER
 
 
-# Hopper's own sources are empty for sm_80, and the others compile for it, and for other targets, as for sm_90. The
-# costly ones are for `prove`: what they include is compiled with Hopper's sources, or with `small_matmul.cu`.
+# Hopper's own sources are empty for sm_80, and the others compile for it, and for other targets, as for sm_90: the long
+# ones are for `prove` there, and so are those whose includes are compiled with Hopper's sources or `small_matmul.cu`.
+LONG = {"small_matmul.cu", "int4_portable.cu", "gguf_rows.cu", "all_reduce.cu"}
 BUILDS = [
     pytest.param(source, target, id=f"{source.name}-{target}", marks=[pytest.mark.prove] if costly else [])
     for source in sources()
@@ -34,7 +35,7 @@ BUILDS = [
     for costly in [
         source.name in ("scaled8.cu", "int4_matmul.cu", "gguf_tiles.cu", "int4_tiles.cu")
         or source.name in ("scaled8_hopper_int8.cu", "scaled8_hopper_blocks.cu")
-        or ((source.name == "small_matmul.cu" or "hopper" in source.name) and target == "sm_80")
+        or ((source.name in LONG or "hopper" in source.name) and target == "sm_80")
         or target not in ("sm_80", "sm_90")
     ]
 ]

@@ -54,6 +54,7 @@ def by_name() -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in functions().values()}
 
 
+@cache
 def calls(node: ast.AST) -> list[tuple[str, ast.Call]]:
     """By the name of what is called; ``tl.load`` is load."""
     found = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
@@ -70,6 +71,7 @@ def waits(body: list[ast.stmt]) -> bool:
     return any(waiting(statement) for statement in body)
 
 
+@cache
 def waiting(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.If):
         on = ast.unparse(statement.test) == "DEPENDENT_LAUNCH"
@@ -94,6 +96,7 @@ def root(node: ast.expr) -> str:
     return node.id
 
 
+@cache
 def read_early(function: ast.FunctionDef) -> set[str]:
     """The parameters that loads read from before a wait."""
     own = [parameter.arg for parameter in function.args.args]

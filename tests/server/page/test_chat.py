@@ -19,6 +19,25 @@ def answers(page):
     return page.evaluate("[...document.querySelectorAll('chat-answer')].map((each) => each.message.answer)")
 
 
+def wait_until_kept(page, text):
+    """Wait until the browser has written an answer that begins with this text, which happens after it is shown."""
+    page.wait_for_function(
+        """text => new Promise((done) => {
+          const opening = indexedDB.open('transect')
+          opening.onsuccess = () => {
+            const database = opening.result
+            const reading = database.transaction('conversations').objectStore('conversations').getAll()
+            reading.onsuccess = () => {
+              database.close()
+              const messages = reading.result.flatMap((each) => Object.values(each.messages))
+              done(messages.some((each) => each.answer?.text.startsWith(text)))
+            }
+          }
+        })""",
+        arg=text,
+    )
+
+
 def choose(page, at, *, drawn=True):
     """Go to a token with the keys, and continue from it with the token that was drawn, or the first other one."""
     for key in ["Home"] + ["ArrowRight"] * (at + 1) + ["ArrowLeft", "ArrowDown"]:
@@ -46,9 +65,10 @@ def test_first_chat(page, ask, server):
     ask(page, "And more?")
     assert server.engine.prompts[-1] == f"[user]explain recursion[assistant]{MARKDOWN}[user]And more?[answer]"
     before = texts(page)
+    wait_until_kept(page, before[1])
     page.reload()
     page.locator("chat-answer").nth(1).wait_for()
-    assert texts(page) == before  # the browser keeps it
+    assert texts(page) == before
     page.get_by_label("Delete explain recursion").focus()
     page.once("dialog", lambda dialog: dialog.accept())
     page.keyboard.press("Enter")

@@ -29,6 +29,8 @@ from ...lang import cuda
 from ...lang.jit import multiprocessors
 
 MOST_INPUTS = 16384
+SHARED = "ppffiiip"
+"""Letters of the arguments that all launchers take after their own."""
 TURNS = 16
 """Rows of gate and up that alternate, in weights stored in this order."""
 
@@ -99,24 +101,28 @@ def vectors_refusal(weights: ChainWeights) -> str | None:
 
 
 class Chain:
-    """Launches of one source that has ``chain.cuh``.
+    """``(attended, residual, weights) -> (y, u)`` by a source that has ``chain.cuh``, for one kind of weight.
 
     Launches leave results in memory that they share, so those of one instance must be on one stream. All blocks of a
     launch must run at once. So two launches must never run beside each other on a GPU, from two streams or by MPS: each
     may have half of the multiprocessors and wait for the rest, until the kernel stops with an error after some seconds.
-
-    Args:
-        source: the name without ``.cu``.
-        signature: the letters of the launcher's own arguments, which come first, as ``bind`` takes them.
 
     Raises:
         Unavailable: not a Hopper GPU, or no nvcc to build the kernel with.
         RuntimeError: made inside a CUDA graph capture.
     """
 
-    def __init__(self, source: str, signature: str, device: torch.device | None = None) -> None:
-        self._source = source
-        self._launch = cuda.bind_on_hopper(source, f"transect_{source}", f"{signature}ppffiiip", device)
+    source: str
+    """Name of the source without ``.cu``."""
+    signature: str
+    """Letters of the launcher's own arguments, which come first, as ``bind`` takes them."""
+    stages: int
+    """Items that each warp has asked for at a time."""
+    refusal: Callable[[ChainWeights], str | None]
+    """Returns the reason why the kernel does not take some weights; None if it does."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._launch = cuda.bind_on_hopper(self.source, f"transect_{self.source}", f"{self.signature}{SHARED}", device)
         self._held: dict[tuple[torch.device, int, int], Tensor] = {}
 
     def hold(self, device: torch.device, d: int, ffn: int) -> Tensor:
@@ -129,23 +135,33 @@ class Chain:
         key = (device, d, ffn)
         if key not in self._held:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(f"{self._source}.cu: run the operator once before capturing it in a CUDA graph")
+                raise RuntimeError(f"{self.source}.cu: run the operator once before capturing it in a CUDA graph")
             results = 2 * ((2 * d + ffn) // 2 + 2 * (d // 16))
             held = torch.zeros(results + multiprocessors(device), dtype=torch.int32, device=device)
             held[:results] = -1
             self._held[key] = held
         return self._held[key]
 
-    def run(
-        self, own: Sequence[int], attended: Tensor, residual: Tensor, weights: ChainWeights,
-        shapes: Sequence[tuple[int, int]], stages: int, dependent_launch: bool,
+    def describe(self, weights: ChainWeights, stages: int) -> tuple[list[Any], Sequence[tuple[int, int]], int]:
+        """Return the launcher's own arguments (numbers and arrays of ctypes), each matrix's outputs and inputs, and the
+        number of stages that fit."""
+        raise NotImplementedError
+
+    def __call__(
+        self, attended: Tensor, residual: Tensor, weights: ChainWeights, *,
+        dependent_launch: bool = False, stages: int | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return y ``[1, N]`` and u ``[1, D]``. ``own``: the launcher's own arguments, which come first.
+        """Compute y ``[1, N]`` and u ``[1, D]``.
+
+        ``dependent_launch``: the weights may be read before the kernel before this one on the stream has ended.
 
         Raises:
-            ValueError: there is more than one row, or another dtype.
+            ValueError: the kernel does not take these weights, there is more than one row, or another dtype.
             RuntimeError: the launch failed.
         """
+        if refused := self.refusal(weights):
+            raise ValueError(f"{self.source}.cu: {refused}")
+        own, shapes, stages = self.describe(weights, self.stages if stages is None else stages)
         (d, k), ffn = shapes[0], shapes[2][1]
         reason = None
         if attended.shape != (1, k) or residual.shape != (1, d):
@@ -153,7 +169,7 @@ class Chain:
         if attended.dtype != torch.bfloat16 or residual.dtype != torch.bfloat16 or attended.data_ptr() % 16:
             reason = reason or "it computes in bfloat16, and reads 16 bytes at a time"
         if reason:
-            raise ValueError(f"{self._source}.cu: {reason}")
+            raise ValueError(f"{self.source}.cu: {reason}")
         device = attended.device
         blocks, words = multiprocessors(device), self.hold(device, d, ffn)
         lengths = [d // 2, d // 2, ffn // 2, d // 16, d // 16]
@@ -168,11 +184,12 @@ class Chain:
         )
         sizes, pointers = (ctypes.addressof(array) for array in arrays)
         code = self._launch(
-            *own, sizes, pointers, *weights.eps, stages, blocks, 2 if dependent_launch else 0,
+            *(ctypes.addressof(each) if isinstance(each, ctypes.Array) else each for each in own),
+            sizes, pointers, *weights.eps, stages, blocks, 2 if dependent_launch else 0,
             torch.cuda.current_stream(device).cuda_stream,
         )  # fmt: skip
         if code:
-            raise RuntimeError(f"{self._source}.cu: the launch returned {code}")
+            raise RuntimeError(f"{self.source}.cu: the launch returned {code}")
         return out, stream
 
 

@@ -88,7 +88,7 @@ def test_the_kernel_has_the_products_of_the_values(chain, sizes, form):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_source_has_the_products_of_the_values_in_any_order_of_threads(monkeypatch, form):
-    kernel = chain_source(monkeypatch, scaled8_chain.CudaChain, "scaled8_chain", "ppi")
+    kernel = chain_source(monkeypatch, scaled8_chain.CudaChain)
     weights = weights_of(128, 256, 2304, 256, bias=True, form=form)  # a warp has two chunks of 2304
     x, residual = row(256), row(128, seed=2)
     want_y, want_u = scaled8_chain.reference(x.double(), residual.double(), weights)

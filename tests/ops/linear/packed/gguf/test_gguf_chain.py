@@ -101,7 +101,7 @@ def test_four_products_have_the_values(chain, types, sizes):
 
 
 def on_host(monkeypatch, instead=None, multiprocessors=3):
-    return chain_source(monkeypatch, GGUFChain, "gguf_chain", "pp", instead, multiprocessors)
+    return chain_source(monkeypatch, GGUFChain, instead, multiprocessors)
 
 
 def check(found, weights, x, residual):

@@ -63,7 +63,7 @@ def test_the_reference_is_four_products_and_two_norms():
 
 @pytest.mark.parametrize("group", [128, 64, 32])
 def test_the_source_has_the_products_of_the_values_in_any_order_of_threads(monkeypatch, group):
-    kernel = chain_source(monkeypatch, Int4Chain, "int4_chain", "pi")
+    kernel = chain_source(monkeypatch, Int4Chain)
     weights = weights_of(256, 384, 1408, 80, group, bias=group == 128)
     x, residual = row(384), row(256, seed=2)
     x[0, 5], x[0, 200] = 1020, 255 / 64  # all digits set, the largest of their chunks
@@ -81,7 +81,7 @@ def test_the_source_has_the_products_of_the_values_in_any_order_of_threads(monke
 @pytest.mark.parametrize("seed", range(6))
 def test_the_source_has_the_values_of_random_sizes(monkeypatch, seed):
     draw = random.Random(seed)
-    kernel = chain_source(monkeypatch, Int4Chain, "int4_chain", "pi", multiprocessors=draw.choice((1, 2, 5, 9)))
+    kernel = chain_source(monkeypatch, Int4Chain, multiprocessors=draw.choice((1, 2, 5, 9)))
     d, q, f = (128 * draw.randint(1, most) for most in (4, 10, 12))
     weights = weights_of(d, q, f, 16 * draw.randint(1, 20), draw.choice((32, 64, 128)), bias=draw.random() < 0.5)
     for turn in range(2):
@@ -106,7 +106,7 @@ FAULTS = {
 @pytest.mark.prove
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_the_source_relies_on_is_seen_to_be_missing(monkeypatch, fault):
-    kernel = chain_source(monkeypatch, Int4Chain, "int4_chain", "pi", FAULTS[fault])
+    kernel = chain_source(monkeypatch, Int4Chain, FAULTS[fault])
     weights = weights_of(256, 384, 1408, 240)
     with pytest.raises(AssertionError, match=r"wrong|wait for each other|polls for ever|more arrivals"):
         for seed in range(4):

@@ -10,8 +10,7 @@ Bound by bytes: one for each weight.
 
 from __future__ import annotations
 
-import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,35 +70,11 @@ def refusal(weights: ChainWeights) -> str | None:
 
 
 class CudaChain(chain.Chain):
-    """``(attended, residual, weights) -> (y, u)`` by ``scaled8_chain.cu``; arguments and errors of ``chain.Chain``."""
+    """``chain.Chain`` by ``scaled8_chain.cu``."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        super().__init__("scaled8_chain", "ppi", device)
+    source, signature, stages, refusal = "scaled8_chain", "ppi", STAGES, staticmethod(refusal)
 
-    def __call__(
-        self,
-        attended: Tensor,
-        residual: Tensor,
-        weights: ChainWeights,
-        *,
-        dependent_launch: bool = False,
-        stages: int = STAGES,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute y ``[1, N]`` and u ``[1, D]``.
-
-        ``dependent_launch``: the weights may be read before the kernel before this one on the stream has ended.
-
-        Raises:
-            ValueError: see ``refusal`` and ``Chain.run``.
-            RuntimeError: the launch failed.
-        """
-        reason = refusal(weights)
-        if reason:
-            raise ValueError(f"scaled8_chain.cu: {reason}")
-        codes = chain.addresses([m.codes for m in weights.matrices])
-        scales = chain.addresses([m.scale for m in weights.matrices])
+    def describe(self, weights: ChainWeights, stages: int) -> tuple[list[Any], list[tuple[int, int]], int]:
+        codes, scales = (chain.addresses(each) for each in zip(*(m[:2] for m in weights.matrices), strict=True))
         shapes = [(m.codes.shape[0], m.codes.shape[1]) for m in weights.matrices]
-        return self.run(
-            [ctypes.addressof(codes), ctypes.addressof(scales), weights.o.format], attended, residual, weights,
-            shapes, stages, dependent_launch,
-        )  # fmt: skip
+        return [codes, scales, weights.o.format], shapes, stages

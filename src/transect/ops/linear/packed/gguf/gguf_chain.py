@@ -9,8 +9,8 @@ and waits only for that. Bound by bytes: 0.33 to 1.06 for each weight.
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from .....spec.numbers.gguf import UNITS
@@ -60,36 +60,12 @@ def chain_refusal(weights: ChainWeights) -> str | None:
 
 
 class GGUFChain(chain.Chain):
-    """``(attended, residual, weights) -> (y, u)`` by ``gguf_chain.cu``; arguments and errors of ``chain.Chain``."""
+    """``chain.Chain`` by ``gguf_chain.cu``."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        super().__init__("gguf_chain", "pp", device)
+    source, signature, stages, refusal = "gguf_chain", "pp", STAGES, staticmethod(chain_refusal)
 
-    def __call__(
-        self,
-        attended: Tensor,
-        residual: Tensor,
-        weights: ChainWeights,
-        *,
-        dependent_launch: bool = False,
-        stages: int = STAGES,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute y ``[1, N]`` and u ``[1, D]``.
-
-        ``dependent_launch``: the weights may be read before the kernel before this one on the stream has ended.
-
-        Raises:
-            ValueError: see ``chain_refusal`` and ``Chain.run``.
-            RuntimeError: the launch failed.
-        """
-        reason = chain_refusal(weights)
-        if reason:
-            raise ValueError(f"gguf_chain.cu: {reason}")
+    def describe(self, weights: ChainWeights, stages: int) -> tuple[list[Any], list[tuple[int, int]], int]:
         parts = [described(matrix) for matrix in weights.matrices]
         units = chain.addresses([unit for own, _ in parts for unit in own])
         numbers = (ctypes.c_int * (8 * MOST_PARTS))(*(number for _, own in parts for number in own))
-        return self.run(
-            [ctypes.addressof(units), ctypes.addressof(numbers)], attended, residual, weights,
-            [size_of(matrix) for matrix in weights.matrices], fitting(weights.matrices, stages),
-            dependent_launch,
-        )  # fmt: skip
+        return [units, numbers], [size_of(matrix) for matrix in weights.matrices], fitting(weights.matrices, stages)

@@ -10,8 +10,7 @@ Bound by bytes: (1/2 + 4 / G) for each weight.
 
 from __future__ import annotations
 
-import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,33 +64,10 @@ def refusal(weights: ChainWeights) -> str | None:
 
 
 class Int4Chain(chain.Chain):
-    """``(attended, residual, weights) -> (y, u)`` by ``int4_chain.cu``; arguments and errors of ``chain.Chain``."""
+    """``chain.Chain`` by ``int4_chain.cu``."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        super().__init__("int4_chain", "pi", device)
+    source, signature, stages, refusal = "int4_chain", "pi", STAGES, staticmethod(refusal)
 
-    def __call__(
-        self,
-        attended: Tensor,
-        residual: Tensor,
-        weights: ChainWeights,
-        *,
-        dependent_launch: bool = False,
-        stages: int = STAGES,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute y ``[1, N]`` and u ``[1, D]``.
-
-        ``dependent_launch``: the weights may be read before the kernel before this one on the stream has ended.
-
-        Raises:
-            ValueError: see ``refusal`` and ``Chain.run``.
-            RuntimeError: the launch failed.
-        """
-        reason = refusal(weights)
-        if reason:
-            raise ValueError(f"int4_chain.cu: {reason}")
-        tiles, group = chain.addresses([m.arranged for m in weights.matrices]), group_of(weights.o.arranged)
-        return self.run(
-            [ctypes.addressof(tiles), group], attended, residual, weights, [m.shape for m in weights.matrices],
-            stages, dependent_launch,
-        )  # fmt: skip
+    def describe(self, weights: ChainWeights, stages: int) -> tuple[list[Any], list[tuple[int, int]], int]:
+        tiles = chain.addresses([matrix.arranged for matrix in weights.matrices])
+        return [tiles, group_of(weights.o.arranged)], [matrix.shape for matrix in weights.matrices], stages
