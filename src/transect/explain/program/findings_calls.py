@@ -61,12 +61,11 @@ def synchronisation(material: Material) -> Iterator[Finding]:
         waited = float(sum(trace.dur[i] for i in waits))
         values = [op for op in split.ops if op.key.name.startswith("Memcpy DtoH") and op.key.bytes <= VALUE_BYTES]
         read = sum(op.seconds for op in values if op.calls >= MANY)
-        read_s = min(_value_loops(material)[0] * split.own, max(0.0, split.own - split.busy))
         yield Finding(
             "sync",
             "the program waits for the GPU",
             f"{len(waits)} times, after each of which the GPU is idle until the host issues new work",
-            max(read_s, split.own - max(split.busy - read, split.issuing)) if waited else 0.0,
+            max(_read_seconds(material), split.own - max(split.busy - read, split.issuing)) if waited else 0.0,
             "keep values in tensors and read them once, after the loop (.item(), .cpu() and print() wait)",
         )
         return
@@ -77,9 +76,15 @@ def synchronisation(material: Material) -> Iterator[Finding]:
             "sync",
             "the program waits for single values",
             f"{calls} calls of .item() or the like",
-            max(split.parts["sync"] + _sync_launch(split, calls), _value_loops(material)[0] * split.own),
+            max(split.parts["sync"] + _sync_launch(split, calls), _read_seconds(material)),
             "keep values in tensors and read them once, after the loop",
         )
+
+
+def _read_seconds(material: Material) -> float:
+    """Return the seconds in loops that only read values; on a GPU those in which it is idle."""
+    split, seconds = material.split, _value_loops(material)[0] * material.split.own
+    return min(seconds, max(0.0, split.own - split.busy)) if split.on_gpu else seconds
 
 
 def _value_loops(material: Material) -> tuple[float, frozenset[tuple[str, int]]]:
@@ -132,8 +137,8 @@ def launching(material: Material) -> Iterator[Finding]:
     if most is None or most.calls < MANY:
         return
     if split.on_gpu:  # beside what the GPU computes calls cost nothing
-        read_s = min(_value_loops(material)[0] * split.own, max(0.0, split.own - split.busy))
-        seconds = max(0.0, min(split.parts["launch"], max(0.0, split.issuing - split.busy)) - read_s)
+        seconds = min(split.parts["launch"], max(0.0, split.issuing - split.busy))
+        seconds = max(0.0, seconds - _read_seconds(material))
     else:
         waits = sum(op.calls for op in split.named("aten::item"))
         share, reading = _value_loops(material)
