@@ -25,8 +25,8 @@ from .split import OpStat
 
 OFTEN = 0.1
 """Least share of samples that show a library at work."""
-CALLS = ("launch", "eager", "small batch", "autograd", "collection", "inefficiency")
-CALLING = ("launch", "eager", "small batch", "sync", "autograd")
+CALLS = ("launch", "eager", "small batch", "autograd")
+CALLING = (*CALLS, "sync")
 """Kinds of findings about calls of operators, from any line."""
 SCORES = ("aten::bmm", "aten::baddbmm")
 """Products of attention that is not fused."""
