@@ -12,7 +12,7 @@ from torch import nn
 from transect.explain.program.doing import LIBRARY, calls_itself, doing_of, loop_at
 from transect.explain.program.explain import explain_trace, waiting_share
 from transect.explain.program.finding import SURE, Finding, Material
-from transect.explain.program.findings import _certain
+from transect.explain.program.findings import _certain, conversions
 from transect.explain.program.findings_calls import _most_rows, looped_share, training_loops
 from transect.explain.program.findings_host import restarted, whole_shares
 from transect.explain.program.sampler import Frame, Sample, StackSamples
@@ -298,6 +298,14 @@ def test_few_samples_prove_a_small_share_of_the_time():
         samples = StackSamples(samples=[Sample(0.01 * i, (Frame("train.py", "main", 2),), 0) for i in range(count)])
         material = Material(split, None, plain_samples=samples)
         assert (_certain(Finding("file", "", "", 0.06, ""), SURE, material).gain == 0.06) is sure
+
+
+@pytest.mark.parametrize(("name", "moved"), [("cudnn::ops::nchwToNhwcKernel<float>", True), ("sm90_xmma_fprop", False)])
+def test_convolutions_may_change_the_layout_of_pictures(name, moved):
+    op = OpStat(Key(name, [[8, 64, 32, 32]]), calls=100, seconds=0.3, operator="aten::cudnn_convolution")
+    split = types.SimpleNamespace(on_gpu=True, own=1.0, ops=[op], named=lambda *names: [])
+    layout = [each.gain for each in conversions(Material(split, None)) if each.kind == "layout"]
+    assert layout == ([0.3] if moved else [])
 
 
 def test_batches_of_two_rows_cost_as_many_calls_as_large_ones():

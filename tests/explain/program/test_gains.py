@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from transect.explain.program.doing import doing_of, loop_at, statement, whole_kind
+from transect.explain.program.doing import doing_of, loop_at, needs_itself, statement, whole_kind
 from transect.explain.program.finding import Finding, Material, weighed
 from transect.explain.program.findings import EVICTED, WARMER, _warmed
 from transect.explain.program.gaps import COMPUTES, _find_python
@@ -180,6 +180,13 @@ HOOKED = Frame("/x/torch/nn/modules/module.py", "_call_impl", 1)
 )
 def test_hooks_and_prepared_inputs_contain_other_work(stack, kind):
     assert whole_kind(stack) == kind
+
+
+@pytest.mark.parametrize(("body", "needs"), [("y = y * 0.9", True), ("y = f(x)", False), ("x = x * 2", False)])
+def test_a_loop_may_need_its_own_results(tmp_path, body, needs):
+    path = tmp_path / "loop.py"
+    path.write_text(f"def work():\n    for x in range(3):\n        {body}\n")
+    assert needs_itself((str(path), 2)) is needs
 
 
 def test_forgetting_is_a_part_of_recording():

@@ -13,6 +13,7 @@ import itertools
 import linecache
 import re
 import sysconfig
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,9 +68,7 @@ CALLERS = re.compile(
 ARRAYS = re.compile(r"/(?:numpy|scipy|PIL|cv2|sklearn|pandas|librosa|soxr|numba)/")
 NUMPY = re.compile(r"\b(?:np|numpy)\.")
 """Libraries that compute without operators of torch, and a call of numpy in a line."""
-MODELS = re.compile(
-    rf"{CALLERS.pattern.replace('torch|', '')}|/torch/nn/modules/(?:activation|transformer|rnn)\.py$|/torch/optim/"
-)
+MODELS = re.compile(rf"{CALLERS.pattern.replace('torch|', '')}|/torch/nn/modules/|/torch/optim/")
 """Files of models and optimizers: the operators that they call, and their order, are not the user's to change."""
 NATIVE = "/transect/ops/cpu/"
 """Path of code that calls C++ kernels, which no profiler sees."""
@@ -306,6 +305,32 @@ def loop_around(stack: tuple[Frame, ...]) -> tuple[str, int]:
     """Return file and first line of the innermost loop of the user that a stack is in; ("", 0) if there is none."""
     mine = (frame for frame in user_stack(stack) if not any(part in frame.file for part in LIBRARY))
     return next((loop for frame in mine if (loop := loop_at(frame))[0]), ("", 0))
+
+
+def loop_text(loop: tuple[str, int]) -> str:
+    """Return the source of a loop, given its file and first line."""
+    file, first = loop
+    last = next((last for begin, last in _loops(file) if begin == first), first) if file else 0
+    return "".join(linecache.getlines(file)[first - 1 : last]) if file else ""
+
+
+@functools.lru_cache(maxsize=200)
+def needs_itself(loop: tuple[str, int]) -> bool:
+    """Return True if a loop computes a variable from its value of the iteration before."""
+    try:
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(loop_text(loop)))))
+    except (SyntaxError, ValueError):
+        return False
+    carried, fresh = set[str](), set[str]()
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            targets = {each.id for each in node.targets if isinstance(each, ast.Name)}
+            used = {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
+            carried |= targets & used
+            fresh |= targets - used
+        elif isinstance(node, ast.For):
+            fresh |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
+    return bool(carried - fresh)
 
 
 def loops_around(file: str, first: int) -> list[int]:

@@ -46,6 +46,8 @@ from .trace import Key
 
 CALLING = ("launch", "eager", "sync", "layout", "convert", "grow", "small batch")
 """Kinds of findings about operators, of which a library may call a share that is another finding."""
+MOVES = re.compile(r"nchwToNhwc|nhwcToNchw", re.I)
+"""Names of kernels by which cuDNN changes the layout of pictures."""
 LEAST = 0.02
 """Least gain, as a share of the wall time, of a reported finding."""
 FOREIGN = {*EVERYWHERE, "python", "loading", "stacks", "printing", "saving", "copying", "building", "grow"} - set(IDLE)
@@ -128,9 +130,15 @@ def conversions(material: Material) -> Iterator[Finding]:
         else:
             groups["layout"].append(op)
     most_s = _called_by_user(material)
+    inside = [op for op in material.split.ops if MOVES.search(op.key.name)]  # of a convolution, in the user's layout
+    groups["layout"] += inside
+    moved_s = sum(op.seconds for op in inside)
     texts = {
         "convert": ("the same tensors are converted again and again", "convert once, before the loop"),
-        "layout": ("tensors are copied to change their layout", "keep the layout that the next operator wants"),
+        "layout": (
+            "tensors are copied to change their layout",
+            "keep the layout that the next operator wants; memory_format=torch.channels_last for convolutions",
+        ),
         "grow": ("tensors grow by concatenation", "allocate the whole tensor once and write into it"),
     }
     for kind, ops in groups.items():
@@ -142,7 +150,7 @@ def conversions(material: Material) -> Iterator[Finding]:
         # The first conversion of each shape is needed; a tensor that grows is written once in any case.
         kept = sum(op.seconds / op.calls for op in ops) if kind == "convert" else 2 / calls * spent
         seconds = max(0.0, spent - kept) if kind != "layout" else spent
-        seconds = min(seconds, most_s) if kind != "grow" else seconds
+        seconds = min(seconds, most_s + (moved_s if kind == "layout" else 0.0)) if kind != "grow" else seconds
         title, advice = texts[kind]
         evidence = f"{calls} copies, {1e3 * spent:.1f} ms; most in {most.name} {most.key.shapes}"
         yield Finding(kind, title, f"{evidence} {' <- '.join(most.key.types[:2])}", seconds, advice)
@@ -152,7 +160,7 @@ def _called_by_user(material: Material) -> float:
     """Return the seconds in which the user's lines call operators themselves; on a GPU, where samples do not show the
     length of kernels, all seconds if some do."""
     samples, own = material.stacks, material.split.own
-    if not samples:
+    if len(samples) < MANY:  # too few to show that no line does
         return own
     share = weighed(samples, lambda sample: "user" if calls_itself(sample.stack) else "").get("user", 0.0)
     return share * own if not material.split.on_gpu else own if share >= LEAST_CALLED else 0.0

@@ -45,6 +45,8 @@ FEW_ROWS, FEWEST_ROWS = 8, 2
 """Most rows of a product in a batch that is too small, and in one that is too small for training."""
 COMPILED_S, TRAINED_S = 15e-6, 110e-6
 """Seconds that a call of a compiled module takes beside its operators, without a backward pass and with it."""
+LARGE_WORK = 0.7
+"""Share of the time in operators, apart from calling them, from which their inputs count as large."""
 REACHED_ALONE = 0.3
 """Share of its floor's rate that an operator on a batch reaches at least."""
 VALUE_BYTES = 64
@@ -134,7 +136,7 @@ def launching(material: Material) -> Iterator[Finding]:
     split = material.split
     calls = sum(op.calls for op in split.ops)
     most = max(split.ops, key=lambda op: op.launch, default=None)
-    if most is None or most.calls < MANY:
+    if most is None or sum(op.calls for op in split.ops if op.name == most.name) < MANY:
         return
     if split.on_gpu:  # beside what the GPU computes calls cost nothing
         seconds = min(split.parts["launch"], max(0.0, split.issuing - split.busy))
@@ -156,7 +158,8 @@ def launching(material: Material) -> Iterator[Finding]:
     if not split.on_gpu and not chained:  # on a GPU a graph replaces all calls
         looped, compiled = looped_share(material)
         called_s = seconds
-        seconds = looped * _batched(split, seconds)
+        # Where operators compute for most of the time, batches are large already, and a compiler may join calls.
+        seconds = looped * (fused if _computing(split) > LARGE_WORK else _batched(split, seconds))
         if compiled:
             yield _compiled(material, called_s * _fusible(split, of_modules=True), compiled, certain)
             fused *= looped
@@ -177,10 +180,18 @@ def launching(material: Material) -> Iterator[Finding]:
 
 
 def _certain_calls(split: Split) -> float:
-    """Return the seconds that calls of operators take at least: of work smaller than a call all of it, of others and
-    of the gaps between them what a call takes."""
+    """Return the seconds that calls of operators take at least: what a call takes. Unless operators compute for most
+    of the time, work smaller than a call is certain too, and gaps between calls up to that time."""
+    if _computing(split) > LARGE_WORK:
+        return sum(min(op.launch, op.calls * LAUNCH_S) for op in split.ops if _computes(op))
     inside = sum(op.launch if op.tiny else min(op.launch, op.calls * LAUNCH_S) for op in split.ops)
     return inside + sum(min(gap.seconds, LAUNCH_S) for gap in split.gaps if gap.part == "launch")
+
+
+def _computing(split: Split) -> float:
+    """Return the share of the time in operators, apart from calling them."""
+    parts = split.parts
+    return (parts["floor"] + parts["inefficiency"] + parts["padding"]) / (split.own or 1.0)
 
 
 def _computes(op: OpStat) -> bool:

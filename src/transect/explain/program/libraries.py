@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .doing import LIBRARY, doing_of, loop_around, user_stack, whole_kind
+from .doing import LIBRARY, doing_of, loop_around, needs_itself, user_stack, whole_kind
 from .finding import Finding, Material
 from .findings_calls import training_loops
 from .findings_work import REACHED
@@ -124,7 +124,7 @@ def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
         inside = bool(loop[0]) and (not trains or (bool(training) and loop not in training))
         if each.kind not in (LOOPED[:2] if trains else LOOPED) or not inside or place in reading:
             rest.append(each)
-        elif each.kind == "sync" and place not in loops and not _called(found, each):
+        elif each.kind == "sync" and place not in loops and (needs_itself(loop) or not _called(found, each)):
             reading.add(place)  # the rest of the loop stays
             rest.append(each)
         elif place in loops:
