@@ -198,7 +198,7 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="some of the programs, or files of the corpus; all if none is named")
-    parser.add_argument("--part", default="1/1", help="every Nth program, beginning with the Kth: K/N")
+    parser.add_argument("--part", default="1/1", help="every Nth of these programs, beginning with the Kth: K/N")
     parser.add_argument("--seconds", type=float, default=3.0, help="length of an explained run")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -222,7 +222,7 @@ def main() -> None:
         "failed": {},
     }
     first, step = map(int, options.part.split("/"))
-    names = chosen(options.names, known) or list(known)[first - 1 :: step]
+    names = (chosen(options.names, known) or list(known))[first - 1 :: step]
     if options.add and options.out.exists():
         before = json.loads(options.out.read_text())
         if before["environment"]["commit"] != result["environment"]["commit"]:

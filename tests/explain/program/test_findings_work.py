@@ -11,11 +11,14 @@ from torch import nn
 
 from transect.explain.program.doing import LIBRARY, calls_itself, doing_of, loop_at
 from transect.explain.program.explain import explain_trace, waiting_share
-from transect.explain.program.finding import Finding, Material
-from transect.explain.program.findings_calls import looped_share, training_loops
-from transect.explain.program.findings_host import restarted
+from transect.explain.program.finding import SURE, Finding, Material
+from transect.explain.program.findings import _certain, conversions
+from transect.explain.program.findings_calls import _most_rows, looped_share, training_loops
+from transect.explain.program.findings_host import restarted, whole_shares
 from transect.explain.program.sampler import Frame, Sample, StackSamples
+from transect.explain.program.split import OpStat
 from transect.explain.program.steps import StepWatch
+from transect.explain.program.trace import Key
 from transect.explain.program.trace_file import read_trace
 
 CHECKPOINT, ENGINE = "/lib/torch/utils/checkpoint.py", "/lib/torch/autograd/graph.py"
@@ -216,8 +219,7 @@ def test_a_batch_replaces_only_loops_inside_of_a_step(tmp_path):
         return looped_share(Material(split, None, plain_samples=StackSamples(samples=samples), facts=facts))
 
     assert share(4, 7) == pytest.approx((1.0, 0.0)) and share(6, 7)[0] == 0.0
-    assert share(4, 4, 4, 6, backward_ran=False) == pytest.approx((0.8, 0.2), abs=0.01), "the inner loop alone"
-    assert share(4, 6, 6, 6, backward_ran=False) == (1.0, 0.0), "both loops"
+    assert share(4, 6, backward_ran=False) == (1.0, 0.0)
 
 
 def test_a_softmax_of_a_single_row_is_no_attention(tmp_path):
@@ -262,3 +264,55 @@ def test_workers_that_start_again_and_again_are_one_finding():
     merged = restarted(found, Material(split, None, plain_samples=StackSamples(samples=samples)))
     assert [each.kind for each in merged] == ["process", "launch"]
     assert merged[0].gain == pytest.approx(1.0) and "persistent_workers" in merged[0].advice
+
+
+def test_the_order_of_samples_is_drawn_once_an_epoch():
+    inside = Frame("/x/torch/utils/data/dataloader.py", "__next__", 1), Frame("train.py", "epoch", 2)
+    draws, fetches = ((Frame(file, "f", 1), *inside) for file in ("/x/torch/utils/data/sampler.py", "data.py"))
+    samples = [Sample(0.01 * i, draws if i % 2 else fetches, 0) for i in range(100)]
+    found = [Finding("loading", "loading", "", 0.3, ""), Finding("launch", "launch", "", 0.2, "")]
+    material = Material(types.SimpleNamespace(own=1.0), None, plain_samples=StackSamples(samples=samples))
+    first, rest = restarted(found, material)
+    assert first.gain == pytest.approx(0.5, abs=0.02) and "iter(loader)" in first.advice and rest is found[1]
+
+
+@pytest.mark.parametrize(("each", "found"), [(1, True), (50, False)])
+def test_evaluation_is_a_finding_only_every_few_steps(each, found):
+    user = Frame("train.py", "main", 2)
+    step, evaluate = (Frame("/x/site-packages/transformers/trainer.py", name, 1) for name in ("step", "evaluate"))
+    stacks = [(evaluate, user) if i // 2 % (each + 1) == each else (step, user) for i in range(400)]
+    samples = StackSamples(samples=[Sample(0.01 * i, stack, 0) for i, stack in enumerate(stacks)])
+    material = Material(types.SimpleNamespace(ops=[]), None, plain_samples=samples, facts={"steps": 200})
+    assert ("evaluation" in whole_shares(material)) is found
+
+
+@pytest.mark.parametrize(("gain", "least", "shown"), [(0.2, 0.01, 0.01), (0.2, 0.1, 0.2), (0.04, 0.0, 0.04)])
+def test_a_large_gain_must_be_certain(gain, least, shown):
+    material = Material(types.SimpleNamespace(own=1.0), None)
+    assert _certain(Finding("launch", "", "", gain, "", least=least), SURE, material).gain == shown
+
+
+def test_few_samples_prove_a_small_share_of_the_time():
+    split = types.SimpleNamespace(own=1.0)
+    for count, sure in ((100, False), (10_000, True)):
+        samples = StackSamples(samples=[Sample(0.01 * i, (Frame("train.py", "main", 2),), 0) for i in range(count)])
+        material = Material(split, None, plain_samples=samples)
+        assert (_certain(Finding("file", "", "", 0.06, ""), SURE, material).gain == 0.06) is sure
+
+
+@pytest.mark.parametrize(("name", "moved"), [("cudnn::ops::nchwToNhwcKernel<float>", True), ("sm90_xmma_fprop", False)])
+def test_convolutions_may_change_the_layout_of_pictures(name, moved):
+    op = OpStat(Key(name, [[8, 64, 32, 32]]), calls=100, seconds=0.3, operator="aten::cudnn_convolution")
+    split = types.SimpleNamespace(on_gpu=True, own=1.0, ops=[op], named=lambda *names: [])
+    layout = [each.gain for each in conversions(Material(split, None)) if each.kind == "layout"]
+    assert layout == ([0.3] if moved else [])
+
+
+def test_batches_of_two_rows_cost_as_many_calls_as_large_ones():
+    def most(rows, steps=10, name="aten::addmm"):
+        key = Key(name, [[64], [rows, 32], [32, 64]], nodes=True)
+        split = types.SimpleNamespace(on_gpu=False, ops=[OpStat(key, calls=10)])
+        return _most_rows(Material(split, None, facts={"steps": steps, "backward": True}))
+
+    assert most(2) == 2 and most(64) == 64
+    assert most(2, steps=0) == 0 and most(2, name="aten::mkldnn_convolution") == 0

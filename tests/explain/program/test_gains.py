@@ -4,18 +4,16 @@ import gc
 import linecache
 import time
 import types
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from transect.explain.program.doing import Doing, doing_of, loop_at, needs_itself, statement, whole_kind
+from transect.explain.program.doing import doing_of, loop_at, needs_itself, statement, whole_kind
 from transect.explain.program.finding import Finding, Material, weighed
 from transect.explain.program.findings import EVICTED, WARMER, _warmed
-from transect.explain.program.findings_host import rest_share
-from transect.explain.program.gaps import COMPUTES, Named, _find_python
+from transect.explain.program.gaps import COMPUTES, _find_python
 from transect.explain.program.libraries import fused_seconds, placed
 from transect.explain.program.overhead import LARGEST_S, IdleGap, segment_costs
 from transect.explain.program.recording import Recording, autograd_seconds
@@ -107,16 +105,6 @@ def test_advice_names_the_users_line_and_the_librarys_own_switch(source, kind, p
     (found,) = placed([Finding(kind, kind, "", 0.5, "the usual", share=0.5)], material)
     assert words in found.advice and found.advice.endswith("Else: the usual")
     assert found.where == f"script.py:8 in work, which calls {function} ({file})"
-
-
-def test_operators_get_what_samples_leave(source):
-    lines = [5] * 60 + [8] * 40
-    samples = [Sample(0.002 * i, (Frame(source, "work", line),), 0) for i, line in enumerate(lines)]
-    split = types.SimpleNamespace(on_gpu=False, own=1.0, parts={"loading": 0.0})
-    named = [Named(Doing("host", "parse", None), 0.2, 1)]
-    material = Material(split, None, named, plain_samples=StackSamples(samples=samples))
-    assert rest_share(material) == pytest.approx(0.5, abs=0.01)
-    assert rest_share(replace(material, plain_samples=None)) == 1.0
 
 
 def test_calls_are_faster_without_other_code_between_them():

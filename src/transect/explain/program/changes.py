@@ -8,6 +8,7 @@ beforehand. Where a script does what a change cannot have, an error says so, and
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,12 +44,15 @@ class Running:
 
 @contextmanager
 def calls_by(way: Call) -> Iterator[None]:
-    """Replace calls of an outermost module by ``way(module, args, kwargs)``, which calls the module itself as usual."""
-    plain, inside = nn.Module.__call__, False
+    """Replace calls of an outermost module by ``way(module, args, kwargs)``, which calls the module itself as usual.
+
+    Calls of other threads stay, and those that are being compiled; hooks would be compiled with the module.
+    """
+    plain, thread, inside = nn.Module.__call__, threading.get_ident(), False
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
-        if inside:
+        if inside or torch.compiler.is_compiling() or threading.get_ident() != thread:
             return plain(module, *args, **kwargs)
         inside = True
         try:

@@ -26,6 +26,7 @@ RUNS = "/transect/explain/program/script.py"
 LIBRARY = (
     sysconfig.get_paths()["stdlib"],
     sysconfig.get_paths()["purelib"],
+    "/lib/python3.",
     "/site-packages/",
     "/dist-packages/",
     "<frozen",
@@ -67,9 +68,7 @@ CALLERS = re.compile(
 ARRAYS = re.compile(r"/(?:numpy|scipy|PIL|cv2|sklearn|pandas|librosa|soxr|numba)/")
 NUMPY = re.compile(r"\b(?:np|numpy)\.")
 """Libraries that compute without operators of torch, and a call of numpy in a line."""
-MODELS = re.compile(
-    rf"{CALLERS.pattern.replace('torch|', '')}|/torch/nn/modules/(?:activation|transformer|rnn)\.py$|/torch/optim/"
-)
+MODELS = re.compile(rf"{CALLERS.pattern.replace('torch|', '')}|/torch/nn/modules/|/torch/optim/")
 """Files of models and optimizers: the operators that they call, and their order, are not the user's to change."""
 NATIVE = "/transect/ops/cpu/"
 """Path of code that calls C++ kernels, which no profiler sees."""
@@ -115,8 +114,9 @@ LIBRARIES = (
     ("copying", re.compile(r"/copy\.py:deepcopy$")),
     ("optimizer", re.compile(r"/torch/optim/\w+\.py:_single_tensor_")),
 )
-ADAPTER = re.compile(r"/peft/tuners/\w+/layer\.py$")
 """Kinds of work by the function of a library, including its callees."""
+ADAPTER = re.compile(r"/peft/tuners/\w+/layer\.py$")
+"""Files of layers of peft."""
 RUN = ("run", "call", "check_call", "check_output", "getoutput", "getstatusoutput")
 """Functions of ``subprocess`` that start a process and wait for its end."""
 FORKS = ("_acquireLock", "_releaseLock", "_afterFork")
@@ -132,7 +132,12 @@ PREPARES = re.compile(
     r"|/torchvision/transforms/|/torchaudio/(?:transforms|functional|compliance)|/librosa/"
 )
 """Files of libraries that make a model's inputs."""
-WHOLE = ("stacks", "printing", "saving", "building", "copying", "optimizer", "adapters", "hooks", "preparing")
+EVALUATES = re.compile(r"/transformers/trainer\.py:evaluate$|/(?:pytorch_)?lightning/.*/evaluation_loop\.py:run$")
+"""Functions of trainers that evaluate a model."""
+WHOLE = (
+    *("stacks", "printing", "saving", "building", "copying", "optimizer", "adapters", "hooks", "preparing"),
+    "evaluation",
+)
 """Kinds that include the operators called for them, not only the gaps between these."""
 
 
@@ -210,6 +215,8 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
 @functools.lru_cache(maxsize=10_000)
 def whole_kind(stack: tuple[Frame, ...]) -> str:
     """Return the kind of a stack's work, of which hooks and the preparation of inputs contain others."""
+    if any(EVALUATES.search(f"{frame.file}:{frame.function}") for frame in stack):
+        return "evaluation"
     if in_loader(stack):
         return ""
     kind = doing_of(stack).kind

@@ -17,6 +17,9 @@ MANY = 16
 """Calls of the same work that count as a loop."""
 ENOUGH = 60
 """Samples that suffice for shares of the time."""
+SURE, DEVIATIONS = 0.05, 1.64
+"""Share of the time above which a gain must be certain, and standard deviations of a share of samples (95% of them lie
+above the mean less these)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,9 @@ class Finding:
     """The gain as a part of the program's own time."""
     where: str = ""
     gains: Mapping[str, float] = field(default_factory=dict)
+    least: float = math.inf
+    """Seconds of the gain that are certain, if these are fewer. A gain above ``SURE`` of the time of which less is
+    certain counts as these seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,12 @@ class Material:
         """Return the share of the time without profiling by ``name`` of its samples; empty if they are too few."""
         plain = self.plain_samples.samples if self.plain_samples is not None else []
         return weighed(plain, name) if len(plain) >= ENOUGH else {}
+
+    def certain(self, gain: float) -> float:
+        """Return the seconds of a gain that its samples prove; all of it if there are none."""
+        count, share = len(self.stacks), min(1.0, gain / (self.split.own or 1.0))
+        deviation = math.sqrt(share * (1.0 - share) / count) if count else 0.0
+        return gain - DEVIATIONS * deviation * self.split.own
 
 
 def weighed(samples: Sequence[Sample], name: Callable[[Sample], str]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ...hardware.cores import usable_cores
 from .doing import calls_itself, doing_of, in_loader
-from .finding import MANY, Finding, Material, weighed
+from .finding import MANY, SURE, Finding, Material, weighed
 from .findings_calls import launching, runtime_calls, small_batch, synchronisation
 from .findings_host import (
     EVERYWHERE,
@@ -24,7 +24,6 @@ from .findings_host import (
     host,
     library,
     other_threads,
-    rest_share,
     restarted,
     threads,
     whole_shares,
@@ -47,6 +46,8 @@ from .trace import Key
 
 CALLING = ("launch", "eager", "sync", "layout", "convert", "grow", "small batch")
 """Kinds of findings about operators, of which a library may call a share that is another finding."""
+MOVES = re.compile(r"nchwToNhwc|nhwcToNchw", re.I)
+"""Names of kernels by which cuDNN changes the layout of pictures."""
 LEAST = 0.02
 """Least gain, as a share of the wall time, of a reported finding."""
 FOREIGN = {*EVERYWHERE, "python", "loading", "stacks", "printing", "saving", "copying", "building", "grow"} - set(IDLE)
@@ -67,20 +68,22 @@ def find(material: Material) -> list[Finding]:
     found = restarted([each for detector in DETECTORS for each in detector(material)], material)
     whole = whole_shares(material).items()  # operators that a library calls are its
     left = 1.0 - sum(share for kind, (share, _) in whole if kind in {each.kind for each in found})
-    rest = rest_share(material)
-    scale = {
-        each.kind: (1.0 if each.kind in SAMPLED or (material.split.on_gpu and each.kind not in CALLING) else rest)
-        * (left if each.kind in CALLING else 1.0)
-        for each in found
-    }
-    found = [replace(each, gain=_warmed(each, each.gain * scale[each.kind], material)) for each in found]
     wall = material.split.own or 1.0
+    found = [replace(each, gain=each.gain * (left if each.kind in CALLING else 1.0)) for each in found]
+    found = [replace(each, gain=_warmed(each, each.gain, material)) for each in found]
+    found = [_certain(each, SURE * wall, material) for each in found]
     if material.split.on_gpu:
         most = max(0.0, wall - material.split.issued(BLOCKED_S))
         found = [replace(each, gain=min(each.gain, most)) if each.kind in ON_DEVICE else each for each in found]
     found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
     found = sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain)
     return [replace(each, gain=min(each.gain, wall)) for each in placed(found, material)]
+
+
+def _certain(found: Finding, sure: float, material: Material) -> Finding:
+    """Return a finding with the least of its gain, if more than ``sure`` seconds are promised and fewer are certain."""
+    least = min(found.least, material.certain(found.gain)) if found.kind in SAMPLED else found.least
+    return replace(found, gain=max(0.0, least)) if least < sure < found.gain else found
 
 
 def _warmed(found: Finding, gain: float, material: Material) -> float:
@@ -98,6 +101,8 @@ def compiling(material: Material) -> Iterator[Finding]:
     split = material.split
     again = [each for each in stretches(split.trace, split.lane) if each[2] == "recompilation"]
     needed = 2 if material.facts.get("backward", True) else 1  # a backward pass is compiled when it first runs
+    steps = int(material.facts.get("steps") or 0)
+    needed = 0 if len(again) >= steps > 1 else needed
     if len(again) <= needed:
         return
     seconds = split.parts["recompilation"]
@@ -116,8 +121,8 @@ def conversions(material: Material) -> Iterator[Finding]:
     growing = [op for op in material.split.named("aten::cat", "aten::stack") if op.key.shapes]
     growing = growing if len({str(op.key.shapes) for op in growing}) >= MANY // 2 else []
     for op in material.split.named(*COPIES):
-        if of_number(op.key) and not material.split.on_gpu:
-            continue
+        if (of_number(op.key) and not material.split.on_gpu) or op.key.strides is not None:
+            continue  # one with strides repeats numbers, such as a bias for each row
         if op.name in ("aten::cat", "aten::stack"):
             groups["grow" if op in growing else "layout"].append(op)
         elif len(op.key.types) > 1 and op.key.types[0] in SIZES and op.key.types[1] in SIZES:
@@ -125,9 +130,15 @@ def conversions(material: Material) -> Iterator[Finding]:
         else:
             groups["layout"].append(op)
     most_s = _called_by_user(material)
+    inside = [op for op in material.split.ops if MOVES.search(op.key.name)]  # of a convolution, in the user's layout
+    groups["layout"] += inside
+    moved_s = sum(op.seconds for op in inside)
     texts = {
         "convert": ("the same tensors are converted again and again", "convert once, before the loop"),
-        "layout": ("tensors are copied to change their layout", "keep the layout that the next operator wants"),
+        "layout": (
+            "tensors are copied to change their layout",
+            "keep the layout that the next operator wants; memory_format=torch.channels_last for convolutions",
+        ),
         "grow": ("tensors grow by concatenation", "allocate the whole tensor once and write into it"),
     }
     for kind, ops in groups.items():
@@ -139,7 +150,7 @@ def conversions(material: Material) -> Iterator[Finding]:
         # The first conversion of each shape is needed; a tensor that grows is written once in any case.
         kept = sum(op.seconds / op.calls for op in ops) if kind == "convert" else 2 / calls * spent
         seconds = max(0.0, spent - kept) if kind != "layout" else spent
-        seconds = min(seconds, most_s) if kind != "grow" else seconds
+        seconds = min(seconds, most_s + (moved_s if kind == "layout" else 0.0)) if kind != "grow" else seconds
         title, advice = texts[kind]
         evidence = f"{calls} copies, {1e3 * spent:.1f} ms; most in {most.name} {most.key.shapes}"
         yield Finding(kind, title, f"{evidence} {' <- '.join(most.key.types[:2])}", seconds, advice)
@@ -149,7 +160,7 @@ def _called_by_user(material: Material) -> float:
     """Return the seconds in which the user's lines call operators themselves; on a GPU, where samples do not show the
     length of kernels, all seconds if some do."""
     samples, own = material.stacks, material.split.own
-    if not samples:
+    if len(samples) < MANY:  # too few to show that no line does
         return own
     share = weighed(samples, lambda sample: "user" if calls_itself(sample.stack) else "").get("user", 0.0)
     return share * own if not material.split.on_gpu else own if share >= LEAST_CALLED else 0.0
@@ -200,8 +211,9 @@ def loading(material: Material) -> Iterator[Finding]:
     if seconds <= 0:
         return
     plain = material.shares(lambda sample: "loading" if in_loader(sample.stack) else "")
-    if plain and not split.on_gpu:
-        seconds = plain.get("loading", 0.0) * split.own
+    if plain:  # beside a GPU it may take less than it seems, where that has work
+        shown = plain.get("loading", 0.0) * split.own
+        seconds = min(seconds, shown) if split.on_gpu else shown
     workers = max(1, usable_cores() - 1)
     cores = int(material.facts.get("cores") or usable_cores())
     free = min(cores - 1, float(material.facts.get("idle_cores", cores - 1)))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from .doing import doing_of, loop_around, loop_text, loops_around
+from .doing import doing_of, in_loader, loop_around, loops_around
 from .finding import MANY, Finding, Material, weighed
-from .findings_work import NODES, REACHED, shapes_of
+from .findings_work import NODES, REACHED
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, floor
 from .sampler import Frame, Sample
-from .split import COPIES, PLUMBING, SLOW_CALL_S, SMALL_S, SYNC, WAITS, Split
+from .split import COPIES, LAUNCH_S, PLUMBING, SLOW_CALL_S, SMALL_S, SYNC, WAITS, OpStat, Split
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
 
 FOR_VALUES = {
@@ -40,26 +39,16 @@ FOR_VALUES = {
     )
 }
 """Operators that programs call to read a single value."""
-ELEMENTS_S = {
-    "topk kthvalue median argsort sort multinomial unique _unique2 unique_dim": 10e-9,
-    "scatter_add_ scatter_ scatter_reduce index_add_ index_put_ _index_put_impl_ histc bincount": 4e-9,
-    "gather index index_select cumsum cumprod nonzero masked_select exp log tanh sigmoid gelu erf pow": 1.5e-9,
-}
-"""Seconds for each element, of operators that compute more than they move."""
 RECURRENT = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
 """Operators that call others for each element of a sequence."""
+FEW_ROWS, FEWEST_ROWS = 8, 2
+"""Most rows of a product in a batch that is too small, and in one that is too small for training."""
 COMPILED_S, TRAINED_S = 15e-6, 110e-6
 """Seconds that a call of a compiled module takes beside its operators, without a backward pass and with it."""
-MOST_CALL_S = 15e-6
-"""Longest time of calling an operator on a host, with the Python around it; freeing large results takes longer."""
-MOST = 0.6
-"""Share of the calls of a loop that is mended alone, not with the loops around it."""
 LARGE_WORK = 0.7
 """Share of the time in operators, apart from calling them, from which their inputs count as large."""
 REACHED_ALONE = 0.3
 """Share of its floor's rate that an operator on a batch reaches at least."""
-READS = re.compile(r"\.(?:item|tolist|cpu|numpy)\(|\b(?:float|int|bool)\(")
-"""Text of a loop that reads values of tensors."""
 VALUE_BYTES = 64
 """Largest copy to the host, in bytes, that counts as single values, as ``.item()`` makes it."""
 
@@ -74,12 +63,11 @@ def synchronisation(material: Material) -> Iterator[Finding]:
         waited = float(sum(trace.dur[i] for i in waits))
         values = [op for op in split.ops if op.key.name.startswith("Memcpy DtoH") and op.key.bytes <= VALUE_BYTES]
         read = sum(op.seconds for op in values if op.calls >= MANY)
-        read_s = min(_value_loops(material)[0] * split.own, max(0.0, split.own - split.busy))
         yield Finding(
             "sync",
             "the program waits for the GPU",
             f"{len(waits)} times, after each of which the GPU is idle until the host issues new work",
-            max(read_s, split.own - max(split.busy - read, split.issuing)) if waited else 0.0,
+            max(_read_seconds(material), split.own - max(split.busy - read, split.issuing)) if waited else 0.0,
             "keep values in tensors and read them once, after the loop (.item(), .cpu() and print() wait)",
         )
         return
@@ -90,9 +78,15 @@ def synchronisation(material: Material) -> Iterator[Finding]:
             "sync",
             "the program waits for single values",
             f"{calls} calls of .item() or the like",
-            max(split.parts["sync"] + _sync_launch(split, calls), _value_loops(material)[0] * split.own),
+            max(split.parts["sync"] + _sync_launch(split, calls), _read_seconds(material)),
             "keep values in tensors and read them once, after the loop",
         )
+
+
+def _read_seconds(material: Material) -> float:
+    """Return the seconds in loops that only read values; on a GPU those in which it is idle."""
+    split, seconds = material.split, _value_loops(material)[0] * material.split.own
+    return min(seconds, max(0.0, split.own - split.busy)) if split.on_gpu else seconds
 
 
 def _value_loops(material: Material) -> tuple[float, frozenset[tuple[str, int]]]:
@@ -108,9 +102,12 @@ def _value_loops(material: Material) -> tuple[float, frozenset[tuple[str, int]]]
     if count < MANY * max(1, int(material.facts.get("steps") or 1)) or others or not samples:
         return 0.0, frozenset()
     loops = {loop_around(sample.stack) for sample in samples} - training_loops(material)
-    reading = frozenset(loop for loop in loops if loop[0] and READS.search(loop_text(loop)))
-    times = weighed(samples, lambda sample: "read" if loop_around(sample.stack) in reading else "")
-    return times.get("read", 0.0), reading
+    reading = frozenset(loop for loop in loops if loop[0])
+
+    def name(sample: Sample) -> str:
+        return "read" if loop_around(sample.stack) in reading and not in_loader(sample.stack) else ""
+
+    return weighed(samples, name).get("read", 0.0), reading
 
 
 def _sync_launch(split: Split, calls: int) -> float:
@@ -139,81 +136,97 @@ def launching(material: Material) -> Iterator[Finding]:
     split = material.split
     calls = sum(op.calls for op in split.ops)
     most = max(split.ops, key=lambda op: op.launch, default=None)
-    if most is None or most.calls < MANY:
+    if most is None or sum(op.calls for op in split.ops if op.name == most.name) < MANY:
         return
     if split.on_gpu:  # beside what the GPU computes calls cost nothing
-        read_s = min(_value_loops(material)[0] * split.own, max(0.0, split.own - split.busy))
-        seconds = max(0.0, min(split.parts["launch"], max(0.0, split.issuing - split.busy)) - read_s)
+        seconds = min(split.parts["launch"], max(0.0, split.issuing - split.busy))
+        seconds = max(0.0, seconds - _read_seconds(material))
     else:
         waits = sum(op.calls for op in split.named("aten::item"))
         share, reading = _value_loops(material)
         calling = weighed(material.stacks, lambda sample: _calling(sample, reading)) if share else {}
         left = 1 - calling.get("read", 0.0) / max(1e-9, 1 - calling.get("", 0.0))
         seconds = split.parts["launch"] * left if share else split.parts["launch"] - _sync_launch(split, waits)
-    seconds = min(seconds, calls * MOST_CALL_S) if not split.on_gpu else seconds  # memory is freed between them
     seconds *= 1 - 1 / most.calls
     chained = bool(material.facts.get("chained"))
     fused = seconds * _fusible(split)
     if chained and not split.on_gpu:  # a module for sequences makes them too, without the gaps between them
         gaps = sum(gap.seconds for gap in split.gaps if gap.part == "launch")
         fused *= 1.0 - _recurrent(split) * max(0.0, 1.0 - gaps / (split.parts["launch"] or 1.0))
+    # The rest may be computing, or freeing memory.
+    certain = 1.0 if split.on_gpu else min(1.0, _certain_calls(split) / (split.parts["launch"] or 1.0))
     if not split.on_gpu and not chained:  # on a GPU a graph replaces all calls
         looped, compiled = looped_share(material)
-        seconds_called = seconds
-        computed = split.parts["floor"] + split.parts["inefficiency"] + split.parts["padding"]
+        called_s = seconds
         # Where operators compute for most of the time, batches are large already, and a compiler may join calls.
-        seconds = looped * (fused if computed > LARGE_WORK * split.own else _batched(split, seconds))
+        seconds = looped * (fused if _computing(split) > LARGE_WORK else _batched(split, seconds))
         if compiled:
-            yield _compiled(material, seconds_called * _fusible(split, of_modules=True), compiled)
+            yield _compiled(material, called_s * _fusible(split, of_modules=True), compiled, certain)
             fused *= looped
+    gain = fused if chained and not split.on_gpu else seconds
     yield Finding(
         "launch",
         "many small operators",
         f"{calls} operators; {most.title} {most.calls} times with {most.key.shapes}",
-        fused if chained and not split.on_gpu else seconds,
+        gain,
         "each call needs the result of the one before: use a module for whole sequences (nn.LSTM, not LSTMCell), or "
         + ("a CUDA graph: torch.compile(mode='reduce-overhead')" if split.on_gpu else "torch.compile")
         if chained
         else "do the loop's work in one batch; else torch.compile or a CUDA graph",
         apply=_fewer_calls(material, chained),
         gains={"compile": fused},
+        least=certain * gain,
     )
 
 
-def _compiled(material: Material, fused: float, share: float) -> Finding:
+def _certain_calls(split: Split) -> float:
+    """Return the seconds that calls of operators take at least: what a call takes. Unless operators compute for most
+    of the time, work smaller than a call is certain too, and gaps between calls up to that time."""
+    if _computing(split) > LARGE_WORK:
+        return sum(min(op.launch, op.calls * LAUNCH_S) for op in split.ops if _computes(op))
+    inside = sum(op.launch if op.tiny else min(op.launch, op.calls * LAUNCH_S) for op in split.ops)
+    return inside + sum(min(gap.seconds, LAUNCH_S) for gap in split.gaps if gap.part == "launch")
+
+
+def _computing(split: Split) -> float:
+    """Return the share of the time in operators, apart from calling them."""
+    parts = split.parts
+    return (parts["floor"] + parts["inefficiency"] + parts["padding"]) / (split.own or 1.0)
+
+
+def _computes(op: OpStat) -> bool:
+    return op.name not in FREE | SYNC and not op.name.startswith(PLUMBING)
+
+
+def _compiled(material: Material, fused: float, share: float, certain: float) -> Finding:
     """Return the finding about modules that call small operators while they train, where a batch replaces none.
 
     Args:
         fused: seconds of calling operators that a compiler removes, if it compiles all of them.
         share: share of these calls that is in modules.
+        certain: share of the time of calls that is certain.
     """
     each = TRAINED_S if material.facts.get("backward", True) else COMPILED_S
-    checks = each * int(material.facts.get("steps") or 1)
+    gain = max(0.0, share * fused - each * int(material.facts.get("steps") or 1))
     return Finding(
         "eager",
         "modules call small operators one by one",
         f"{share:.0%} of the calls are in modules, or in their backward passes",
-        max(0.0, share * fused - checks),
+        gain,
         "torch.compile(model), or a larger batch: it makes the same calls for more rows",
         apply="compile",
+        least=certain * gain,
     )
 
 
 def _batched(split: Split, seconds: float) -> float:
-    """Return what a batch saves of all operators that are called in a loop: of calls that last ``seconds`` all but the
-    work for each element, of other time what is far above the floor."""
+    """Return what a batch saves of all operators that are called in a loop: their calls, which last ``seconds``, and
+    time far above the floor."""
     for op in split.ops:
-        if op.calls < MANY or op.name in SYNC or op.floor is None:
-            continue
-        each = next(
-            (cost for names, cost in ELEMENTS_S.items() if op.name.removeprefix("aten::") in names.split()), 0.0
-        )
-        if each:
-            numbers = max((math.prod(shape) for shape in shapes_of(op.key)), default=0)
-            seconds -= min(op.launch, op.calls * numbers * each)
-        elif op.name not in COPIES and op.floor < SMALL_S and op.seconds < op.calls * SLOW_CALL_S:
-            seconds += max(0.0, op.seconds - op.launch - op.calls * op.floor / REACHED_ALONE)
-    return max(0.0, seconds)
+        small = op.floor is not None and op.floor < SMALL_S and op.seconds < op.calls * SLOW_CALL_S
+        if small and op.calls >= MANY and op.name not in SYNC | COPIES:
+            seconds += max(0.0, op.seconds - op.launch - op.calls * (op.floor or 0.0) / REACHED_ALONE)
+    return seconds
 
 
 def _calling(sample: Sample, reading: frozenset[tuple[str, int]]) -> str:
@@ -235,44 +248,25 @@ def looped_share(material: Material) -> tuple[float, float]:
         return 1.0, 0.0
     calling = [sample for sample in samples if doing_of(sample.stack).kind in ("python", "calls")]
     if not material.facts.get("backward", True):
-        around = _around_most(calling)
-        return 1.0 - around, around
+        return 1.0, 0.0
     training = training_loops(material) | _value_loops(material)[1]
 
     def name(sample: Sample) -> str:
         place = _place(sample.stack)
         if not place and any(frame.file.endswith("/torch/nn/modules/module.py") for frame in sample.stack):
             place = "module"
-        inside = loop_around(sample.stack) not in training or _derives(sample.stack)
-        return "loop" if inside and place != "optimizer" else place
+        return "loop" if loop_around(sample.stack) not in training and place != "optimizer" else place
 
     times = weighed(calling, name)
     loop, once = times.get("loop", 0.0), times.get("", 0.0) + times.get("module", 0.0)
     if all(op.calls < MANY * steps for op in material.split.ops):
         loop = 0.0
-    counted = [op for op in material.split.ops if op.name not in FREE | SYNC and not op.name.startswith(PLUMBING)]
+    counted = [op for op in material.split.ops if _computes(op)]
     most = max((op.calls for op in counted), default=0)
     recorded = any(op.key.nodes for op in counted if 2 * op.calls > most)
     backward = times.get("backward", 0.0)
     looped = backward * loop / (loop + once) * recorded if loop else 0.0
     return loop + looped, times.get("module", 0.0) + backward - looped
-
-
-def _derives(stack: tuple[Frame, ...]) -> bool:
-    """Return True if torch goes through the outputs of a function to derive each, for which one batch is enough."""
-    return any(frame.file.endswith("/torch/autograd/functional.py") for frame in stack)
-
-
-def _around_most(calling: Sequence[Sample]) -> float:
-    """Return the share of the calls that are in loops around the one with most calls: that loop may become one batch,
-    as part of theirs."""
-    times = weighed(calling, lambda sample: "\n".join(map(str, loop_around(sample.stack))))
-    most, share = max(times.items(), key=lambda each: each[1], default=("", 0.0))
-    file, _, first = most.partition("\n")
-    if share < MOST or not file:
-        return 0.0
-    around = {f"{file}\n{begin}" for begin in loops_around(file, int(first))}
-    return sum(part for place, part in times.items() if place in around)
 
 
 def training_loops(material: Material) -> set[tuple[str, int]]:
@@ -358,6 +352,16 @@ def small_batch(material: Material) -> Iterator[Finding]:
     """Find a product with few rows that is repeated: the weights are read every time."""
     if material.facts.get("chained"):
         return  # there is nothing to put together
+    if 0 < (most := _most_rows(material)) <= FEWEST_ROWS:
+        seconds = material.split.parts["launch"] + material.split.parts["host"]
+        yield Finding(
+            "small batch",
+            "the batches that train are too small",
+            f"products have {most} rows at most, while calls of operators take as long for {MANY} times as many",
+            seconds * (1 - 1 / MANY),
+            f"batch_size={MANY * most} or more: calls, Python and the optimizer's step are then needed once for all",
+        )
+        return
     gain, evidence, worst = 0.0, "", 0.0
     rates = {name: REACHED * rate for name, rate in material.ceilings.flops_per_second.items()}
     reached = replace(material.ceilings, flops_per_second=rates)
@@ -365,10 +369,11 @@ def small_batch(material: Material) -> Iterator[Finding]:
         key = replace(op.key, name=op.name)
         rows = _rows(key)
         waits = op.tiny and op.seconds > op.calls * SLOW_CALL_S  # for threads, which ``crowded`` finds
-        if op.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor or waits or op.tiny:
+        few = rows is not None and rows <= FEW_ROWS
+        if op.name not in PRODUCTS or op.calls < MANY or not few or not op.floor or waits or op.tiny:
             continue
         count = min(op.calls, 256)
-        batched = floor(_with_rows(key, rows * count), reached)
+        batched = floor(_with_rows(key, (rows or 1) * count), reached)
         if batched is None:
             continue
         efficiency = min(1.0, op.calls * op.floor / max(op.seconds, 1e-12))
@@ -386,6 +391,15 @@ def small_batch(material: Material) -> Iterator[Finding]:
             f"compute {MANY} or more of them together: the weights are then read once for all",
             apply="" if material.facts.get("backward", True) else "batching",
         )
+
+
+def _most_rows(material: Material) -> int:
+    """Return the most rows of a product in the forward pass of steps that train; 0 if other operators need the rows."""
+    if material.split.on_gpu or not material.facts.get("steps") or not material.facts.get("backward", True):
+        return 0
+    products = [op for op in material.split.ops if _is_product(op.name)]
+    rows = [_rows(op.key) for op in products if op.key.nodes or op.name not in PRODUCTS]
+    return max((each for each in rows if each is not None), default=0) if None not in rows else 0
 
 
 def _rows(key: Key) -> int | None:

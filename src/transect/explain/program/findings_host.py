@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,6 @@ import numpy as np
 
 from .doing import WHOLE, doing_of, in_loader, whole_kind
 from .finding import ENOUGH, Finding, Material, weighed
-from .findings_work import recorded_calls
 from .gaps import Named
 from .sampler import Sample
 from .split import SLOW_CALL_S, SMALL_S, SYNC, Split
@@ -39,7 +39,10 @@ HOST_ADVICE = {
     ),
     "building": ("models are built or loaded in the loop", "build and load them once, before the loop"),
     "copying": ("objects are copied deep in the loop", "keep one copy and write into it: tensor.copy_()"),
-    "optimizer": ("the optimizer goes from parameter to parameter", "fused=True, or foreach=True"),
+    "optimizer": (
+        "the optimizer goes from parameter to parameter",
+        "fused=True, or foreach=True, and one group for all parameters with the same options",
+    ),
     "hooks": (
         "hooks of modules compute beside the model",
         "remove them (handle.remove()), or let them return at once but for every N steps",
@@ -49,6 +52,10 @@ HOST_ADVICE = {
         "prepare them once before the loop, or in the workers of a DataLoader",
     ),
     "adapters": ("adapters compute beside the weights", "merge them: model.merge_and_unload() for inference"),
+    "evaluation": (
+        "the model is evaluated every few steps of training",
+        "evaluate once an epoch or every N steps (eval_steps=500, val_check_interval)",
+    ),
     "python": (
         "Python computes between operators",
         "vectorize it with torch (numpy's work shows as Python's here), or move it out of the loop",
@@ -57,13 +64,17 @@ HOST_ADVICE = {
 EVERYWHERE = ("tokenize", "logging", "sleep", "file", "parse", "wait", "process")
 """Kinds that a stack shows wherever it was sampled, between operators or inside of one."""
 RESTARTS = 0.1
-"""Least share of the time, spent on starting a loader's workers, that is a finding of its own."""
-MOST_LEFT = 1.25
-"""Largest factor of what samples leave to operators."""
+"""Least share of the time, spent on starting a loader or its workers, that is a finding of its own."""
 SAMPLED = (*EVERYWHERE, *WHOLE, "loading", "collection", "attention", "padding")
 """Kinds of findings whose gain comes from samples, or from elsewhere than the times of operators."""
 CHECKS = ("isnan", "ne", "any", "is_nonzero", "item", "_local_scalar_dense")
 """Operators by which anomaly detection checks each gradient."""
+EACH = {"zero_grad", "_init_group"}
+"""Functions of optimizers that go through all parameters, in one group or in many."""
+FEW_UPDATES = 32
+"""Most calls of fused or foreach operators in a step of an optimizer with few groups of parameters."""
+RARELY = 8
+"""Steps for each evaluation from which evaluation is rare enough."""
 UPDATES = ("addcdiv_", "addcmul_", "lerp_", "mul_", "add_", "sqrt", "div_")
 """Operators of an optimizer update."""
 IDLE = ("wait", "sleep")
@@ -83,8 +94,6 @@ def host(material: Material) -> Iterator[Finding]:
             shown = plain.get(kind, 0.0) * split.own
             # A GPU may compute meanwhile: the rest of its time is needed in any case.
             seconds = max(seconds, min(shown, split.own - split.busy)) if split.on_gpu else shown
-        elif kind == "python":
-            seconds = max(seconds - _forgotten(material), _of_libraries(material) / max(0.01, rest_share(material)))
         where = max(every, key=lambda each: each.seconds).doing.frame if every else None
         place = f"in {where}" if where else "outside of its own lines"
         evidence = f"{1e3 * seconds:.1f} ms between operators, most of it {place}"
@@ -97,27 +106,29 @@ def host(material: Material) -> Iterator[Finding]:
             # Beside a thread that holds the lock it is unknown how long the same Python would take.
             alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
             apply = "no collection" if kind == "collection" else ""
-            yield Finding(kind, title, evidence, seconds * alone, advice, apply)
-
-
-def _forgotten(material: Material) -> float:
-    """Return the seconds in which records of autograd are destroyed, though no backward pass runs: the stack shows the
-    line after which they are unused."""
-    if material.facts.get("backward", True):
-        return 0.0
-    return recorded_calls(material.split) * float(material.facts.get("forgetting_s", 0.0))
+            # Samples show Python too seldom: what they show is certain.
+            least = plain.get(kind, 0.0) * split.own if plain and kind == "python" else math.inf
+            yield Finding(kind, title, evidence, seconds * alone, advice, apply, least=least)
 
 
 def restarted(found: list[Finding], material: Material) -> list[Finding]:
-    """Make one finding of all that starting a loader's workers costs: the processes, and the waits for their first
-    batches and for their ends."""
+    """Make one finding of all that starting a loader costs: processes of workers, the waits for their first batches and
+    for their ends, and the order of all samples, which an epoch needs once."""
 
     def name(sample: Sample) -> str:
         inside = any(frame.file.endswith("/utils/data/dataloader.py") for frame in sample.stack)
-        return doing_of(sample.stack).kind if inside else ""
+        order = inside and sample.stack[0].file.endswith("/utils/data/sampler.py")
+        return "order" if order else doing_of(sample.stack).kind if inside else ""
 
     shares = weighed(material.stacks, name)
     shares.pop("", None)
+    if (order := shares.get("order", 0.0)) >= RESTARTS:
+        known = next((each for each in found if each.kind == "loading"), None)
+        evidence = f"{order:.0%} of the time is spent on the order of all samples, which an epoch needs once"
+        gain = max(order * material.split.own, known.gain if known is not None else 0.0)
+        advice = "keep the iterator of a DataLoader for an epoch: for batch in loader, not next(iter(loader))"
+        one = Finding("loading", "a DataLoader starts again and again", evidence, gain, advice)
+        return [one, *(each for each in found if each is not known)]
     if shares.get("process", 0.0) < RESTARTS:
         return found
     whole = sum(shares.values()) * material.split.own
@@ -130,39 +141,6 @@ def restarted(found: list[Finding], material: Material) -> list[Finding]:
         "DataLoader(..., persistent_workers=True), and one loader for all passes over the data",
     )
     return [one, *(each for each in found if each.kind not in ("process", "loading", "wait"))]
-
-
-def rest_share(material: Material) -> float:
-    """Return the factor by which time in the trace is too long where samples without profiling show more time in kinds
-    that they determine than the trace does."""
-    plain = material.shares(_sampled)
-    if not plain:
-        return 1.0
-    own = material.split.own or 1.0
-    traced = sum(each.seconds for each in material.named if each.doing.kind in EVERYWHERE)
-    loading = sum(each.seconds for each in material.named if each.doing.part == "loading")
-    traced += material.split.parts["loading"] - loading
-    python = sum(each.seconds for each in material.named if each.doing.kind == "python")
-    traced += min(python, _of_libraries(material))
-    return min(MOST_LEFT, (1.0 - plain.get("sampled", 0.0)) / max(0.01, 1.0 - traced / own))
-
-
-def _sampled(sample: Sample) -> str:
-    known = in_loader(sample.stack) or doing_of(sample.stack).kind in EVERYWHERE or _python_of_library(sample)
-    return "sampled" if known else ""
-
-
-def _python_of_library(sample: Sample) -> str:
-    """Return "library" in Python code of a library that does not call operators; else an empty string."""
-    doing = doing_of(sample.stack)
-    mine = in_loader(sample.stack) or doing.kind != "python" or sample.stack[0] == doing.frame
-    return "" if mine else "library"
-
-
-def _of_libraries(material: Material) -> float:
-    """Return the seconds of Python code of libraries that do not call operators, by samples without profiling."""
-    plain = {} if material.split.on_gpu else material.shares(_python_of_library)
-    return plain.get("library", 0.0) * material.split.own
 
 
 def _kind(sample: Sample) -> str:
@@ -203,17 +181,34 @@ def _fused_update(split: Split) -> float:
 
 def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
     """Return for each kind in ``WHOLE`` its share of the samples, and the user's line that is most of them."""
-    samples = material.stacks
-    shares = weighed(samples, lambda sample: whole_kind(sample.stack))
+    samples, steps = material.stacks, max(1, int(material.facts.get("steps") or 1))
+    joined = sum(op.calls for op in material.split.ops if op.name.startswith(("aten::_foreach_", "aten::_fused_")))
+
+    def name(sample: Sample) -> str:
+        kind = whole_kind(sample.stack)
+        if kind in WHOLE or joined <= FEW_UPDATES * steps:
+            return kind
+        updates = [frame.function for frame in sample.stack if "/torch/optim/" in frame.file]
+        return "optimizer" if updates and not EACH & set(updates) else kind
+
+    shares = weighed(samples, name)
     lines: dict[str, Counter[str]] = {}
     for sample in samples:
-        if (kind := whole_kind(sample.stack)) in WHOLE:
+        if (kind := name(sample)) in WHOLE:
             lines.setdefault(kind, Counter())[str(doing_of(sample.stack).frame or "a library")] += 1
     if material.samples is not None and not material.samples.anomalies:
         lines.pop("stacks", None)  # other code wrote a stack down
+    if RARELY * episodes(samples, "evaluation") < steps:
+        lines.pop("evaluation", None)
     if not material.facts.get("backward", True):
         lines.pop("preparing", None)  # a batch replaces it together with the calls of the model
     return {kind: (shares.get(kind, 0.0), seen.most_common(1)[0][0]) for kind, seen in lines.items()}
+
+
+def episodes(samples: Sequence[Sample], kind: str) -> int:
+    """Return the number of stretches of samples of a kind."""
+    shown = [whole_kind(sample.stack) == kind for sample in samples]
+    return sum(now and not before for before, now in zip([False, *shown], shown, strict=False))
 
 
 def other_threads(material: Material) -> Iterator[Finding]:

@@ -32,8 +32,8 @@ COMPUTES = "Python computes"
 READS = ("aten::item", "aten::_local_scalar_dense")
 LIBRARIES = ("logging", "file", "tokenize")
 """Kinds that the stack itself attributes to a library, below the user's line."""
-RARE, INTERRUPTED_S = 0.05, 0.02
-"""Largest share of gaps, and largest length in seconds, that count as interruptions of a loop."""
+RARE = 0.05
+"""Share of the samples in gaps between calls up to which Python of a library is part of calling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,7 @@ def name_gaps(split: Split, samples: StackSamples | None = None, *, steady: bool
         if gap.part == "host" and gap.seconds <= (SHORT_GAP_S if gap.label == COMPUTES else short):
             gap.part = "launch"
         split.parts[gap.part] += gap.seconds
-    named = _named(split, samples)
-    long = [gap.seconds for gap in split.gaps if gap.part == "host"]
-    if len(split.gaps) >= 100 and len(long) < RARE * len(split.gaps) and max(long, default=0.0) < INTERRUPTED_S:
-        # Rare and not very long: the loop was interrupted by other work on the machine.
-        loop = Doing("launch", "loop", None)
-        named = [replace(each, doing=loop) if each.doing.kind == "python" else each for each in named]
-    return _moved(split, named, steady) + _inside_calls(split, samples)
+    return _moved(split, _named(split, samples), steady) + _inside_calls(split, samples)
 
 
 def _alike(split: Split) -> list[list[IdleGap]]:

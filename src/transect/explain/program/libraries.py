@@ -25,8 +25,8 @@ from .split import OpStat
 
 OFTEN = 0.1
 """Least share of samples that show a library at work."""
-CALLS = ("launch", "eager", "small batch", "autograd", "collection", "inefficiency")
-CALLING = ("launch", "eager", "small batch", "sync", "autograd")
+CALLS = ("launch", "eager", "small batch", "autograd")
+CALLING = (*CALLS, "sync")
 """Kinds of findings about calls of operators, from any line."""
 SCORES = ("aten::bmm", "aten::baddbmm")
 """Products of attention that is not fused."""
@@ -38,8 +38,6 @@ WITH_BACKWARD = 3.5
 """Time of fused attention with its backward pass, in forward passes."""
 Place = tuple[tuple[str, int], str]
 """(File, first line) of a loop, and a function in it."""
-CALLED = 0.3
-"""Least share of the samples of calls that are inside of libraries, with which these show where calls are made."""
 MOSTLY = 0.6
 """Least gain of a batch, in gains of reading values or of Python alone, with which a loop's change is the batch."""
 LOOPED = ("python", "launch", "sync", "small batch")
@@ -121,9 +119,7 @@ def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
         words = next(_switches(each.kind, chosen), "")
         advice = f"{words}. Else: {each.advice}" if words else each.advice
         each = replace(each, where=_where(chosen), advice=advice)
-        calling = [sample for sample in chosen if doing_of(sample.stack).part == "launch"]
-        few = each.kind != "launch" or len(calling) < CALLED * len(chosen)
-        place = loop, _ = _loop(chosen if few else calling)
+        place = loop, _ = _loop(chosen)
         trains = bool(material.facts.get("backward", True))
         inside = bool(loop[0]) and (not trains or (bool(training) and loop not in training))
         if each.kind not in (LOOPED[:2] if trains else LOOPED) or not inside or place in reading:

@@ -48,8 +48,9 @@ TINY_S = 1.5e-6
 """Seconds up to which all time of an operator with such a floor, on a host, counts as launch cost."""
 INTERRUPTED = 3.0
 """Factor above the usual time from which the time of small operators is that of interruptions, not of launches."""
-SELDOM, RARE = 10.0, 0.05
-"""Factor above the usual time of an operator from which it was interrupted, and the largest share of such calls."""
+SELDOM, RARE, FEW = 10.0, 0.05, 8
+"""Factor above the usual time of an operator from which it was interrupted, the largest share of such calls, and calls
+of which one may be."""
 SLOW_CALL_S = 200e-6
 """Seconds that no launch takes: a slower operator waits for threads, or for a core."""
 SHORT_GAP_S = 30e-6
@@ -355,7 +356,7 @@ def _interrupted(subjects: Sequence[tuple[str, OpStat | IdleGap]], lengths: np.n
     for group in groups.values():
         times = lengths[group]
         late = times > SELDOM * np.median(times) + SLOW_CALL_S
-        if 0 < late.sum() <= RARE * len(times):
+        if 0 < late.sum() <= max(len(times) >= FEW, RARE * len(times)):
             lost[group] = np.where(late, times - np.median(times), 0.0)
     return lost
 
@@ -395,6 +396,7 @@ def _device(
     divided between them in proportion to their times.
     """
     launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
+    alike = {int(trace.key[i]): op for i in trace.where(KERNEL) if (op := launcher.get(int(trace.link[i]))) is not None}
     marks: list[tuple[float, int, int]] = []
     for kind in (KERNEL, COPY, SET):
         for index in trace.where(kind):
@@ -427,7 +429,8 @@ def _device(
             parts["communication"] += seconds
         elif rank >= 2:
             parts["copies"] += seconds
-        op = launcher.get(int(trace.link[index]))
+        # A kernel that was launched before the trace began is like others of its name.
+        op = launcher.get(int(trace.link[index]), alike.get(int(trace.key[index])))
         name = trace.key_of(index).name
         mark = (name, -1 if op is None else int(trace.key[op]))
         stat = stats.get(mark)
@@ -442,7 +445,7 @@ def _device(
         stat.seconds += seconds
         stat.last = float(trace.ts[index])
         if op is not None:
-            ops_seen[mark[1]].add(op)
+            ops_seen[mark[1]].add(op if int(trace.link[index]) in launcher else -index)
             if rank == 0:
                 of_operator[mark[1]] += seconds
     for mark, stat in stats.items():
@@ -468,14 +471,14 @@ def on_the_host(trace: Trace) -> list[int]:
     calls = np.sort([float(trace.ts[i]) for i in trace.where(RUNTIME) if re.search(ISSUES, trace.key_of(int(i)).name)])
     found: list[int] = []
     ends: dict[int, float] = {}
-    for index in trace.where(OP):
+    for index in np.flatnonzero(np.isin(trace.kind, (OP, RANGE))):
         begin, end, lane = float(trace.ts[index]), float(trace.ts[index] + trace.dur[index]), int(trace.lane[index])
         if end - begin < HOST_OP_S or begin < ends.get(lane, 0.0):
             continue
         name = trace.key_of(int(index)).name
         if COMPILING.search(name) or LOADING.search(name) or name in FREE:
             ends[lane] = end
-        elif np.searchsorted(calls, begin) == np.searchsorted(calls, end):
+        elif trace.kind[index] == OP and np.searchsorted(calls, begin) == np.searchsorted(calls, end):
             found.append(int(index))
             ends[lane] = end
     return found

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .changes import NotPossible
+from .changes import NotPossible, calls_by
 from .script import Script
 from .steps import KINDS, REPEATS, Mark, StepWatch, UnprofiledSteps
 
@@ -81,8 +80,13 @@ def _counted(kind: str, steps: UnprofiledSteps) -> Iterator[None]:
         if mark == max(counts, key=lambda each: counts[each]) and counts[mark] > REPEATS and steps.mark():
             raise _Enough
 
+    def way(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = module(*args, **kwargs)
+        seen((kind, type(module).__qualname__))
+        return result
+
     if kind == KINDS[3]:
-        with _forward_calls(lambda module: seen((kind, type(module).__qualname__))):
+        with calls_by(way):
             yield
         return
     watch = StepWatch(seen)
@@ -93,30 +97,6 @@ def _counted(kind: str, steps: UnprofiledSteps) -> Iterator[None]:
         yield
     finally:
         watch.stop()
-
-
-@contextmanager
-def _forward_calls(seen: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Call ``seen`` after each call of a module that no other module calls. Hooks would be compiled with the module."""
-    plain, thread, inside = nn.Module.__call__, threading.get_ident(), False
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal inside
-        if torch.compiler.is_compiling() or inside or threading.get_ident() != thread:
-            return plain(module, *args, **kwargs)
-        inside = True
-        try:
-            result = plain(module, *args, **kwargs)
-        finally:
-            inside = False
-        seen(module)
-        return result
-
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = plain  # type: ignore[method-assign]
 
 
 @contextmanager
