@@ -150,6 +150,7 @@ def test_a_flow_is_drawn_while_it_runs(new_page, board):
     with FlowFolder(board[1] / "flow").locked():  # as a process that runs the flow does
         page = new_page(f"{board[0]}/#/reports/flow%20units")
         chain = page.get_by_role("list", name="Steps of the flow")
+        chain.wait_for()
         assert [each.split()[:2] for each in chain.get_by_role("listitem").all_inner_texts()] == [
             ["gate", "done"], ["register", "done"], ["release", "done"], ["watch", "running"], ["promote", "waiting"],
         ]  # fmt: skip

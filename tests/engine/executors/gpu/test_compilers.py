@@ -37,7 +37,7 @@ def found(kernel):
     print(*kernel, sep="\\n")
 
 with collected(found):
-    _rows[(1, 1, 1)](x, x, None, x, *(None,) * 7, *(16,) * 8, 1e-5, **tile)
+    _rows[(1, 1, 1)](x, x, None, x, *(None,) * 7, *(16,) * 8, 1e-5, None, **tile)
 """
 
 
