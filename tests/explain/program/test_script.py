@@ -1,5 +1,6 @@
 """Scripts run as ``python`` would run them, end in every way there is, and what they did until then is explained."""
 
+import _thread
 import io
 import os
 import sys
@@ -253,3 +254,35 @@ def test_timers_of_the_sampling_thread_are_fine():
         while int(path.read_text()) != 1000 and time.monotonic() < deadline:
             time.sleep(0.001)
         assert int(path.read_text()) == 1000 != int(own)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_thread_that_threading_does_not_know_runs_if_it_moves_on(waits):
+    """Such threads belong to libraries; nobody tells how long they ran."""
+    read, write = os.pipe()
+    ended = _thread.allocate_lock()
+    ended.acquire()
+
+    def blocked():
+        os.read(read, 1)
+        ended.release()
+
+    def counting():
+        while not done:
+            for number in range(20):
+                sum(int(digit) for digit in str(number))
+        ended.release()
+
+    done = []
+    _thread.start_new_thread(blocked if waits else counting, ())
+    with StackSampler() as sampler:
+        until = time.perf_counter() + 0.5
+        while time.perf_counter() < until:
+            pass
+    done.append(True)
+    os.write(write, b"x")
+    ended.acquire()
+    os.close(read)
+    os.close(write)
+    ran = sum(sample.busy for sample in sampler.found.samples)
+    assert (ran == 0) if waits else (ran > len(sampler.found.samples) / 4)

@@ -115,21 +115,24 @@ class StackSampler:
             ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0)
         own = threading.get_ident()
         before: dict[int, int] = {}
+        stood: dict[int, tuple[CodeType, int]] = {}
         seen: dict[int, float] = {}
         chance = random.Random(0)
         while not self._stop.wait(self.found.period * (0.5 + chance.random())):  # steps may last as long as a period
             at = time.perf_counter()  # the watched thread stands still from here on
             places, running = _look(self._watched)
-            others = {thread: code for thread, code in running if thread not in (own, self._watched)}
+            others = {thread: place for thread, place in running if thread not in (own, self._watched)}
             busy = 0
             now = {each.ident: _ran(each) for each in threading.enumerate() if each.ident in others}
-            for thread, code in others.items():
+            for thread, place in others.items():
                 ran = now.get(thread)
-                if ran is None or ran - before.get(thread, ran) >= LITTLE_S * 1e9:
+                # Where nobody says how long a thread ran, it runs if it is at another instruction than before.
+                moved = place != stood.get(thread, place)
+                if moved if ran is None else ran - before.get(thread, ran) >= LITTLE_S * 1e9:
                     seen[thread] = at
-                # Where the system does not say how long a thread ran, the name of its function must do.
                 waits = at - seen.get(thread, -1.0) > RECENT_S
-                busy += not (waits or code.co_name in WAITS)
+                busy += not (waits or place[0].co_name in WAITS)
+            stood = others
             before = {ident: ran for ident, ran in now.items() if ident is not None and ran is not None}
             self.found.anomalies += _anomaly_detection()
             if places:
@@ -161,8 +164,8 @@ def _anomaly_detection() -> bool:
     return bool(torch is not None and torch.is_anomaly_enabled())
 
 
-def _look(watched: int) -> tuple[list[tuple[CodeType, int | None]], list[tuple[int, CodeType]]]:
-    """Return (code, line) of a thread's frames, innermost first, and the current code of each thread.
+def _look(watched: int) -> tuple[list[tuple[CodeType, int | None]], list[tuple[int, tuple[CodeType, int]]]]:
+    """Return (code, line) of a thread's frames, innermost first, and the current code and instruction of each thread.
 
     A thread that holds a frame when its function returns destroys the function's variables in its own thread when it
     releases the frame, and torch has guards that restore thread-local state when they are destroyed. So each look is
@@ -173,7 +176,7 @@ def _look(watched: int) -> tuple[list[tuple[CodeType, int | None]], list[tuple[i
     if collecting:
         gc.disable()
     try:
-        return list(_places(watched)), list(_codes())
+        return list(_places(watched)), list(_instructions())
     finally:
         if collecting:
             gc.enable()
@@ -189,9 +192,9 @@ def _places(watched: int) -> Iterator[Any]:
     return map(attrgetter("f_code", "f_lineno"), takewhile(bool, frames))
 
 
-def _codes() -> Iterator[Any]:
+def _instructions() -> Iterator[Any]:
     keys, values = tee(chain.from_iterable(map(methodcaller("items"), _frames())))
-    return zip(map(itemgetter(0), keys), map(attrgetter("f_code"), map(itemgetter(1), values)), strict=True)
+    return zip(map(itemgetter(0), keys), map(attrgetter("f_code", "f_lasti"), map(itemgetter(1), values)), strict=True)
 
 
 def _ran(thread: threading.Thread) -> int | None:
