@@ -204,6 +204,14 @@ def test_changes_that_help_are_measured_together(tmp_path, monkeypatch):
     said = kept(script, Explained(), done)
     assert said.startswith("kept: threads, inference mode, ") and "less time" in said
     assert kept(script, Explained(), [Applied(finding, "threads", 9.0, 9.0)]) == ""
+
+    def failing(*arguments):
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(applying, "timed", failing)
+        said = kept(script, Explained(), done)
+    assert said.startswith("kept: threads, 44% less time; ") and said.endswith("fail together: no room")
     monkeypatch.setattr(applying, "MOST_S", -1.0)
     assert "other changes" in apply(script, Explained("threads"))[0].failed
 

@@ -109,7 +109,7 @@ def kept(script: Script, explanation: Explanation, done: list[Applied]) -> str:
     if not chosen:
         return ""
     best = chosen[0]
-    names, share = best.name, best.obtained / best.before
+    names, share, failed = best.name, best.obtained / best.before, ""
     if len(chosen) > 1 and best.name != "batching":
         kind = explanation.steps.kind if explanation.steps else ""
         try:
@@ -119,9 +119,9 @@ def kept(script: Script, explanation: Explanation, done: list[Applied]) -> str:
             together = 1.0 - (taken - (0.0 if kind else sum(each.setup_s for each in running))) / best.before
             if together > share:
                 names, share = ", ".join(each.name for each in chosen), together
-        except Exception:  # the best one alone, then
-            pass
-    return f"kept: {names}, {share:.0%} less time"
+        except Exception as error:
+            failed = f"; the changes that help fail together: {error}"
+    return f"kept: {names}, {share:.0%} less time{failed}"
 
 
 def _measured(script: Script, finding: Finding, name: str, explanation: Explanation) -> Applied:
