@@ -60,7 +60,7 @@ left_out = pytest.StashKey[int]()
 MANY = 1000
 """After so many tests the dearest of them are named."""
 STAYING = 100_000
-"""Number of old objects above which they are left out of garbage collection: a pass over so many takes 0.1 s."""
+"""Limit of old objects; more are excluded from garbage collection, in which a pass over so many takes 0.1 s."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -258,7 +258,7 @@ def test_timers_of_the_sampling_thread_are_fine():
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_thread_that_threading_does_not_know_runs_if_it_moves_on(waits):
-    """Such threads belong to libraries; nobody tells how long they ran."""
+    """Libraries start such threads, and the system gives no processor time for them."""
     read, write = os.pipe()
     ended = _thread.allocate_lock()
     ended.acquire()

@@ -41,7 +41,7 @@ BUILDS = [
 ]
 
 MOST_SPILLED = {"sm_100": 96, "sm_120": 96}
-"""Bytes that a kernel may spill where nobody has measured what they cost; 32 elsewhere."""
+"""Limit of spills in bytes, for targets whose kernels have not been measured; 32 for all others."""
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")

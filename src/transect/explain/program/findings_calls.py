@@ -13,7 +13,7 @@ from .finding import MANY, Finding, Material, weighed
 from .findings_work import NODES, REACHED
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, floor
 from .sampler import Frame, Sample
-from .split import COPIES, LAUNCH_S, PLUMBING, SLOW_CALL_S, SMALL_S, SYNC, WAITS, OpStat, Split
+from .split import COPIES, LAUNCH_S, PLUMBING, SLOW_CALL_S, SMALL_S, SYNC, WAITS, Split
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
 
 FOR_VALUES = {
@@ -183,7 +183,7 @@ def _certain_calls(split: Split) -> float:
     """Return the seconds that calls of operators take at least: what a call takes. Unless operators compute for most
     of the time, work smaller than a call is certain too, and gaps between calls up to that time."""
     if _computing(split) > LARGE_WORK:
-        return sum(min(op.launch, op.calls * LAUNCH_S) for op in split.ops if _computes(op))
+        return sum(min(op.launch, op.calls * LAUNCH_S) for op in split.ops if _computes(op.name))
     inside = sum(op.launch if op.tiny else min(op.launch, op.calls * LAUNCH_S) for op in split.ops)
     return inside + sum(min(gap.seconds, LAUNCH_S) for gap in split.gaps if gap.part == "launch")
 
@@ -194,8 +194,9 @@ def _computing(split: Split) -> float:
     return (parts["floor"] + parts["inefficiency"] + parts["padding"]) / (split.own or 1.0)
 
 
-def _computes(op: OpStat) -> bool:
-    return op.name not in FREE | SYNC and not op.name.startswith(PLUMBING)
+def _computes(name: str) -> bool:
+    """Return True if operators of this name compute, unlike views, waits and what operators call inside."""
+    return name not in FREE | SYNC and not name.startswith(PLUMBING)
 
 
 def _compiled(material: Material, fused: float, share: float, certain: float) -> Finding:
@@ -244,11 +245,9 @@ def looped_share(material: Material) -> tuple[float, float]:
     in loops inside of a step, and the same share of the backward pass.
     """
     samples, steps = material.stacks, max(1, int(material.facts.get("steps") or 1))
-    if not samples:
+    if not samples or not material.facts.get("backward", True):
         return 1.0, 0.0
     calling = [sample for sample in samples if doing_of(sample.stack).kind in ("python", "calls")]
-    if not material.facts.get("backward", True):
-        return 1.0, 0.0
     training = training_loops(material) | _value_loops(material)[1]
 
     def name(sample: Sample) -> str:
@@ -261,7 +260,7 @@ def looped_share(material: Material) -> tuple[float, float]:
     loop, once = times.get("loop", 0.0), times.get("", 0.0) + times.get("module", 0.0)
     if all(op.calls < MANY * steps for op in material.split.ops):
         loop = 0.0
-    counted = [op for op in material.split.ops if _computes(op)]
+    counted = [op for op in material.split.ops if _computes(op.name)]
     most = max((op.calls for op in counted), default=0)
     recorded = any(op.key.nodes for op in counted if 2 * op.calls > most)
     backward = times.get("backward", 0.0)
@@ -321,7 +320,7 @@ def _recurrent(split: Split) -> float:
     """Return the share of the calls that are inside of recurrent operators, which a module for sequences makes too."""
     trace = split.trace
     ops = np.flatnonzero((trace.kind == OP) & (trace.lane == split.lane))
-    counted = np.array([key.name not in FREE | SYNC and not key.name.startswith(PLUMBING) for key in trace.keys], bool)
+    counted = np.array([_computes(key.name) for key in trace.keys], bool)
     recurrent = [number for number, key in enumerate(trace.keys) if key.name in RECURRENT]
     spans = ops[np.isin(trace.key[ops], recurrent)]
     if not len(spans):

@@ -126,7 +126,7 @@ class StackSampler:
             now = {each.ident: _ran(each) for each in threading.enumerate() if each.ident in others}
             for thread, place in others.items():
                 ran = now.get(thread)
-                # Where nobody says how long a thread ran, it runs if it is at another instruction than before.
+                # The system gives no processor time for some threads: these run if their instruction has changed.
                 moved = place != stood.get(thread, place)
                 if moved if ran is None else ran - before.get(thread, ran) >= LITTLE_S * 1e9:
                     seen[thread] = at

@@ -18,6 +18,7 @@ blocks 32,768). Inference only.
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -103,7 +104,7 @@ def vectors_refusal(weights: ChainWeights) -> str | None:
     return None
 
 
-class Chain:
+class Chain(ABC):
     """``(attended, residual, weights) -> (y, u)`` by a source that has ``chain.cuh``, for one kind of weight.
 
     Launches leave results in memory that they share, so those of one instance must be on one stream. All blocks of a
@@ -111,7 +112,7 @@ class Chain:
     may have half of the multiprocessors and wait for the rest, until the kernel stops with an error after some seconds.
 
     Raises:
-        Unavailable: not a Hopper GPU (or one older than Ampere, if ``portable``), or no nvcc to build the kernel with.
+        Unavailable: no NVIDIA GPU since Ampere (no Hopper GPU, if not ``portable``), or no nvcc to build the kernel.
         RuntimeError: made inside a CUDA graph capture.
     """
 
@@ -149,10 +150,10 @@ class Chain:
             self._held[key] = held
         return self._held[key]
 
+    @abstractmethod
     def describe(self, weights: ChainWeights, stages: int) -> tuple[list[Any], Sequence[tuple[int, int]], int]:
         """Return the launcher's own arguments (numbers and arrays of ctypes), each matrix's outputs and inputs, and the
         number of stages that fit."""
-        raise NotImplementedError
 
     def __call__(
         self, attended: Tensor, residual: Tensor, weights: ChainWeights, *,
@@ -184,16 +185,12 @@ class Chain:
         *results, _, launches = words.split([*lengths, sum(lengths), blocks])
         total, stream = residual.new_empty(1, d), residual.new_empty(1, d)
         out = residual.new_empty(1, shapes[3][0])
-        tensors = [attended, residual, *weights.norms, weights.bias, total, stream, out, *results]
-        tensors.append(launches)
-        arrays = (
-            (ctypes.c_int * 8)(*(size for shape in shapes for size in shape)),
-            addresses(tensors),
-        )
-        sizes, pointers = (ctypes.addressof(array) for array in arrays)
+        sizes = (ctypes.c_int * 8)(*(size for shape in shapes for size in shape))
+        vectors = [attended, residual, *weights.norms, weights.bias]
+        pointers = addresses([*vectors, total, stream, out, *results, launches])
         code = self._launch(
-            *(ctypes.addressof(each) if isinstance(each, ctypes.Array) else each for each in own),
-            sizes, pointers, *weights.eps, stages, blocks,
+            *(ctypes.addressof(each) if isinstance(each, ctypes.Array) else each for each in (*own, sizes, pointers)),
+            *weights.eps, stages, blocks,
             2 if dependent_launch and self._target.dependent_launch else 0,
             torch.cuda.current_stream(device).cuda_stream,
         )  # fmt: skip
