@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-WORDS = "the film was good bad a plot slow story actor great dull we liked it".split()
+WORDS = ["the", "film", "was", "good", "bad", "a", "plot", "slow", "story", "actor", "great", "dull", "we", "liked"]
 
 
 def tokenizer_of_words():
@@ -500,7 +500,7 @@ def metrics_computed_after_each_batch(fast):
     return evaluate
 
 
-@program("launch", "python", "loading", library="torchvision")
+@program("preparing", "launch", "python", library="torchvision")
 def pictures_augmented_in_the_training_loop(fast):
     from torchvision.transforms import v2
 
