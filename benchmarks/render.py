@@ -659,6 +659,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "worked-product": lambda: explain_tables.product(_load("h200/explain_matmul.json")),
     "explain-faults-cpu": lambda: explain_faults.table(_load("cpu/explain_faults.json")),
     "explain-programs-cpu": lambda: explain_programs.table(_load("cpu/explain_programs.json")),
+    "explain-programs-strangers": lambda: explain_programs.table(_load("cpu/explain_programs_strangers.json")),
     "explain-programs-gpu": lambda: "\n".join(map(explain_programs.table, _everywhere("explain_programs", GPUS))),
     "explain-overhead": lambda: "\n".join(map(explain_overhead.table, _everywhere("explain_overhead"))),
     "explain-jobs": lambda: "\n".join(map(explain_jobs.table, _everywhere("explain_jobs"))),

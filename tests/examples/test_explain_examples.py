@@ -31,8 +31,9 @@ def test_the_recommender_is_slow_for_the_reasons_that_are_found():
     """Nearly all of its time is calling small operators."""
     found = explain_script(Script(FOLDER / "recommender.py", ("slow",)), Explain(ceilings(), cores=1))
     # Threads and objects of the tests before this one are in the process too, and are found.
-    kinds = [each.kind for each in found.findings if each.kind not in ("gil", "collection")]
-    assert {"launch", "sync"} & set(kinds[:2]), str(found)
+    best = [each for each in found.findings if each.kind not in ("gil", "collection")][:2]
+    # A loop's Python and calls are one finding, named after the larger: on a busy machine that may be Python.
+    assert any(each.kind in ("launch", "sync") or "many small operators" in each.evidence for each in best), str(found)
     assert found.split.share("floor") < 0.1
     assert sum(found.split.parts.values()) == pytest.approx(found.split.wall)
 
