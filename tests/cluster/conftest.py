@@ -40,6 +40,12 @@ def settings(model, tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def held(settings, monkeypatch, tmp_path):
+    """The first engine with some tokens of an answer makes no more."""
+    monkeypatch.setenv("STUB_HOLD", str(tmp_path / "held"))
+
+
+@pytest.fixture
 async def small(settings):
     """Make a fleet in this process; it is closed at the end."""
     made = Small(settings)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from planted_faults import ceilings, seconds
+from undisturbed import undisturbed
 
 from transect.explain.program.apply import apply
 from transect.explain.program.explain import Explain, explain_script
@@ -29,10 +30,17 @@ def one_thread():
 
 def test_the_recommender_is_slow_for_the_reasons_that_are_found():
     """Nearly all of its time is calling small operators."""
-    found = explain_script(Script(FOLDER / "recommender.py", ("slow",)), Explain(ceilings(), cores=1))
-    # Threads and objects of the tests before this one are in the process too, and are found.
-    kinds = [each.kind for each in found.findings if each.kind not in ("gil", "collection")]
-    assert {"launch", "sync"} & set(kinds[:2]), str(found)
+
+    def explained():
+        return explain_script(Script(FOLDER / "recommender.py", ("slow",)), Explain(ceilings(), cores=1))
+
+    def of_operators(found):
+        # Threads and objects of the tests before this one are in the process too, and are found.
+        kinds = [each.kind for each in found.findings if each.kind not in ("gil", "collection")]
+        return {"launch", "sync"} & set(kinds[:2])
+
+    found = undisturbed(explained, of_operators)
+    assert of_operators(found), str(found)
     assert found.split.share("floor") < 0.1
     assert sum(found.split.parts.values()) == pytest.approx(found.split.wall)
 
