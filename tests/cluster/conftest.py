@@ -41,8 +41,9 @@ def settings(model, tmp_path, monkeypatch):
 
 @pytest.fixture
 def held(settings, monkeypatch, tmp_path):
-    """The first engine with some tokens of an answer makes no more."""
+    """File that the first engine with some tokens of an answer makes, and then no more tokens."""
     monkeypatch.setenv("STUB_HOLD", str(tmp_path / "held"))
+    return tmp_path / "held"
 
 
 @pytest.fixture

@@ -64,6 +64,7 @@ async def test_a_cancelled_client_does_not_hold_a_replica_that_leaves(small):
 async def test_streams_that_outlast_the_drain_continue_elsewhere(small, held):
     await small.open(2)
     running, name = await small.begun("long", max_tokens=100)
+    await small.until(held.exists)
     await small.hosts.pop(name).retire(0.05)
     assert await running == await small.run("calm", max_tokens=100) and small.fleet.handed_over == 1
 
@@ -106,6 +107,7 @@ async def test_a_silent_machine_is_lost_after_a_while(small, held):
     """A host that neither closes its connection nor sends: a machine without power, or a cut cable."""
     await small.open(2)
     running, name = await small.begun("hit", max_tokens=100)
+    await small.until(held.exists)
     small.hosts[name]._link.put = lambda kind, data: None
     assert await running == await small.run("calm", max_tokens=100)
     assert small.fleet.handed_over == 1

