@@ -154,6 +154,19 @@ def test_source_files_that_a_page_names_exist(page: Path) -> None:
     assert not missing
 
 
+def test_source_files_that_docstrings_name_exist() -> None:
+    """A path begins in the file's own folder, in a folder above it, or in ``benchmarks/``."""
+    source, missing = ROOT / "src" / "transect", []
+    for file in (file for file in source.rglob("*") if file.suffix in (".py", ".h", ".cpp", ".cu", ".cuh")):
+        folders = [folder for folder in file.parents if folder.is_relative_to(source)]
+        for name in re.findall(r"``([a-z][a-z0-9_/]*\.(?:py|cpp|cuh?|h))``", file.read_text()):
+            if not any((folder / name).exists() for folder in folders) and not (
+                name.startswith("benchmarks/") and (ROOT / name).exists()
+            ):
+                missing.append(f"{file.relative_to(source)}: {name}")
+    assert not missing
+
+
 @pytest.mark.parametrize("folder", LEVELS, ids=lambda folder: "/".join(folder.parts[folder.parts.index("transect") :]))
 def test_the_map_of_a_level_names_all_of_its_files(folder: Path) -> None:
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file by canonical name, packed as in the file. ``gguf_places.py`` has their locations and
+"""The weights of a GGUF file by canonical name, packed as in the file. ``spec/gguf_places.py`` has their locations and
 forms."""
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class ParallelPlan:
         zero: level of sharding over the ranks that share micro-batches, see ``replicas.py``.
         reduce_dtype: data type in which gradients are summed over these ranks.
         sequence: ranks of a tensor group share the tokens between matrices.
-        schedule: pipeline schedule, see ``schedule.py``.
+        schedule: pipeline schedule, see ``spec/layouts/schedule.py``.
         chunks: runs of layers of each rank, with ``interleaved``.
         copies: between GPUs of one host, gradients are summed by copy engines where that works (``peer_copies.py``).
         fused: a sum, its copy and the norm are one launch there, and a shared table travels in two parts.

@@ -1,9 +1,9 @@
 """``Replicas``: several whole engines as one (data parallel). Its interface is that of ``AsyncEngine``.
 
-Each replica is an ``AsyncEngine`` with a process, ranks and devices of its own. ``policies/routing.py`` says which of
-them gets a request. When one ends or hangs, its requests resume in the others from the tokens that are known, and
-``supervisor.py`` starts it again. Draws are a function of (seed, choice, position), so the rest of an answer is what it
-would have been: to the bit where ``numerics.py`` promises it.
+Each replica is an ``AsyncEngine`` with a process, ranks and devices of its own. ``scheduling/policies/routing.py`` says
+which of them gets a request. When one ends or hangs, its requests resume in the others from the tokens that are known,
+and ``supervisor.py`` starts it again. Draws are a function of (seed, choice, position), so the rest of an answer is
+what it would have been: to the bit where ``numerics.py`` promises it.
 
 A request that ends replicas is replayed at most twice in a row without a token. Its first replay comes at once, with
 those of all other requests of the dead replica. The second replay runs alone, because the cause is not known until

@@ -400,7 +400,8 @@ class WeightSite:
     dependent: bool = False
     """True if launches begin before the previous kernel ends, if the device supports that."""
     chained: bool = False
-    """``gguf_row.cu`` and ``gguf_chain.cu`` take one row of blocks of GGUF files."""
+    """``ops/linear/packed/gguf/gguf_row.cu`` and ``ops/linear/packed/gguf/gguf_chain.cu`` take one row of blocks of
+    GGUF files."""
     batch_invariant: bool = False
     """A row's product must not depend on the number of rows, nor on the others."""
 

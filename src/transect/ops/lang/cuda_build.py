@@ -40,7 +40,7 @@ def sources() -> list[Path]:
 
 
 def source(name: str) -> Path:
-    """Return the one file called ``name`` (``gelu.cu``, ``hopper.cuh``).
+    """Return the one file called ``name``, such as "gelu.cu" or "hopper.cuh".
 
     Raises:
         ValueError: there is none.

@@ -72,8 +72,8 @@ def _examples() -> Sequence[dict[str, Any]]:
 
 
 def _triton() -> Callable[..., Tensor]:
-    """Load the kernels of ``small_matmul.py`` for few rows; for more those of ``matmul.py``, or cuBLAS where it is
-    faster."""
+    """Load the kernels of ``few_rows/small_matmul.py`` for few rows; for more those of ``many_rows/matmul.py``, or
+    cuBLAS where it is faster."""
     from .few_rows import small_matmul
     from .many_rows import matmul
     from .many_rows.tiling import cublas_is_quicker

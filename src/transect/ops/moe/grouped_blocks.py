@@ -71,7 +71,7 @@ def reference(
 @kernel
 def _codes(words, unit, half, there, WIDTH: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
     """Extract numbers of WIDTH bits of 16 R outputs by 128 inputs, ``[R 16, 128]``, from a plane of units
-    (``gguf_layout.py``); ``unit``: the offset of the plane for 16 rows, ``[R, 1]``."""
+    (``linear/packed/gguf/gguf_layout.py``); ``unit``: the offset of the plane for 16 rows, ``[R, 1]``."""
     pair = tl.arange(0, 8)
     if WIDTH == 4:  # words [j / 2][g][c][j % 2][h], pairs s
         w = tl.load(words + unit + half * 256 + tl.arange(0, 256)[None, :], there, 0)

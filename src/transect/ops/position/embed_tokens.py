@@ -99,7 +99,7 @@ def triton_embed_tokens(
 
     ``dependent_launch``: begin while the kernel before still runs (Hopper), and let the next one begin when that one
     has ended. A kernel that reads the results before it waits must not begin by that; a kernel between them must wait
-    for these results before it lets others begin (``rms_norm.py``).
+    for these results before it lets others begin (``norm/rms_norm.py``).
 
     Raises:
         ValueError: tables that are not matrices, or a number of positions that is not that of the tokens.

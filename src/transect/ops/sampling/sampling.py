@@ -1,6 +1,7 @@
 r"""Draw the next token of every row on the device: greedy, temperature, top-k, top-p, min-p, in one set of launches.
 
-For a row of logits x with temperature t, and noise G from ``philox.py`` that depends on (seed, choice, position, id):
+For a row of logits x with temperature t, and noise G from ``lang/philox.py`` that depends on (seed, choice, position,
+id):
 
     z_i = (x_i - max x) / t           kept: z_i >= log(min_p), z_i >= the k-th largest z, and of those the likeliest,
     token = argmax over kept (z_i + G_i)      equals in the order of their ids, until their mass reaches top_p

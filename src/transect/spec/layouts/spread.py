@@ -11,16 +11,17 @@ class Spread:
 
     Attributes:
         data: ranks that compute other micro-batches.
-        zero: level of sharding over ``data`` and ``context`` ranks, which have the same weights; see ``replicas.py``.
+        zero: level of sharding over ``data`` and ``context`` ranks, which have the same weights; see
+            ``parallel/replicas.py``.
         tensor: ranks that share each layer. sequence: they share the tokens of norms too.
         pipeline: stages of layers.
         schedule, chunks: pipeline schedule, see ``schedule.py``.
         context: ranks that share the tokens of a sequence.
         expert: the data ranks share the experts.
         reduce: bytes of a number while gradients are summed: 4 or 2.
-        tiles: number of parts in which matrices of sharded layers come to the device (``tiled.py``).
-        copies: gradients may be summed by copy engines, in memory that GPUs share (``peer_copies.py``). fused: and the
-            gradient of a table that the head shares travels in two parts (``table_rows.py``).
+        tiles: number of parts in which matrices of sharded layers come to the device (``parallel/tiled.py``).
+        copies: gradients may be summed by copy engines, in memory that GPUs share (``parallel/peer_copies.py``).
+        fused: and the gradient of a table that the head shares travels in two parts (``parallel/table_rows.py``).
         host_state: master weights and the optimizer's state are in the memory of the host. host_weights: the weights
             too, with zero 3, on one rank or several.
 

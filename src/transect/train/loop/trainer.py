@@ -76,7 +76,7 @@ class StepRecord:
     peak_bytes: int
     """Peak memory of the GPU's allocator so far; 0 on the CPU."""
     flops: float = 0.0
-    """Useful FLOPs of the step (``flops.py``); 0 if they were not counted."""
+    """Useful FLOPs of the step (``costs/training.py``); 0 if they were not counted."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the objective, such as margins and rewards."""
 

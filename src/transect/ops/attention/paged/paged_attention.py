@@ -1,7 +1,7 @@
 r"""Causal attention of a ragged batch whose keys and values lie in a paged cache, read through the block table.
 
-The math is that of ``attention.py``. A row's queries are the last tokens of its sequence; a query at position i sees
-the positions j of its own sequence with i - window < j <= i. Inference only: no gradient.
+The math is that of ``packed/attention.py``. A row's queries are the last tokens of its sequence; a query at position i
+sees the positions j of its own sequence with i - window < j <= i. Inference only: no gradient.
 
 Some models change the scores s: with ``softcap`` c they become c tanh(s / c) (Gemma 2, arXiv:2408.00118); ``sinks``
 ``[H]`` are scores of their own, which take part in the softmax and have no value (gpt-oss, arXiv:2508.10925); with

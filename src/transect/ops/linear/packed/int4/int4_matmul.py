@@ -35,8 +35,8 @@ a chain of launches (``benchmarks/ops/int4.py``):
 * The Triton kernel of ``triton.py`` runs other dtypes and GPUs.
 
 Source: the formats of GPTQ (Frantar et al. 2022, arXiv:2210.17323) and AWQ (Lin et al. 2023, arXiv:2306.00978), with
-the or-trick of Kim et al. 2022, arXiv:2211.10017; split sums as in ``small_matmul.py``. What bounds 16 rows, and what
-was tried and lost, is in ``docs/lab-notes/int4.md``.
+the or-trick of Kim et al. 2022, arXiv:2211.10017; split sums as in ``few_rows/small_matmul.py``. What bounds 16 rows,
+and what was tried and lost, is in ``docs/lab-notes/int4.md``.
 """
 
 from __future__ import annotations
