@@ -1,8 +1,8 @@
 """``parallelize(model, mesh, plan)``: split a model among the ranks of a mesh, for training.
 
-It returns a ``Parallel``: this rank's part of the model, and the facts that a training loop needs about the other parts:
-the ranks over which each gradient is summed, the gradients that count in the norm, and how the parts are joined into
-one model for a checkpoint.
+It returns a ``Parallel``: this rank's part of the model, and what a training loop needs to know about the other parts:
+the ranks over which each gradient is summed, the gradients that count in the norm, and how to join the parts into one
+model for a checkpoint.
 
 * along ``tensor`` matrices are cut (``spec/layouts/shards.py``, ``tensor.py``), and the loss is computed over a
   cut vocabulary (``split_loss.py``); with ``sequence`` the tokens between them are cut too (``differentiable.py``)

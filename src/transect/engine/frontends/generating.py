@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from ...checkpoints.peft_config import AdapterFiles, adapter_folder
-from ...text.output_processor import Given, Update
+from ...text.output_processor import Update
 from ...text.outputs import RequestOutput
 from ..executors.pooling import PARAMS, EmbeddingOutput, Pooling, PoolingParams, embedding_output
 from ..scheduling.sampling_params import SamplingParams
@@ -45,21 +45,10 @@ class Generates(ABC):
 
     @abstractmethod
     def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str,
-        *,
-        prompt: str | None = None,
-        priority: int = 0,
-        pooling: Pooling | None = None,
-        client: str = "",
-        weight: float = 1.0,
-        adapter: AdapterFiles | None = None,
-        output_token_ids: Given | None = None,
-        session: str = "",
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[Update, None]:
-        """Yield deltas of all choices until each has had its terminal update. Raises as ``generate`` does."""
+        """Yield deltas of all choices until each has had its terminal update; ``options`` are the fields of
+        ``RequestOptions``. Raises as ``generate`` does."""
 
     @abstractmethod
     async def abort(self, request_id: str, choice: int | None = None) -> None:

@@ -182,11 +182,7 @@ class Replicas(Generates):
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     async def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str,
-        **options: Any,
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[Update, None]:
         """Stream like ``AsyncEngine.stream`` from one of the replicas, and continue on another if that one ends. A
         replica whose queue is full passes the request on.
@@ -255,10 +251,11 @@ class Replicas(Generates):
                 yield None
                 return
             open_ones = [index for index in living if self.engines[index] not in full] or living
-            named = {} if stream.adapter is None else {"adapter": stream.adapter.id}
-            ticket = self._router.send(stream.prompt_token_ids, most, open_ones, session=stream.session, **named)
+            given = stream.options
+            named = {} if given.adapter is None else {"adapter": given.adapter.id}
+            ticket = self._router.send(stream.prompt_token_ids, most, open_ones, session=given.session, **named)
             self.num_routed += 1
-            self.routed.append((stream.request_id, stream.client, ticket))
+            self.routed.append((stream.request_id, given.client, ticket))
             engine = self._where[stream.request_id] = self.engines[ticket.engine]
             place, alone = _Place(engine, ticket, alone), False
             try:

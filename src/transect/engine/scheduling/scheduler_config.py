@@ -27,7 +27,7 @@ class SchedulerConfig:
         fill_tokens: most tokens of steps with decodes, if no prompt ends later for it (``policies/filling.py``); at
             least ``max_num_seqs``; None for no such limit.
         itl_target: seconds that a step with decodes may take, by the learned step times of the device
-            (``policies/budget.py``); 0 for a multiple of the time of the decodes alone; None for steps not sized by time.
+            (``policies/budget.py``); 0 for a multiple of the time of the decodes alone; None for no bound on time.
         graph_tokens: tokens of the largest step with prompts that the host hands over at once, as a CUDA graph. It
             takes longer to launch larger ones, so steps sized by time exceed it only if a long queue waits. None if all
             steps are launched alike.

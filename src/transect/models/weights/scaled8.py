@@ -1,7 +1,7 @@
 """``Scaled8``: 8-bit codes, whole numbers or fp8, with a scale for each output or, of fp8, for each block of 128
 outputs by 128 inputs; rounded when a model is loaded, or as a checkpoint holds them.
 
-Kernels of a product in bfloat16 on an NVIDIA GPU, in ``ops/linear/packed/eight_bit``: for up to 16 rows ``scaled8_rows``
+Kernels of a product in bfloat16 on an NVIDIA GPU (``ops/linear/packed/eight_bit``): for up to 16 rows ``scaled8_rows``
 streams the codes and does not round the input. For more rows ``scaled8_tiles`` rounds each row to 8 bits and multiplies
 on tensor cores, if ``rounds_inputs`` allows it and the GPU multiplies fp8 (Ada and later). If ``Stream8`` is used, the
 norm and the gate before a product do this rounding. Otherwise a Triton kernel decodes the codes (``scaled8``); without
