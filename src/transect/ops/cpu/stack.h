@@ -14,7 +14,7 @@ namespace transect {
 
 enum Activation : int32_t { SILU = 0, GELU_TANH = 1, GELU_EXACT = 2 };
 
-struct StackConfig {  // mirrored field by field in library.py
+struct StackConfig {  // mirrored field by field in stack.py
   int32_t layers, dim, heads, kv_heads, head_dim, ffn, block_size;
   int32_t layer_norm, gated, activation, rotary_half, kv, bfloat16;  // bfloat16: products round their inputs to it
   float norm_eps, scale;
@@ -26,7 +26,7 @@ struct Rotation {  // cosines and sines [positions][rotary_half], or null where 
   const float *cosine, *sine;
 };
 
-struct Layer {  // mirrored field by field in library.py
+struct Layer {  // mirrored field by field in stack.py
   const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias, *q_norm, *k_norm;
   const Packed *q, *k, *v, *o, *gate, *up, *down;
   int64_t window;
