@@ -172,7 +172,7 @@ def load_head(
 
 
 def _taken(name: str, tensors: dict[str, Tensor], shape: Any, source: HeadSource) -> Tensor:
-    """Take a tensor of this name and shape out of those of a file."""
+    """Remove the tensor ``name`` from a file's ``tensors`` and return it after checking its shape."""
     values = tensors.pop(name, None)
     if values is None:
         raise ValueError(f"the EAGLE-3 head {source.name} lacks the tensor {name}: download it again")

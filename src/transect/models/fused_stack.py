@@ -138,7 +138,8 @@ class FusedStack:
     def _run(
         self, x_TD: Tensor, rotations_Td: Tensor, context: PagedContext
     ) -> tuple[Tensor, Tensor | None, Unsummed | None]:
-        """Return the residual stream, what is still to be added to it, and how that is summed if it is not."""
+        """Run all layers. Returns the residual stream, the last branch that is not yet added to it, and that branch's
+        all-reduce if it is still to be done."""
         cos, sin = rotations_Td.chunk(2, dim=-1)
         branch_TD: Tensor | None = None
         unsummed: Unsummed | None = None

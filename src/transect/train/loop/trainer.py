@@ -222,7 +222,7 @@ class Trainer:
         self.best = Best()
         self.watch = LossWatch()
         self._calm: tuple[Batch, float] | None = None
-        """First micro-batch of the last step that did not stand out, and its loss."""
+        """First micro-batch of the last step without a loss spike, and its loss."""
         self._native = any(getattr(module, "native", None) is not None for module in self.model.modules())
         self.steps_done = 0
         self._written: Callable[[], None] = lambda: None
