@@ -41,6 +41,11 @@ class Implementation:
     """The ``.cu`` file of a ``cuda`` implementation."""
 
 
+def in_torch(call: Callable[..., Any], *, batch_invariant: bool = False) -> Implementation:
+    """Describe an implementation in plain torch, which runs on any target."""
+    return Implementation("torch", lambda: call, ("any",), batch_invariant)
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """Description of one device function for compilation ahead of time (``tools/compile.py`` and its tests).

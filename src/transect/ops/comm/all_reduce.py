@@ -33,10 +33,10 @@ from torch import Tensor
 
 from ...costs.memory.shared import STATE, in_two_shots, lines_for, sums_bytes
 from ...costs.work import Cost
-from ..lang.cuda import CUDA_TARGETS, available, bind
+from ..lang.cuda import bind, in_cuda
 from ..norm import add_rms_norm
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Implementation, Op, register
+from ..registry import Case, Op, in_torch, register
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_RANKS = 8
@@ -269,15 +269,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "cuda": Implementation(
-                "cuda",
-                available("all_reduce", cuda_all_reduce),
-                CUDA_TARGETS,
-                batch_invariant=True,
-                refusal=_refusal,
-                source="all_reduce.cu",
-            ),
+            "torch": in_torch(reference, batch_invariant=True),
+            "cuda": in_cuda("all_reduce", cuda_all_reduce, batch_invariant=True, refusal=_refusal),
         },
         examples=_examples,
         peers={"torch": _by_torch},

@@ -28,7 +28,7 @@ from ..activation import swiglu
 from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, tl
 from ..lang.tiles import after_previous
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, in_torch, register
 from .linear import fixed_rows
 
 
@@ -185,8 +185,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: by_linear, ("any",)),
-            "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
+            "torch": in_torch(by_linear),
+            "torch_fixed_rows": in_torch(by_fixed_rows, batch_invariant=True),
             "triton": Implementation("triton", best_launcher, TRITON_TARGETS),
             "triton_fixed_rows": Implementation("triton", _triton_fixed, TRITON_TARGETS, batch_invariant=True),
         },

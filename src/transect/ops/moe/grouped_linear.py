@@ -35,7 +35,7 @@ from ...hardware.targets import BULK_TARGETS, PLAIN_TARGETS
 from ..lang.jit import TRITON_TARGETS, available_from, runs_triton
 from ..linear.linear import fixed_rows
 from ..numerics import sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, in_torch, register
 from .ordering import draw
 from .ordering import reference as order_of
 
@@ -241,8 +241,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",)),
-            "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
+            "torch": in_torch(reference),
+            "torch_fixed_rows": in_torch(by_fixed_rows, batch_invariant=True),
             "triton": Implementation(
                 "triton",
                 available_from(KERNELS, "triton_grouped_linear"),

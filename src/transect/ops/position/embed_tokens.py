@@ -25,10 +25,10 @@ from torch import Tensor
 
 from ...costs.work import Cost
 from .. import shapes
-from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, rows_of, tl
+from ..lang.jit import in_triton, kernel, next_power_of_2, require, rows_of, tl
 from ..lang.tiles import also, let_next_begin, wait_for_previous
 from ..numerics import sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Kernel, Op, in_torch, register
 
 
 def reference(
@@ -201,8 +201,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation("triton", available(triton_embed_tokens), TRITON_TARGETS, batch_invariant=True),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(triton_embed_tokens, batch_invariant=True),
         },
         examples=_examples,
         peers={"torch": reference},

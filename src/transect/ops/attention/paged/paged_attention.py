@@ -42,7 +42,7 @@ from ....costs.work import Cost, visible_keys, visible_pairs
 from ... import shapes
 from ...lang.jit import TRITON_TARGETS, available
 from ...numerics import compute_dtype, sample
-from ...registry import Case, Implementation, Op, register
+from ...registry import Case, Implementation, Op, in_torch, register
 from .batch import PagedBatch
 from .cache_codes import values_of
 from .kv_cache_write import BLOCK_SIZE, example_batch
@@ -263,8 +263,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: tiled, ("any",)),
-            "torch_uniform": Implementation("torch", lambda: tiled_uniform, ("any",), batch_invariant=True),
+            "torch": in_torch(tiled),
+            "torch_uniform": in_torch(tiled_uniform, batch_invariant=True),
             "hopper": Implementation("triton", lambda: _dispatch().best_on_hopper(), ("sm_90",)),
             "triton": Implementation("triton", lambda: available(_dispatch().PagedTriton(bulk=True))(), TRITON_TARGETS),
             "cuda_hopper": Implementation(

@@ -55,7 +55,7 @@ from ....hardware.device import target_of
 from ....hardware.targets import PLAIN_TARGETS, TARGETS
 from ... import shapes
 from ...lang import cuda
-from ...lang.jit import TRITON_TARGETS, available
+from ...lang.jit import TRITON_TARGETS, available, in_triton
 from ...numerics import compute_dtype, sample
 from ...registry import Case, Implementation, Kernel, Op, Unavailable, register
 from . import choices
@@ -304,7 +304,7 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "triton": Implementation("triton", available(by_triton), TRITON_TARGETS),
+            "triton": in_triton(by_triton),
             "cuda": Implementation(
                 "cuda",
                 lambda: CudaRows(),

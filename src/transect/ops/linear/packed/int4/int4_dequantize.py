@@ -23,9 +23,9 @@ from torch import Tensor
 
 from .....costs.work import Cost
 from .... import shapes
-from ....lang.jit import TRITON_TARGETS, available, kernel, require, tl
+from ....lang.jit import in_triton, kernel, require, tl
 from ....numerics import compute_dtype, sample
-from ....registry import Case, Implementation, Kernel, Op, register
+from ....registry import Case, Kernel, Op, register
 from .int4_packing import pack, unpack
 
 ROWS, WARPS = 8, 4
@@ -124,7 +124,7 @@ register(
         name="int4_dequantize",
         reference=reference,
         cost=cost,
-        implementations={"triton": Implementation("triton", available(triton_dequantize), TRITON_TARGETS)},
+        implementations={"triton": in_triton(triton_dequantize)},
         examples=_examples,
         peers={"torch": reference},
         cases=_cases,

@@ -57,8 +57,7 @@ from .....hardware.device import target_of
 from .....hardware.targets import NVIDIA_TARGETS
 from .... import shapes
 from ....lang.jit import (
-    TRITON_TARGETS,
-    available,
+    in_triton,
 )
 from ....numerics import compute_dtype, sample
 from ....registry import Case, Implementation, Knobs, Op, Unavailable, register
@@ -308,7 +307,7 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "triton": Implementation("triton", available(by_triton), TRITON_TARGETS),
+            "triton": in_triton(by_triton),
             "cuda": _in_cuda(int4_rows.CudaCodes, "int4_matmul.cu", dependent_launch=False),
             "cuda_dependent": _in_cuda(int4_rows.CudaCodes, "int4_matmul.cu", dependent_launch=True),
             "hopper": _in_cuda(int4_hopper.HopperCodes, "int4_matmul_hopper.cu", dependent_launch=False),
