@@ -39,7 +39,7 @@ PROBE_S = 2.0
 
 
 class Engine(Protocol):
-    """The part of ``engine.frontends.generating.Generates`` that the server uses."""
+    """The part of ``engine.frontends.client.EngineClient`` that the server uses."""
 
     @property
     def config(self) -> EngineConfig: ...

@@ -30,7 +30,7 @@ from ..scheduling.policies.admission import QueueFull
 from ..scheduling.sampling_params import SamplingParams
 from ..scheduling.snapshot import SchedulerSnapshot
 from . import wire
-from .generating import Generates
+from .client import EngineClient
 from .inputs import check_params, check_token_ids, checked_submit, default_params, with_token_ids
 from .launch import launch
 from .questions import Questions
@@ -50,7 +50,7 @@ def ended_how(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
 
-class AsyncEngine(Generates):
+class AsyncEngine(EngineClient):
     """Made by ``await AsyncEngine.start(...)``; ended by ``await engine.shutdown()`` or ``async with``."""
 
     process_module = "transect.engine.frontends.process"
@@ -165,7 +165,7 @@ class AsyncEngine(Generates):
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def snapshot(self, request_id: str) -> RequestOutput | None:
-        """Return the current state of a request; see ``Generates``."""
+        """Return the current state of a request; see ``EngineClient``."""
         return self._processor.snapshot(request_id) if request_id in self._processor else None
 
     async def stream(
@@ -232,7 +232,7 @@ class AsyncEngine(Generates):
                 self._idle.set()
 
     async def abort(self, request_id: str, choice: int | None = None) -> None:
-        """End a request, or one choice of it; see ``Generates``."""
+        """End a request, or one choice of it; see ``EngineClient``."""
         if request_id not in self._streams:
             return
         for update in self._processor.finish(request_id, choice=choice):

@@ -32,7 +32,7 @@ from ..scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
 from ..scheduling.sampling_params import SamplingParams
 from . import wire
 from .async_engine import AsyncEngine
-from .generating import Generates
+from .client import EngineClient
 from .inputs import check_params
 from .streams import EngineDeadError, EngineHealth, OutputStream
 from .supervisor import Supervisor
@@ -94,7 +94,7 @@ class _Place:
     done then."""
 
 
-class Replicas(Generates):
+class Replicas(EngineClient):
     """Made by ``await Replicas.start(config)``; ended by ``await replicas.shutdown()``."""
 
     def __init__(self, config: EngineConfig, engines: Sequence[AsyncEngine]) -> None:

@@ -1,5 +1,5 @@
-"""``Generates``: the methods that users call, on top of a stream of updates. ``AsyncEngine`` and ``Replicas`` share
-it."""
+"""``EngineClient``: the methods that users call, on top of a stream of updates; the base of ``AsyncEngine`` and
+``Replicas``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from . import wire
 from .inputs import LoRARequest, check_params, prompt_token_ids, truncated
 
 
-class Generates(ABC):
-    """Texts and embeddings of prompts."""
+class EngineClient(ABC):
+    """An engine that generates text and embeddings for prompts, as an asyncio object."""
 
     tokenizer: Any
     default_pooling: Pooling
