@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -152,6 +153,13 @@ def test_source_files_that_a_page_names_exist(page: Path) -> None:
     places = (ROOT / "src" / "transect", ROOT)
     missing = [n for n in named if not any((place / n).exists() or any(place.glob(f"ops/**/{n}")) for place in places)]
     assert not missing
+
+
+def test_the_architecture_lists_the_levels_of_the_import_contract() -> None:
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    page = (ROOT / "docs" / "understand" / "architecture.md").read_text()
+    rows = re.findall(r"^\| [a-z ]+ \| `([a-z]+)/` \|", page.partition("\n## ")[0], re.MULTILINE)
+    assert [f"transect.{folder}" for folder in rows] == contract["layers"]
 
 
 def test_source_files_that_docstrings_name_exist() -> None:

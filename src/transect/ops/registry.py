@@ -11,6 +11,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from ..costs.work import Cost
@@ -180,20 +181,8 @@ class Op:
     """Reason why ``error_ratio`` is not 2, if it is not."""
 
 
-FAMILIES = (
-    "first",
-    "norm",
-    "activation",
-    "position",
-    "linear",
-    "attention",
-    "moe",
-    "sampling",
-    "loss",
-    "optim",
-    "comm",
-)
-"""Folders that operators live in."""
+NOT_FAMILIES = ("cpu", "lang", "tools")
+"""Folders beside the families, which have no operators."""
 
 _OPS: dict[str, Op] = {}
 
@@ -216,9 +205,10 @@ def get(name: str) -> Op:
 
 
 def all_ops() -> list[Op]:
-    """List every entry, by name; imports each file of the families."""
-    for family in FAMILIES:
-        package = import_module(f".{family}", __package__)
-        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            import_module(module.name)
+    """List every entry, by name; imports each file of the families, which are the folders beside this file."""
+    for family in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if family.ispkg and family.name not in NOT_FAMILIES:
+            package = import_module(f".{family.name}", __package__)
+            for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+                import_module(module.name)
     return [_OPS[name] for name in sorted(_OPS)]
