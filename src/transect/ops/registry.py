@@ -140,7 +140,7 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operator: what it computes, how, at what cost, and how to try it.
+    """An operator: its reference, implementations, cost and example inputs.
 
     The reference, each implementation, each peer and ``cost`` take the same keyword arguments.
     """
@@ -157,7 +157,7 @@ class Op:
     differentiable: tuple[str, ...] = ()
     """Arguments that the reference and every implementation with a gradient give one for."""
     mutates: tuple[str, ...] = ()
-    """Arguments that are written in place, beside what the operator returns."""
+    """Arguments that are written in place, in addition to the results."""
     keeps_dtype: tuple[str, ...] = ()
     """Floating-point arguments that stay float32 whatever dtype the operator is tried in."""
     gradient_cost: Callable[..., Cost] | None = None
@@ -174,7 +174,7 @@ class Op:
     exact: Callable[..., Any] | None = None
     """``reference`` for real shapes: float64 on any arguments, but without its large temporaries."""
     measured_as: tuple[str, ...] = ()
-    """Other operators whose cases measure this one's kernels, where it has none of its own."""
+    """Other operators whose cases measure this operator's kernels, if it has no cases."""
     error_ratio: float = 2.0
     """The largest error allowed, as a multiple of what torch's own operator makes in the same dtype."""
     error_note: str = ""

@@ -41,7 +41,7 @@ from ..registry import Case, Op, in_torch, register
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_RANKS = 8
 MOST_NORM_BYTES = 512 * 2 * 16
-"""Bytes of the longest row that is normalised: what the registers of a block hold."""
+"""Bytes of the longest row that can be normalised: the registers of a block hold no more."""
 FLAT = 512
 """Vectors of 16 bytes that a block takes at a time where nothing is normalised."""
 

@@ -101,8 +101,8 @@ def _parts(x: Tensor, block: int) -> int:
 
 
 def _cleared_words(rows: int, parts: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-    """Return a word for every part of every row, on their way to 0, and the options of the kernel that uses them
-    next."""
+    """Return a word for every part of every row, which the kernel resets to 0, and the options of the kernel that uses
+    the words next."""
     words = torch.empty(rows * parts, device=device, dtype=torch.int64)
     dependent_launch = has_dependent_launch(device)
     clear_kernel[(-(-words.numel() // 1024),)](

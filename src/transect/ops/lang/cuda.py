@@ -94,8 +94,7 @@ def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
 
 
 def bind_on_hopper(name: str, symbol: str, signature: str, device: torch.device | None) -> Callable[..., int]:
-    """Call ``bind`` for a source for sm_90 alone, whose caller allocates memory of its own for the launches on
-    ``device``.
+    """Call ``bind`` for a source that runs on sm_90 only. Its caller allocates memory for the launches on ``device``.
 
     Raises:
         Unavailable: not a Hopper GPU, or the errors of ``bind``.

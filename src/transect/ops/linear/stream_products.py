@@ -40,7 +40,7 @@ Size = tuple[int, int, bool]
 
 
 class ResidualStream(NamedTuple):
-    """Rows of a residual stream, and what the product after the next norm needs."""
+    """Rows of a residual stream, with the inputs of the product after the next norm."""
 
     total: Tensor
     """``[M, D]``: the stream."""

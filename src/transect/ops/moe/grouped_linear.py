@@ -121,8 +121,7 @@ def _backward_by_expert(
 
 
 def to_tokens(rows: Tensor, order: Tensor | None, x: Tensor) -> Tensor:
-    """Return the gradients of a token's k rows, added up in the order of its choices; ``x``: what the rows were read
-    from."""
+    """Return the gradients of a token's k rows, summed in the order of its choices; ``x``: the source of the rows."""
     if order is None or not len(x):
         return rows if order is None else torch.zeros_like(x)
     places = torch.empty_like(order, dtype=torch.int64)

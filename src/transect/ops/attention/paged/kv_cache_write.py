@@ -32,8 +32,8 @@ from .cache_codes import encode, store_heads
 
 
 def reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None:
-    """Copy k, v ``[T, K, d]`` into the slots of the batch's tokens, in the cache's dtype; in fp8 what is beyond its
-    largest number becomes that, and in int8 a head of a token has a scale (``cache_codes.py``)."""
+    """Copy k, v ``[T, K, d]`` into the slots of the batch's tokens, in the cache's dtype. fp8 saturates at its largest
+    number; in int8 each head of a token has a scale (``cache_codes.py``)."""
     blocks, offsets = batch.slots_T
     for x, cache in ((k, k_cache), (v, v_cache)):
         if cache.dtype == torch.int8:

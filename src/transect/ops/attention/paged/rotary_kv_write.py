@@ -1,7 +1,6 @@
 r"""Everything between the projections and paged attention in one launch: rotate q and k, write k and v to the cache.
 
-For token t of the step, with slot s(t) (``kv_cache_write.py``) and the rotation R of its position
-(``position/rotary.py``):
+For token t, with slot s(t) (``kv_cache_write.py``) and the rotation R of its position (``position/rotary.py``):
 
     q'_t = R_t norm(q_t)        K[s(t)] = R_t norm(k_t)        V[s(t)] = v_t
 

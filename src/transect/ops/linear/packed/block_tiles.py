@@ -131,7 +131,7 @@ def refusal(outputs: int, bias: Tensor | None, gated: bool) -> str | None:
 
 
 class Tiles:
-    """A launcher of ``block_tiles.cuh``. Launches share counters, so those of one instance must be on one stream.
+    """A launcher of ``block_tiles.cuh``. Launches of one instance share counters, so they must be on one stream.
 
     Raises:
         Unavailable: not a Hopper GPU, or no nvcc to build the kernels with.

@@ -48,7 +48,7 @@ def dense(codes: Tensor, scale: Tensor, fp8: bool, dtype: torch.dtype = torch.fl
 
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = True) -> Tensor:
-    """Compute the product by torch; shapes as above. Codes are those of x in float32."""
+    """Compute the product by torch; shapes as above. x is rounded to codes from float32."""
     wide = compute_dtype(x.dtype)
     a, s = rounded(x, fp8, scale.ndim == 2)
     shares = (a.view(torch.float8_e4m3fn) if fp8 else a).to(wide)

@@ -1,4 +1,4 @@
-r"""4-bit codes in groups back to the weights they stand for; training over a frozen 4-bit base multiplies by these.
+r"""Dequantize 4-bit codes in groups; training over a frozen 4-bit base multiplies by the result.
 
     W[n, k] = scale[n, k // G] * code[n, k] + zero[n, k // G]
 

@@ -192,7 +192,7 @@ def cost(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Cost:
 
 
 class Prepared:
-    """A peer that keeps a weight in an order of its own: made at the first call, dropped with the weight."""
+    """A peer that converts a weight to its own order at the first call; the copy is dropped with the weight."""
 
     def __init__(self, make: Callable[[Tensor, int, torch.dtype], Any], call: Callable[..., Tensor]) -> None:
         self._make, self._call = make, call
