@@ -2,9 +2,9 @@
 
 ``stored_weights`` are a source's weights under their canonical names, each read when asked for, whole or a part of it;
 ``fill`` reads them into any model, wherever it is and whatever kinds of weight it has. Around these two are three ways
-to compute: the C++ CPU kernels (``native.py``), which keep quantized weights quantized and compute from exactly what
-the file holds, in float32 or with inputs in bfloat16; plain torch, for which quantized weights are dequantized when
-they are loaded; and, on a GPU, the fused stack.
+to compute: the C++ CPU kernels (``models/native.py``), which keep quantized weights quantized and compute from exactly
+what the file holds, in float32 or with inputs in bfloat16; plain torch, for which quantized weights are dequantized
+when they are loaded; and, on a GPU, the fused stack.
 """
 
 from __future__ import annotations

@@ -229,7 +229,8 @@ class SearchRun:
         self._pump()
 
     def _unrendered(self, target: int | tuple[Branch, str]) -> None:
-        """Leave a branch without a score, or drop those that would answer a conversation that is too long."""
+        """Handle a conversation that does not fit into the context: leave the judged branch without a score, or drop
+        the branches that would answer it."""
         if isinstance(target, tuple):
             target[0].scores[target[1]] = None
             self._news.append(target[0])
@@ -436,7 +437,7 @@ class SearchRun:
     # ---- ends --------------------------------------------------------------------------------------------------------
 
     def _end(self, work: _Work) -> None:
-        """Move what a branch's engine request has drawn to the branch."""
+        """Move the tokens of a branch's engine request to the branch, and end the request's work for it."""
         branch, action = work.branch, work.action
         if work.cut is not None and work.event == work.start + work.cut:
             self._keep(work, work.cut)

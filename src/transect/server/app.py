@@ -158,7 +158,7 @@ def _deadline(request: Request) -> Deadline:
 async def _answer(
     request: Request, make: Callable[[Deadline], Chat | Completion | Messages | Responses], **stream: Any
 ) -> Response:
-    """Run the request as a stream or in one piece, for as long as the client is there.
+    """Answer with a stream or one body; stop if the client disconnects.
 
     Args:
         make: the work; checks the whole body, in a thread where that is large.

@@ -71,7 +71,7 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
     """Compute the loss of each row over ``count``, and replace the logits by its gradient.
 
     Few programs take the rows in turn: their rows in progress together then fit the L2 cache, where the second pass,
-    backwards, finds it. Maximum and sum are kept for each lane of 8 neighbours (see ``softmax_kernels.py``).
+    backwards, finds it. Maximum and sum are kept for each lane of 8 neighbours (see ``first/softmax_kernels.py``).
     """
     lane = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     share = 1.0 / tl.maximum(tl.load(count), 1).to(tl.float32)
@@ -220,7 +220,7 @@ def add_weight_gradient(dz: Tensor, x: Tensor, dw: Tensor, first: bool, tiling: 
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, library: bool) -> None:
-    """Compute out = a b, by torch or by ``matmul.py``."""
+    """Compute out = a b, by torch or by ``linear/many_rows/matmul.py``."""
     if library:
         torch.mm(a, b, out=out)
     else:
