@@ -43,7 +43,7 @@ same model, on a GPU a fortieth of that: an uncertainty that is too small would 
 tokens, and steps deep in a long prompt be too long."""
 FEW_TOKENS, FEW_SMOOTHING = 2, 0.25
 """Most tokens of a chunk whose time is about that of the read of its context, and the weight of the newest one."""
-RARELY, LATER, MOST_LATE = 0.01, 0.05, 1.5
+RARELY, LATER, MOST_LATE = 0.01, 0.05, 1.35
 """Share of steps with prompts that take longer than ``StepTimes.late`` predictions, the largest correction of ``late``
 by such a step, and its largest value: where steps vary more, prompts still need a part of each."""
 USUAL_SMOOTHING, USUAL_MOST = 1 / 8, 1.5
