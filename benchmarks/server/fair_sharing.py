@@ -67,7 +67,8 @@ class Stream(threading.Thread):
         """The answer and the time of each token."""
 
     def run(self) -> None:
-        body = {"model": BUILTIN, "prompt": "Once", "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "stream": True}
+        fixed = {"model": BUILTIN, "prompt": "Once", "stream": True}
+        body = {**fixed, "max_tokens": 4000, "temperature": 0, "ignore_eos": True}
         for answer_number in itertools.count():
             if self.over.is_set():
                 return
