@@ -199,7 +199,7 @@ def test_watched_models_can_be_copied_and_saved():
 
 def test_operators_that_wait_for_threads_are_no_calls(material):
     op = next(each for each in material.split.ops if each.tiny)
-    op.seconds, op.calls = 1.0, 100
+    op.seconds, op.usual, op.calls = 1.0, 1.0, 100
     assert op.launch < 0.1
     (found,) = crowded(replace(material, facts={"threads": 2}))
     assert found.apply == "one thread" and found.gain >= 1.0 and "10.0 ms with 2 threads" in found.evidence

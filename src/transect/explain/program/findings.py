@@ -150,7 +150,7 @@ def conversions(material: Material) -> Iterator[Finding]:
         # The first conversion of each shape is needed; a tensor that grows is written once in any case.
         kept = sum(op.seconds / op.calls for op in ops) if kind == "convert" else 2 / calls * spent
         seconds = max(0.0, spent - kept) if kind != "layout" else spent
-        seconds = min(seconds, most_s + (moved_s if kind == "layout" else 0.0)) if kind != "grow" else seconds
+        seconds = min(seconds, most_s + (moved_s if kind == "layout" else 0.0))
         title, advice = texts[kind]
         evidence = f"{calls} copies, {1e3 * spent:.1f} ms; most in {most.name} {most.key.shapes}"
         yield Finding(kind, title, f"{evidence} {' <- '.join(most.key.types[:2])}", seconds, advice)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .doing import doing_of, in_loader, loop_around, loops_around
+from .doing import WHOLE, doing_of, in_loader, loop_around, loops_around, whole_kind
 from .finding import MANY, Finding, Material, weighed
 from .findings_work import NODES, REACHED
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, floor
@@ -105,7 +105,8 @@ def _value_loops(material: Material) -> tuple[float, frozenset[tuple[str, int]]]
     reading = frozenset(loop for loop in loops if loop[0])
 
     def name(sample: Sample) -> str:
-        return "read" if loop_around(sample.stack) in reading and not in_loader(sample.stack) else ""
+        inside = loop_around(sample.stack) in reading and not in_loader(sample.stack)
+        return "read" if inside and whole_kind(sample.stack) not in WHOLE else ""
 
     return weighed(samples, name).get("read", 0.0), reading
 

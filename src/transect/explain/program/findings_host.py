@@ -73,7 +73,7 @@ EACH = {"zero_grad", "_init_group"}
 """Functions of optimizers that go through all parameters, in one group or in many."""
 FEW_UPDATES = 32
 """Most calls of fused or foreach operators in a step of an optimizer with few groups of parameters."""
-RARELY = 8
+RARELY = 4
 """Steps for each evaluation from which evaluation is rare enough."""
 UPDATES = ("addcdiv_", "addcmul_", "lerp_", "mul_", "add_", "sqrt", "div_")
 """Operators of an optimizer update."""
@@ -300,14 +300,14 @@ def threads(material: Material) -> Iterator[Finding]:
 def crowded(material: Material) -> Iterator[Finding]:
     """Find operators with little work that wait for threads of torch while other work uses the cores."""
     used = int(material.facts.get("threads") or 1)
-    slow = [op for op in material.split.ops if op.tiny and op.seconds > op.calls * SLOW_CALL_S and op.calls > 1]
+    slow = [op for op in material.split.ops if op.tiny and op.usual > op.calls * SLOW_CALL_S and op.calls > 1]
     if used > 1 and slow:
         most = max(slow, key=lambda op: op.seconds)
         yield Finding(
             "crowded",
             "operators wait for threads that get no core",
             f"{most.title} takes {1e3 * most.seconds / most.calls:.1f} ms with {used} threads for work of microseconds",
-            sum(op.seconds for op in slow),
+            sum(min(op.seconds, op.usual) for op in slow),
             "OMP_NUM_THREADS=1 or torch.set_num_threads(1): other work has the cores",
             apply="one thread",
         )

@@ -34,6 +34,8 @@ SELDOM_S = 0.005
 """Seconds between samples of profiled steps, which only name gaps."""
 SAMPLES = 400
 """Samples of the Python stack that are taken without a profiler, if a second is enough for them."""
+LEAST_S = 1.0
+"""Seconds that a window of fewer than ``SOME`` steps lasts at least: on a busy machine one step may fill a short one."""
 SOME = 20
 """Steps after which a window may end in a third of its time, or in a tenth if they make the program slower by
 ``COST``."""
@@ -199,7 +201,7 @@ class Steady:
         elif self._state == "window":
             self._inside.append(now)
             spent, steps = now - self._inside[0], len(self._inside) - 1
-            enough = steps > 2 or spent > 10 * self._window_s
+            enough = steps >= SOME or (steps > 2 and spent > LEAST_S) or spent > max(LEAST_S, 10 * self._window_s)
             slower = spent - steps * self._before.median > COST * (now - self._began)
             if spent >= self._window_s / (1 if steps < SOME else 10 if slower else 3) and enough:
                 assert self._window is not None

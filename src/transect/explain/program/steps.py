@@ -40,7 +40,8 @@ LOOKS = 200
 """Calls whose masks and ids are inspected."""
 SEEN_ROWS = 64
 """Rows of each batch of ids that are kept for inspection."""
-LEAST_PADDING = 0.05
+LEAST_PADDING, MOST_RAGGED = 0.05, 0.3
+"""Least share of padding of interest, and largest that batches padded to their longest row usually have."""
 SEQUENCES = ("decoder_input_ids", "input_ids", "inputs_embeds")
 """Arguments of transformers' models that hold a sequence; others get theirs as the first argument."""
 
@@ -135,13 +136,14 @@ class StepWatch:
 
     @property
     def padding(self) -> float:
-        """Share of padding: of attention masks if there are any, else of ids with a ``padding_idx``. 0 if
-        negligible."""
-        shares = [(1.0 - float((mask != 0).double().mean()), count) for mask, count in self._masks]
-        if not shares:
-            shares = [(_padded(rows.cpu(), pad), count) for rows, pad, count in self._ids]
-        tokens = sum(count for _, count in shares)
-        share = sum(each * count for each, count in shares) / tokens if tokens else 0.0
+        """Share of padding: of attention masks if there are any, else of ids with a ``padding_idx``; only that beyond
+        each batch's longest row, if the rest is usual. 0 if negligible."""
+        padded = [(mask == 0, count) for mask, count in self._masks]
+        padded = padded or [(_padded(rows.cpu(), pad), count) for rows, pad, count in self._ids]
+        tokens = sum(count for _, count in padded) or 1
+        share = sum(float(each.double().mean()) * count for each, count in padded) / tokens
+        columns = sum(float(each.all(0).double().mean()) * count for each, count in padded) / tokens
+        share = share if share - columns > MOST_RAGGED else columns
         return share if share > LEAST_PADDING else 0.0
 
     def _needed(self, mark: Mark) -> int:
@@ -247,7 +249,8 @@ class StepWatch:
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         self._calls += 1
         self._chained += any(each is one for each in given for one in before)
-        self._made[id(module)] = [weakref.ref(each) for each in tree_leaves(output) if isinstance(each, Tensor)]
+        made = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        self._made[id(module)] = [weakref.ref(each) for each in made if not any(each is one for one in given)]
         sequence = next((kwargs[name] for name in SEQUENCES if kwargs.get(name) is not None), args[0] if args else None)
         if isinstance(sequence, Tensor) and sequence.ndim > 1 and not torch.is_grad_enabled():
             shape, earlier = tuple(sequence.shape), self._shapes.get(id(module), ())
@@ -321,10 +324,10 @@ def _is_mask(mask: Tensor) -> bool:
     return mask.ndim == 2 and mask.device.type != "meta" and mask.numel() > 0 and not mask.is_floating_point()
 
 
-def _padded(ids: Tensor, pad: int) -> float:
-    """Return the share of padding at the ends of rows; ``pad``: None for the id that ends at least half of the rows."""
+def _padded(ids: Tensor, pad: int) -> Tensor:
+    """Return True for each id that is padding at an end of its row."""
     padded = ids == pad
-    return float((padded.flip(1).cumprod(1).flip(1) | padded.cumprod(1)).double().mean())
+    return (padded.flip(1).cumprod(1).flip(1) | padded.cumprod(1)) != 0
 
 
 class UnprofiledSteps:
