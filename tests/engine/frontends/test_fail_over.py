@@ -91,7 +91,7 @@ async def run(engines, name, prompt=None, seed=1, seen=lambda updates: None, **p
 
 
 async def until(condition):
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -100,7 +100,8 @@ async def test_kills_and_stops_at_random_tokens_change_no_byte(start):
     rng = random.Random(1)
     async with await start(hung_after_s=0.6) as engines:
         whole = {kind: (await run(engines, kind, **params))[0] for kind, params in KINDS.items()}
-        for turn in range(50 if proving() else 5):
+        turn, turns = -1, 50 if proving() else 5
+        while (turn := turn + 1) < turns or engines.handed_over < turns // 2:  # a kill may come after the last token
             await until(lambda: len(engines.alive()) >= 2)
             victim, at = rng.choice(list(KINDS)), rng.randint(1, 30)
             how = signal.SIGSTOP if turn % 4 == 3 else signal.SIGKILL
@@ -116,7 +117,6 @@ async def test_kills_and_stops_at_random_tokens_change_no_byte(start):
             for kind, (found, approximate) in zip(runs, await asyncio.gather(*runs.values()), strict=True):
                 assert found == whole[kind], (turn, kind)
                 assert not approximate
-        assert engines.handed_over >= turn // 2
         await until(lambda: len(engines.alive()) == 3)
         assert (await engines.health()).detail == "all 3 replicas make progress"
 
