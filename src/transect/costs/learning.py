@@ -42,8 +42,7 @@ FEW_KEYS, FEW_PAIRS = 16_384, 1 << 16
 same model, on a GPU a fortieth of that: an uncertainty that is too small would have their time taken for that of
 tokens, and steps deep in a long prompt be too long."""
 FEW_TOKENS, FEW_SMOOTHING = 2, 0.25
-"""Most tokens of a chunk whose time is mainly that of reading its context, and the weight of the newest measurement in
-``_few``."""
+"""Most tokens of a chunk whose time is about that of the read of its context, and the weight of the newest one."""
 SHORTEST = 1e-7
 """Seconds below which a step is shorter than the resolution of clocks, and is not learned from."""
 SURPRISE = 3.0
@@ -78,8 +77,9 @@ class StepTimes:
         self._first = [0.0] * (_CONTEXT + 1)
         """Initial uncertainty of each part."""
         self._few = 0.0
-        """Smoothed seconds per context position in chunks of few tokens; 0 before the first. If all chunks have similar
-        sizes, the times of positions and of pairs cannot be separated."""
+        """Smoothed seconds for each position of the context that chunks of few tokens take; 0 if there were none. In
+        chunks of about as many tokens as each other, positions cannot be told from pairs, and the time of one part may
+        be learned as that of the other."""
         self._ends = [0.0] * len(KNOTS)
         """Predicted seconds of a step without attention, at each knot."""
         self._keys = self._pairs = self._scored = self._context = 0.0
