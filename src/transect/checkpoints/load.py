@@ -26,7 +26,6 @@ from ..models.native import (
     run_natively,
     take_packed,
 )
-from ..models.row_adapters import AdapterRoom, TensorAdapters
 from ..models.staging import Staging, dense_values
 from ..models.stored import ALL, Stored, StoredWeights, Values
 from ..models.streaming.stream import offload
@@ -35,7 +34,6 @@ from ..models.weights.weight import Kinds, Weight, part_of
 from ..ops.opset import OpSet, resolve_ops
 from .adapter import StoredAdapter, merged_weights, put_beside
 from .adapter_peft import read_adapter
-from .adapter_start import as_plain_lora
 from .dummy import dummy_weights
 from .gguf import stored_gguf
 from .hf import stored_hf
@@ -46,6 +44,7 @@ from .resolve import ModelSource
 
 if TYPE_CHECKING:
     from ..models.fused_stack import Fusions
+    from ..models.row_adapters import AdapterRoom
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +83,8 @@ def adapter_of(source: ModelSource) -> StoredAdapter:
     Raises:
         ValueError: see ``read_adapter`` and ``as_plain_lora``.
     """
+    from .adapter_start import as_plain_lora
+
     assert source.adapter is not None
     adapter = read_adapter(source.adapter.path, source.config)
     return as_plain_lora(adapter, stored_weights(source.adapter.base), source.config)
@@ -309,6 +310,8 @@ def load_on_device(
     if beside is not None:
         put_beside(model, beside)
     if adapters is not None:
+        from ..models.row_adapters import TensorAdapters
+
         TensorAdapters(model, *adapters)
     from ..models.fused_stack import FusedStack, refusal
 

@@ -229,8 +229,7 @@ class SearchRun:
         self._pump()
 
     def _unrendered(self, target: int | tuple[Branch, str]) -> None:
-        """Handle a conversation that does not fit into the context: leave the judged branch without a score, or drop
-        the branches that would answer it."""
+        """Leave a judged branch without a score, or drop branches, if their conversation exceeds the context."""
         if isinstance(target, tuple):
             target[0].scores[target[1]] = None
             self._news.append(target[0])

@@ -24,7 +24,7 @@ from .http import errors
 from .http.body import JsonRoute, aside
 from .http.errors import ApiError, ErrorBody
 from .http.gate import SHOWN, Gate
-from .http.lifetime import ClientGone, Deadline, unless_disconnected
+from .http.lifetime import GONE, ClientGone, Deadline, unless_disconnected
 from .http.sse import EventStream, Raw
 from .openai.chat import Chat, chat_opens_a_turn
 from .openai.completions import Completion
@@ -73,8 +73,6 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
         504: "the request took too long",
     }.items()
 }
-GONE = Response(status_code=499)
-"""Response for a closed connection; no client reads it."""
 
 api = APIRouter(route_class=JsonRoute, responses=REFUSALS)
 plain = APIRouter()

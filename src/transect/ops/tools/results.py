@@ -130,7 +130,7 @@ def cells(row: Timing) -> tuple[str, ...]:
 
 
 def error_text(row: Timing) -> str:
-    """Return the error against float64 as a multiple of torch's, marked where it is above what is allowed."""
+    """Return the error against float64 as a multiple of torch's error, marked if it exceeds the allowed one."""
     if row.error is None or row.torch_error is None:
         return ""
     text = f"{row.error / row.torch_error:.2f}x" if row.torch_error else f"{row.error:.1e}"
