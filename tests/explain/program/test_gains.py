@@ -218,6 +218,21 @@ def test_calls_that_need_the_result_of_the_one_before_are_a_chain():
     assert chained(True) and not chained(False)
 
 
+def test_a_tensor_that_each_call_passes_on_makes_no_chain():
+    class Decoder(nn.Module):
+        def forward(self, ids, encoded):
+            return encoded.sum() + ids, encoded  # as models of transformers return the encoder's output
+
+    watch, decoder, encoded = StepWatch(), Decoder(), torch.ones(2, 4)
+    watch.start()
+    try:
+        for number in range(6):
+            decoder(torch.full((2,), number), encoded)
+    finally:
+        watch.stop()
+    assert not watch.chained
+
+
 def test_a_new_optimizer_takes_the_number_of_one_that_is_gone():
     watch, net = StepWatch(lambda mark: None), nn.Linear(2, 2)
     watch.start()

@@ -157,6 +157,10 @@ def test_padding_is_what_a_mask_or_a_pad_id_says():
     assert padding(half.flip(1)) == pytest.approx(0.5)  # decoders have it on the left
     mask = torch.ones(4, 12, dtype=torch.long)
     assert padding(half, attention_mask=mask) == 0.0  # the mask knows better
+    mask[1:, 9:] = 0
+    assert padding(full, attention_mask=mask) == 0.0  # up to the longest row, as batches usually are
+    mask[1:, 3:] = 0
+    assert padding(full, attention_mask=mask) == pytest.approx(0.5625)
     mask[:, 3:] = 0
     assert padding(full, attention_mask=mask) == pytest.approx(0.75)
 

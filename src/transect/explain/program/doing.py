@@ -64,8 +64,7 @@ CALLERS = re.compile(
     r"/(?:torch|transformers|accelerate|peft|trl|diffusers|lightning\w*|pytorch_lightning|torch_geometric|timm"
     r"|sentence_transformers|torchvision/models|torchvision/ops)/"
 )
-TORCH = re.compile(r"(?:import|from) torch\b")
-"""Libraries that mostly call operators, and a line by which others show it."""
+"""Libraries that mostly call operators: their Python code between operators is the cost of calling these."""
 ARRAYS = re.compile(r"/(?:numpy|scipy|PIL|cv2|sklearn|pandas|librosa|soxr|numba)/")
 NUMPY = re.compile(r"\b(?:np|numpy)\.")
 """Libraries that compute without operators of torch, and a call of numpy in a line."""
@@ -208,7 +207,7 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
         if "/logging/" in frame.file and frame.function not in FORKS:
             return Doing("host", "logging", user)
     kind = _by_library(inner) or _by_adapter(inner) or _by_line(inner, user)
-    if kind == "python" and any(_calls_torch(frame.file) for frame in inner) and not _computes(inner[0]):
+    if kind == "python" and any(CALLERS.search(frame.file) for frame in inner) and not _computes(inner[0]):
         return Doing("launch", "calls", user)
     return Doing("loading" if kind == "file" else "host", kind, user)
 
@@ -236,12 +235,6 @@ def _computes_again(stack: tuple[Frame, ...]) -> bool:
         if frame.function == "_engine_run_backward":
             return False
     return False
-
-
-@functools.lru_cache(maxsize=1000)
-def _calls_torch(file: str) -> bool:
-    """Return True if a library's file mostly calls operators: its Python code between them is the cost of calls."""
-    return bool(CALLERS.search(file)) or any(TORCH.match(line) for line in linecache.getlines(file))
 
 
 def _computes(frame: Frame) -> bool:

@@ -35,7 +35,7 @@ SELDOM_S = 0.005
 SAMPLES = 400
 """Samples of the Python stack that are taken without a profiler, if a second is enough for them."""
 LEAST_S = 1.0
-"""Seconds that a window of fewer than ``SOME`` steps lasts at least: on a busy machine one step may fill a short one."""
+"""Least seconds of a window with fewer than ``SOME`` steps: on a busy machine one step may fill a short window."""
 SOME = 20
 """Steps after which a window may end in a third of its time, or in a tenth if they make the program slower by
 ``COST``."""
