@@ -6,8 +6,10 @@ BIN    := $(VENV)/bin
 # It must keep what it compiled: else each process compiles torch anew, which takes longer than its import.
 unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-# What is installed: first what Transect needs to run, then what tests and checks need besides; what is built meanwhile.
+# What is installed: first torch; then what Transect needs to run, or all that tests and checks need too. The C++ kernels
+# are compiled meanwhile, because torch brings what that needs.
 # Each process of the tests imports all test files: Python compiles what they import here, once.
+TORCH  := $(VENV)/.torch
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 BUILT  := $(VENV)/.built
@@ -17,22 +19,26 @@ READY  := $(VENV)/.imported
 setup: $(RUN) $(BUILT)
 setup-dev: $(DEV) $(BUILT) $(READY)
 
-$(RUN): pyproject.toml constraints.txt
+$(TORCH): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Transect needs Python 3.11 or newer: set PYTHON=python3.11")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python .ci/download_size.py run $(VENV)
 	@$(PIP) torch numpy
+	@touch $@
+
+$(RUN): $(TORCH)
 	@$(PIP) -e .
 	@touch $@
 
-$(BUILT): $(RUN)
-	@$(BIN)/python -m transect.ops.cpu.build
+$(BUILT): $(TORCH)
+	@PYTHONPATH=src $(BIN)/python -m transect.ops.cpu.build
 	@touch $@
 
-$(DEV): $(RUN)
+# Two pips must not change one environment at the same time: with a goal that needs RUN, DEV waits for it.
+$(DEV): $(TORCH) $(if $(filter setup demo bench pretrain,$(MAKECMDGOALS)),$(RUN))
 	@$(BIN)/python .ci/download_size.py test $(VENV)
 	@$(PIP) -e '.[test,lint]'
-	@touch $@
+	@touch $(RUN) $@
 
 $(READY): $(DEV)
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null || true

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from transect.costs.work import Cost
-from transect.ops.lang.jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
+from transect.ops.lang.jit import in_triton, kernel, require, runs_triton, tl
 from transect.ops.numerics import compute_dtype, sample
-from transect.ops.registry import Implementation, Op, register
+from transect.ops.registry import Op, register
 from transect.ops.tools.accuracy import check
 
 
@@ -62,7 +62,7 @@ softcap.register_autograd(
     lambda ctx, g: (softcap_backward(g, ctx.saved_tensors[0], ctx.cap), None),
     setup_context=lambda ctx, inputs, output: (ctx.save_for_backward(inputs[0]), setattr(ctx, "cap", inputs[1])),
 )
-TRITON = Implementation("triton", available(triton_softcap), TRITON_TARGETS, autograd=lambda: softcap)
+TRITON = in_triton(triton_softcap, autograd=softcap)
 OP = register(
     Op(
         name="softcap",

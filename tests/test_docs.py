@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -151,6 +152,26 @@ def test_source_files_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|h|cpp|cu))`", page.read_text())
     places = (ROOT / "src" / "transect", ROOT)
     missing = [n for n in named if not any((place / n).exists() or any(place.glob(f"ops/**/{n}")) for place in places)]
+    assert not missing
+
+
+def test_the_architecture_lists_the_levels_of_the_import_contract() -> None:
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    page = (ROOT / "docs" / "understand" / "architecture.md").read_text()
+    rows = re.findall(r"^\| [a-z ]+ \| `([a-z]+)/` \|", page.partition("\n## ")[0], re.MULTILINE)
+    assert [f"transect.{folder}" for folder in rows] == contract["layers"]
+
+
+def test_source_files_that_docstrings_name_exist() -> None:
+    """A path begins in the file's own folder, in a folder above it, or in ``benchmarks/``."""
+    source, missing = ROOT / "src" / "transect", []
+    for file in (file for file in source.rglob("*") if file.suffix in (".py", ".h", ".cpp", ".cu", ".cuh")):
+        folders = [folder for folder in file.parents if folder.is_relative_to(source)]
+        for name in re.findall(r"``([a-z][a-z0-9_/]*\.(?:py|cpp|cuh?|h))``", file.read_text()):
+            if not any((folder / name).exists() for folder in folders) and not (
+                name.startswith("benchmarks/") and (ROOT / name).exists()
+            ):
+                missing.append(f"{file.relative_to(source)}: {name}")
     assert not missing
 
 

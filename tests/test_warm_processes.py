@@ -90,6 +90,14 @@ def test_it_has_the_package_of_this_process():
     assert usual.stdout == warm.stdout != ""
 
 
+def test_variables_that_torch_sets_for_itself_keep_it_warm(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
+    monkeypatch.setenv("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    program = "import torch, os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'], open('/proc/self/cmdline').read())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.startswith("/nowhere ") and "warm_processes.py" in done.stdout
+
+
 def test_signals_and_streams_reach_it():
     program = "import torch, time; print('ready', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:

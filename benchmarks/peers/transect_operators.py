@@ -99,7 +99,8 @@ def _batch(work: Work, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _cpu_layer(work: Work, own: dict[str, Tensor], data: dict[str, Tensor]) -> Callable[[], Tensor]:
-    from transect.ops.cpu.library import PackedWeight, StackLayer, empty_cache, load
+    from transect.ops.cpu.library import PackedWeight, empty_cache, load
+    from transect.ops.cpu.stack import LayerStack, StackLayer
 
     s, library, dtype = work.sizes, load(torch.get_num_threads()), getattr(torch, work.dtype)
     packed: dict[str, Any] = {}
@@ -110,8 +111,8 @@ def _cpu_layer(work: Work, own: dict[str, Tensor], data: dict[str, Tensor]) -> C
     norms = {name: own[name].float() for name in ("attention_norm", "mlp_norm")}
     absent = dict.fromkeys(("attention_norm_bias", "mlp_norm_bias", "q_norm", "k_norm"))
     kinds = {torch.float32: 0, torch.bfloat16: 1}
-    stack = library.stack(
-        [StackLayer(**norms, **absent, **packed, window=0)],
+    stack = LayerStack(
+        library, [StackLayer(**norms, **absent, **packed, window=0)],
         dim=s["dim"], heads=s["heads"], kv_heads=s["kv_heads"], head_dim=s["head"], ffn=s["ffn"], block_size=BLOCK,
         layer_norm=0, gated=1, activation=0, rotary_half=s["head"] // 2, kv=kinds[dtype],
         norm_eps=EPS, scale=1 / math.sqrt(s["head"]),

@@ -56,7 +56,8 @@ HOSTILE = {
 
 
 class Stream(threading.Thread):
-    """A stream that continues until ``over`` is set, and keeps the times of its tokens."""
+    """A stream that continues until ``over`` is set, and keeps the times of its tokens. It is greedy, and repeats plain
+    words: a token that ends amid a character has no event of its own, and gaps would seem twice as long."""
 
     def __init__(self, url: str, headers: dict[str, str]) -> None:
         super().__init__(daemon=True)
@@ -66,7 +67,8 @@ class Stream(threading.Thread):
         """The answer and the time of each token."""
 
     def run(self) -> None:
-        body = {"model": BUILTIN, "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        fixed = {"model": BUILTIN, "prompt": "Once", "stream": True}
+        body = {**fixed, "max_tokens": 4000, "temperature": 0, "ignore_eos": True}
         for answer_number in itertools.count():
             if self.over.is_set():
                 return

@@ -39,14 +39,14 @@ def table(rows: Sequence[Timing]) -> str:
     for case, direction in dict.fromkeys((row.case, row.direction) for row in rows):
         own = {(r.contender, r.is_peer): r for r in rows if (r.case, r.direction) == (case, direction)}
         floors = [r.floor_seconds for r in own.values() if r.floor_seconds is not None]
-        cells = [case, direction, results.time_text(floors[0]) if floors else ""]
+        cells = [case, direction, results.microseconds_text(floors[0]) if floors else ""]
         for name in names:
             row = own.get(name)
             if row is None or not row.seconds:
                 cells.append("")
             else:
                 share = "" if row.of_floor is None else f" ({row.of_floor:.0%})"
-                cells.append(results.time_text(row.seconds) + share + " †" * (row.method == "eager"))
+                cells.append(results.microseconds_text(row.seconds) + share + " †" * (row.method == "eager"))
         ratios = [r.error / r.torch_error for r in own.values() if r.error is not None and r.torch_error]
         cells.append(f"{max(ratios):.2f}" if ratios else "")
         lines.append("| " + " | ".join(cells) + " |")

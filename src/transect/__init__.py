@@ -1,9 +1,8 @@
 """Transect: one readable codebase that covers the whole LLM stack, measured at every level against the hardware's
 floor.
 
-The levels, lowest first, are the folders: spec, hardware, formats, ops, models, checkpoints, text, parallel, engine,
-search, train, bench, explain, plan, learn, server, cluster, cli. Importing ``transect`` loads none of them; the names
-below arrive when first used.
+Each folder is a level; ``docs/understand/architecture.md`` lists them in order. Importing ``transect`` loads none of
+them; the names below are loaded at first use.
 """
 
 from __future__ import annotations

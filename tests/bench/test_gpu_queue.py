@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+from undisturbed import undisturbed
 
 from benchmarks import gpu_queue as queue_of_work
 
@@ -63,15 +64,20 @@ def test_each_gets_gpus_of_its_own_and_a_folder(gpu_queue, tmp_path) -> None:
 
 def test_what_runs_over_its_time_is_ended_with_its_processes_and_the_next_runs(gpu_queue, tmp_path) -> None:
     lasting = f"{sys.executable} -c 'import time; time.sleep(600)'"
-    ended = run(
-        gpu_queue, tmp_path, ["0"], 100,
-        {"name": "lasts", "commands": [f"{lasting} & echo $! > \"$OUT/child\"; wait", "echo never"], "seconds": 1.0},
-        {"name": "next", "commands": ["true"]},
-    )  # fmt: skip
+    command, child = f'{lasting} & echo $! > "$OUT/child"; wait', tmp_path / "lasts" / "child"
+
+    def cut_off() -> dict[str, Any]:
+        return run(
+            gpu_queue, tmp_path, ["0"], 100,
+            {"name": "lasts", "commands": [command, "echo never"], "seconds": 1.0},
+            {"name": "next", "commands": ["true"]},
+        )  # fmt: skip
+
+    ended = undisturbed(cut_off, lambda _: child.exists() and child.read_text())
     assert ended["lasts"]["ended"] == "cut off" and ended["lasts"]["codes"] == [None, None]
     assert ended["next"]["ended"] == "done"
     assert "never" not in (tmp_path / "lasts" / "log.txt").read_text()
-    assert gone(int((tmp_path / "lasts" / "child").read_text()))
+    assert gone(int(child.read_text()))
 
 
 def test_an_interrupt_ends_what_runs(gpu_queue, tmp_path, monkeypatch) -> None:

@@ -38,8 +38,31 @@ learning_rate = 1e-3
 """
 
 
-def start(folder, *arguments):
-    command = [sys.executable, "-m", "transect", "train", *map(str, arguments)]
+HELD = """
+import sys, time
+from pathlib import Path
+from transect.cli import main
+from transect.train.loop.trainer import Trainer
+
+step, last, release = Trainer.step, int(sys.argv.pop(1)), Path(sys.argv.pop(1))
+
+def held(self):
+    while self.steps_done == last and not release.exists():
+        time.sleep(0.01)
+    return step(self)
+
+Trainer.step = held
+main()
+"""
+"""``transect train`` that stops after a step until a file is there, so that a signal comes before the end."""
+
+
+def start(folder, *arguments, held_at=None):
+    """Start ``transect train``; ``held_at``: it waits after this step for the file ``released``."""
+    command = [sys.executable, "-m", "transect"]
+    if held_at is not None:
+        command = [sys.executable, "-c", HELD, str(held_at), str(folder / "released")]
+    command += ["train", *map(str, arguments)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -94,7 +117,7 @@ def folder(tmp_path_factory):
 def test_killed_and_resumed_it_is_the_same_run(folder) -> None:
     arguments = (write_config(folder, "killed"),)
     for step in (4, 9, 14) if proving() else (4,):
-        process = start(folder, *arguments)
+        process = start(folder, *arguments, held_at=step)
         wait_for_step(folder, "killed", step)
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -109,9 +132,10 @@ def test_killed_and_resumed_it_is_the_same_run(folder) -> None:
 
 def test_sigterm_writes_a_checkpoint_and_resume_needs_no_argument(folder) -> None:
     with cold():
-        process = start(folder, write_config(folder, "stopped"))
+        process = start(folder, write_config(folder, "stopped"), held_at=4)
     wait_for_step(folder, "stopped", 4)
     process.send_signal(signal.SIGTERM)
+    (folder / "released").touch()
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 143, out
     assert "stopped at step" in out

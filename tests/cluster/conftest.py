@@ -40,6 +40,13 @@ def settings(model, tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def held(settings, monkeypatch, tmp_path):
+    """File that the first engine with some tokens of an answer makes, and then no more tokens."""
+    monkeypatch.setenv("STUB_HOLD", str(tmp_path / "held"))
+    return tmp_path / "held"
+
+
+@pytest.fixture
 async def small(settings):
     """Make a fleet in this process; it is closed at the end."""
     made = Small(settings)

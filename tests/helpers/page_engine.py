@@ -229,11 +229,11 @@ class PageServer:
     @staticmethod
     def until(condition) -> None:
         """Wait until ``condition()`` is true."""
-        for _ in range(2000):
+        for _ in range(20_000):
             if condition():
                 return
             threading.Event().wait(0.005)
-        raise AssertionError("waited for 10 s")
+        raise AssertionError("waited for 100 s")
 
     @property
     def port(self) -> int:

@@ -54,8 +54,19 @@ class Small:
         assert [token for update in updates for token in update.token_ids] == choice.token_ids
         return choice.text, tuple(choice.token_ids), choice.finish_reason
 
+    async def begun(self, name, **params):
+        """Start a request; its task and the name of its replica, after the first update."""
+        where = asyncio.get_running_loop().create_future()
+
+        def seen(updates):
+            if not where.done():
+                where.set_result(self.having(name))
+
+        task = asyncio.create_task(self.run(name, seen, **params))
+        return task, await where
+
     async def until(self, condition):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             while not condition():
                 await asyncio.sleep(0.01)
 

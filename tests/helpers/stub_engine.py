@@ -7,7 +7,8 @@ promised.
 Run as ``python -m stub_engine ENDPOINT`` in place of ``transect.engine.frontends.process``. ``STUB_STEP_S`` of the
 environment is the time of a step in seconds, ``STUB_VOCAB`` the vocabulary; with ``STUB_EXACT=0`` no bits are promised,
 and with ``STUB_HANGS`` it is never ready. ``STUB_START_S`` are further seconds of its start, ``STUB_BLOCKS`` and
-``STUB_SEQS`` its KV blocks and places.
+``STUB_SEQS`` its KV blocks and places. ``STUB_HOLD`` names a file that does not exist: the first engine with
+``HOLD_AT`` tokens of an answer creates it and makes no more, so that a test can kill it before the answer ends.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 import types
 from hashlib import blake2b
+from pathlib import Path
 
 from decision_logs import log_for
 
@@ -30,11 +32,21 @@ from transect.engine.scheduling.scheduler_config import SchedulerConfig
 
 VOCAB, POISON = int(os.environ.get("STUB_VOCAB", "256")), 7
 """A prompt that ends with ``POISON`` twice kills the engine at the first step that computes its last token."""
+HOLD_AT = 25
 
 
 def token_at(seed: int, choice: int, position: int, before: int, penalty: float, used: int) -> int:
     key = f"{seed} {choice} {position} {before} {penalty} {used if penalty else 0}"
     return 32 + int.from_bytes(blake2b(key.encode(), digest_size=4).digest(), "little") % 95
+
+
+def hold_once() -> None:
+    """Sleep until killed, unless another engine has done so."""
+    try:
+        Path(os.environ["STUB_HOLD"]).touch(exist_ok=False)
+    except FileExistsError:
+        return
+    time.sleep(3600)
 
 
 class Handle:
@@ -53,6 +65,8 @@ class Handle:
                 prompt = draw.prompt_token_ids
                 if prompt[-2:] == (POISON, POISON):
                     os._exit(3)
+                if "STUB_HOLD" in os.environ and len(draw.output_token_ids) == HOLD_AT:
+                    hold_once()
                 before = (draw.output_token_ids or prompt)[-1]
                 seed, used = draw.seed, len(set(draw.output_token_ids))
                 token = token_at(seed, draw.choice, row.end, before, draw.params.presence_penalty, used)

@@ -42,6 +42,8 @@ MODULES = ("torch", "transect.cli", "transect.cli.serve", "transect.cli.generate
            "transect.parallel.rank", "transect.train.loop.trainer")  # fmt: skip
 READ_ON_IMPORT = re.compile(r"(PYTHON|TRITON|OMP|MKL|OPENBLAS|TORCH|PYTORCH|ATEN|KINETO|LD_|HF_|XDG_|HOME$)")
 """Variables whose values libraries may have read already."""
+READ_LATER = re.compile(r"(PYTHONPATH|PYTHONUNBUFFERED|TORCHINDUCTOR_CACHE_DIR|TORCH_NCCL_)")
+"""Exceptions from that. Torch sets the third one when it compiles, and the package the last for its ranks."""
 OTHER_HELPER = {"TRITON_INTERPRET"}
 """Variables for whose other values there are other helpers: many tests compile kernels instead of interpreting them."""
 ITSELF = re.compile(r"sys\.modules|importtime|faulthandler|tracemalloc|sys\.flags")
@@ -107,7 +109,7 @@ def _finds_the_same(environment: dict[str, str]) -> bool:
 
 
 def _read_by_imports(environment: dict[str, str]) -> frozenset[tuple[str, str]]:
-    names = {name for name in environment if READ_ON_IMPORT.match(name)} - {"PYTHONPATH", "PYTHONUNBUFFERED"}
+    names = {name for name in environment if READ_ON_IMPORT.match(name) and not READ_LATER.match(name)}
     return frozenset((name, environment[name]) for name in names)
 
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from host_copies import HostCopies
 from thread_group import on_threads
 
 from transect.costs.memory.shared import copies_bytes
 from transect.models.decoder import Decoder
-from transect.ops.comm.copy_engine import HostCopies
 from transect.parallel import peer_copies, peer_pieces, replicas
 from transect.parallel.group import Group
 from transect.parallel.peer_copies import PeerCopies, shared_copies

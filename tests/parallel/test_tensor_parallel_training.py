@@ -66,7 +66,7 @@ class Recorder:
 
 
 def test_ranks_with_fewer_rows_of_the_head_gather_as_often(monkeypatch):
-    monkeypatch.setitem(split_loss.CHUNK_ELEMENTS, "cpu", 96)
+    monkeypatch.setitem(split_loss.SPLIT_ELEMENTS, "cpu", 96)
     hidden, labels, gathers = torch.randn(12, 4), torch.arange(12), []
     for first, rows in ((0, 32), (32, 8)):
         group = Recorder()

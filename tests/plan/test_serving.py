@@ -100,15 +100,15 @@ def test_the_json_has_the_keys_of_the_load_generator(plan):
 
 
 def test_the_command(tmp_path):
-    given = ("--requests", "50", "--tp", "1", "--quantization", "bf16", "--output-tokens", "uniform:10-20")
-    done = run_here("plan", "serving", "llama-3.2-1b", "--gpu", "l4", "--rate", "4", "--json", "--price", "0.7", *given)
+    few = ("--requests", "50", "--tp", "1", "--quantization", "bf16", "--output-tokens", "uniform:10-20")
+    given = ("plan", "serving", "llama-3.1-8b", "--gpu", "l4", "--target", "ttft=3s,itl=150ms", *few)
+    done = run_here(*given, "--rate", "4", "--json", "--price", "0.7")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["choices"][0]["gpu"] == "l4" and found["choices"][0]["requests_per_second"] == 4
     trace, page = tmp_path / "trace.jsonl", tmp_path / "plan.html"
     write_lines(MIX.generate(60.0, 60), trace)
-    more = ("--trace", str(trace), "--page", str(page), *given)
-    done = run_here("plan", "serving", "llama-3.2-1b", "--gpu", "l4", "--target", "ttft=3s,itl=100ms", *more)
+    done = run_here(*given, "--trace", str(trace), "--page", str(page))
     assert done.returncode == 0, done.stderr
     assert "best: " in done.stdout and "not measured" in done.stdout and "<svg" in page.read_text()
 

@@ -51,8 +51,10 @@ class Engines:
         async with contextlib.aclosing(stream) as updates:
             async for update in updates:
                 self.seen += 1
-                if self.seen == self.kill_at and len(self.engines.alive()) == 2:
-                    os.kill(self.engines._where[f"{self.name}-{operation.key}"].pid, signal.SIGKILL)
+                having = self.engines._where.get(f"{self.name}-{operation.key}")  # none after the last token
+                if self.seen >= self.kill_at >= 0 and having is not None and len(self.engines.alive()) == 2:
+                    os.kill(having.pid, signal.SIGKILL)
+                    self.kill_at = -1
                 yield update
 
     async def abort(self, key, choice):
@@ -81,9 +83,10 @@ async def test_a_search_whose_replica_is_killed_has_the_same_tree(start):
                 async with asyncio.timeout(60):
                     while len(engines.alive()) < 2:
                         await asyncio.sleep(0.01)
-                found, _ = await search(engines, name, rng.randint(1, updates // 2))
-                assert found == tree, name
-        assert engines.handed_over >= len(SEARCHES)
+                before = engines.handed_over
+                while engines.handed_over == before:  # on a busy machine a kill may come after the last token
+                    found, _ = await search(engines, name, rng.randint(1, updates // 2))
+                    assert found == tree, name
         assert (await engines.stats()).running == 0, "no branch is left"
 
 

@@ -69,6 +69,7 @@ def test_what_does_not_end_is_ended():
     with pytest.raises(ValueError, match=r"asks for too much: it was ended after 0.3 s"):
         worker.render(ENDLESS, USER)
     assert gone(pid)
+    worker._time_limit_s = 60.0  # of the next process: a busy machine may take long for a short text
     assert worker.render(PLAIN, USER) == PLAIN.render(USER)
     worker.close()
     worker.close()
@@ -132,7 +133,7 @@ def test_a_process_does_not_outlive_its_owner():
     """
     parent = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
     pid = int(parent.stdout)
-    for _ in range(400):
+    for _ in range(4000):
         if gone(pid):
             return
         threading.Event().wait(0.05)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..costs.links import MeasuredLinks
-from ..ops.sampling.sampling import GROUP
+from ..ops.lang.philox import GROUP
 from ..parallel.mesh import Mesh
 from ..parallel.shared_sums import graph_seconds, shared_sums
 from ..parallel.world import World

@@ -29,7 +29,7 @@ from ..models.embedding import Embedding
 from ..models.staging import Staging, dense_values
 from ..models.weights.weight import Kinds, Weight
 from ..ops.opset import OpSet
-from ..spec.eagle import HeadConfig, head_from_json, head_to_json, is_head
+from ..spec.eagle import HeadConfig, head_from_json, head_to_json
 from ..spec.fields import read_json_object
 from .hf import SINGLE, few, line, listing
 from .load import stored_weights
@@ -86,14 +86,6 @@ def resolve_head(name: str, target: ModelSource, *, allow_download: bool = True)
     except ValueError as error:
         raise ValueError(f"the EAGLE-3 head {name}: {error}") from None
     return source
-
-
-def is_head_directory(path: Path) -> bool:
-    """Return True if a directory has the config.json of an EAGLE-3 head."""
-    try:
-        return is_head(read_json_object(path / "config.json"))
-    except (FileNotFoundError, ValueError):
-        return False
 
 
 def check_head(source: HeadSource, target: ModelSource) -> None:
@@ -172,7 +164,7 @@ def load_head(
 
 
 def _taken(name: str, tensors: dict[str, Tensor], shape: Any, source: HeadSource) -> Tensor:
-    """Take a tensor of this name and shape out of those of a file."""
+    """Remove the tensor ``name`` from a file's ``tensors`` and return it after checking its shape."""
     values = tensors.pop(name, None)
     if values is None:
         raise ValueError(f"the EAGLE-3 head {source.name} lacks the tensor {name}: download it again")

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file by canonical name, packed as in the file. ``gguf_places.py`` has their locations and
+"""The weights of a GGUF file by canonical name, packed as in the file. ``spec/gguf_places.py`` has their locations and
 forms."""
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _found(config: ModelConfig, tensor: QuantizedTensor, place: GGUFPlace, shape
 
 
 def _check(file: GGUFFile, tensor: str, shape: tuple[int, ...], matrix: tuple[int, ...]) -> None:
-    """Check a tensor's shape: ``shape`` is that of llama.cpp; its converter, which quantizes nothing, leaves ``matrix``
-    for one row."""
+    """Check that a tensor has llama.cpp's ``shape``, or ``matrix``, which its converter writes for one row if it
+    quantizes nothing."""
     found = file.tensors.get(tensor)
     if found is None:
         raise ValueError(

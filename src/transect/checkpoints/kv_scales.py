@@ -1,6 +1,6 @@
 """Scales for keys and values in fp8: read from a checkpoint, measured on a text, and set in a model.
 
-What a layer does with its own is in ``layer_kv_scales.py``.
+What a layer does with its own is in ``models/layer_kv_scales.py``.
 
 Shapes: L layers, K key heads, T tokens, d head size; scales float32 ``[L, 2, K]``, keys' before values'.
 

@@ -2,9 +2,9 @@
 
 ``stored_weights`` are a source's weights under their canonical names, each read when asked for, whole or a part of it;
 ``fill`` reads them into any model, wherever it is and whatever kinds of weight it has. Around these two are three ways
-to compute: the C++ CPU kernels (``native.py``), which keep quantized weights quantized and compute from exactly what
-the file holds, in float32 or with inputs in bfloat16; plain torch, for which quantized weights are dequantized when
-they are loaded; and, on a GPU, the fused stack.
+to compute: the C++ CPU kernels (``models/native.py``), which keep quantized weights quantized and compute from exactly
+what the file holds, in float32 or with inputs in bfloat16; plain torch, for which quantized weights are dequantized
+when they are loaded; and, on a GPU, the fused stack.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from ..models.native import (
     run_natively,
     take_packed,
 )
-from ..models.row_adapters import AdapterRoom, TensorAdapters
 from ..models.staging import Staging, dense_values
 from ..models.stored import ALL, Stored, StoredWeights, Values
 from ..models.streaming.stream import offload
@@ -35,7 +34,6 @@ from ..models.weights.weight import Kinds, Weight, part_of
 from ..ops.opset import OpSet, resolve_ops
 from .adapter import StoredAdapter, merged_weights, put_beside
 from .adapter_peft import read_adapter
-from .adapter_start import as_plain_lora
 from .dummy import dummy_weights
 from .gguf import stored_gguf
 from .hf import stored_hf
@@ -46,6 +44,7 @@ from .resolve import ModelSource
 
 if TYPE_CHECKING:
     from ..models.fused_stack import Fusions
+    from ..models.row_adapters import AdapterRoom
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +83,8 @@ def adapter_of(source: ModelSource) -> StoredAdapter:
     Raises:
         ValueError: see ``read_adapter`` and ``as_plain_lora``.
     """
+    from .adapter_start import as_plain_lora
+
     assert source.adapter is not None
     adapter = read_adapter(source.adapter.path, source.config)
     return as_plain_lora(adapter, stored_weights(source.adapter.base), source.config)
@@ -309,6 +310,8 @@ def load_on_device(
     if beside is not None:
         put_beside(model, beside)
     if adapters is not None:
+        from ..models.row_adapters import TensorAdapters
+
         TensorAdapters(model, *adapters)
     from ..models.fused_stack import FusedStack, refusal
 

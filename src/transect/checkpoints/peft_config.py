@@ -35,7 +35,7 @@ PISSA, OLORA = "pissa", "olora"
 """Values of ``init_lora_weights`` with which PEFT derives an adapter's start from the base, by a decomposition that can
 be repeated (``adapter_start.py``)."""
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-"""Last parts of the names of matrices that a served adapter may change."""
+"""Last parts of the names of a layer's matrices, which an adapter may change."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
 """Values of ``init_lora_weights`` with which PEFT leaves the base unchanged."""
 

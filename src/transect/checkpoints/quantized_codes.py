@@ -16,6 +16,7 @@ from ..spec.fields import Fields
 from ..spec.numbers.awq import AWQ_METHOD
 from ..spec.numbers.codebook import codebook_of
 from ..spec.numbers.gptq import GPTQ_METHOD, zero_step
+from ..spec.numbers.int4 import GROUPS
 from ..spec.numbers.layouts import SCALE_BLOCK, GroupLayout, ListedLayout, MatrixLayout, ScaledLayout
 from ..spec.numbers.number_format import Codebook
 from ..spec.numbers.registry import listed
@@ -24,9 +25,6 @@ Packed = Callable[[slice, slice], PackedValues]
 T = TypeVar("T")
 LISTED = "weight_codes"
 """End of the name of a codebook's codes; ``weight_scale`` is beside them."""
-GROUPS = (32, 64, 128)
-"""Inputs that share a scale and a zero, in kinds of weight with 4-bit codes; larger groups are multiples of the
-last."""
 BLOCK = SCALE_BLOCK
 NONE = (None, None)
 
@@ -137,7 +135,7 @@ def _words(
 ) -> tuple[MatrixLayout, Packed] | tuple[None, None]:
     """Find the layout of words; ``parts`` returns codes ``[O, I]``, zeros as codes and scales ``[O, G]``; ``order`` is
     the tensor of groups."""
-    size = inputs // groups
+    size = inputs // groups  # a larger group is handled as several of the largest size
     if inputs % groups or (size not in GROUPS and size % GROUPS[-1]):
         return NONE
     in_order = torch.arange(inputs) // size

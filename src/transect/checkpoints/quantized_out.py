@@ -39,8 +39,8 @@ def group_for(widths: Mapping[str, int], wanted: int | None) -> int:
         ValueError: rows cannot be cut so; the message names a matrix.
     """
     if wanted is not None and wanted not in GROUPS:
-        raise ValueError(f"the group size must be {', '.join(map(str, GROUPS))}, not {wanted}")
-    for group in GROUPS if wanted is None else (wanted,):
+        raise ValueError(f"the group size must be {', '.join(map(str, GROUPS[::-1]))}, not {wanted}")
+    for group in GROUPS[::-1] if wanted is None else (wanted,):
         odd = [(name, width) for name, width in widths.items() if width % group]
         if not odd:
             return group

@@ -1,35 +1,28 @@
 """The ``transect`` command: one thin file per sub-command, over the levels below.
 
-* ``pull.py``: fetch a model. ``models.py``: which there are. ``generate.py``: continue one prompt. ``chat.py``: talk to
-  a model.
-* ``serve.py``: the OpenAI-compatible server. ``demo.py``: that server answering eight people at once.
-  ``cluster.py``: a fleet of replicas. ``reload.py``: new engines in a running server.
-  ``drill.py``: a replica that is killed in the middle of answers.
-* ``train.py``: train or fine-tune a model; ``sweep.py``: over a grid of settings.
-* ``flow.py``: the whole life of a model; ``flow_watch.py``: what its server has captured.
-* ``data.py``: prepare what it is trained on. ``plot.py``: its curves. ``board.py``: runs and reports in the browser.
-  ``predicted.py``: what was expected of its steps.
-  ``memory.py``: what serving will need, or training (``memory_training.py``), in tables (``memory_tables.py``).
-  ``plan.py``: the best way to spread a run; ``plan_serving.py``: a service;
-  ``plan_calibrate.py``: a measured server to plan with; ``plan_workload.py``: traces;
-  ``plan_drills.py``: failures of a fleet.
-* ``eval.py``: how good a model is. ``export.py``: a run's adapter or model for other programs; ``quantize.py``: a model
-  in fewer bits.
-* ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators. ``hardware.py``: what this machine can do.
-* ``explain.py``: where the time of requests and runs goes, replay, a backward pass. ``top.py``: what a server does now.
-  ``roofline.py``: what a device allows.
-* ``learn.py``: the graded ladder, from a dot product to a fleet; ``learn_use.py``: runs a student's piece inside the
-  product.
-* ``inspect.py``: what an operator's kernels compile to. ``tune.py``, ``tune_card.py``, ``tune_model.py``: find the
-  fastest of them here. ``trace.py``: follows a kernel through the interpreter.
-* ``engine_options.py``: options from settings of engine and server. ``settings.py``: the commands in groups, where
-  options may come from, and their help.
-  ``environment.py``: variables of the environment.
-  ``session.py``: an engine for the length of a command. ``searching.py``: options of searches.
-  ``demo_view.py``, ``demo_picture.py``: what the demo shows.
+A command's file is imported when its name is given (``settings.LazyGroup``), and imports heavy modules when it runs, so
+that ``transect --help`` is fast. ``main`` prints any error of a command as one line.
 
-A command's file is imported when its name is given (``settings.LazyGroup``), and imports what is heavy when it runs, so
-that ``transect --help`` is quick. A command fails with ``ValueError`` (or any error) and ``main`` makes it one line.
+* Models: ``pull.py`` fetches one, ``models.py`` lists them, ``export.py`` writes one for other programs,
+  ``quantize.py`` rounds one to fewer bits, ``eval.py`` measures its quality.
+* Answers: ``generate.py``, ``chat.py``; ``demo.py``: a server that answers eight people at once (``demo_view.py``,
+  ``demo_picture.py``).
+* Servers: ``serve.py``; ``cluster.py``: a fleet; ``reload.py``: new engines in a running server; ``drill.py``: the
+  death of a replica; ``top.py``: the present state of a server.
+* Training: ``train.py``; ``sweep.py``: over a grid of settings; ``data.py``: prepares data; ``plot.py``: curves;
+  ``board.py``: runs and reports in the browser; ``predicted.py``: the predicted step times of a run.
+* Flows: ``flow.py``; ``flow_watch.py``: captured requests of a flow's server.
+* Plans: ``memory.py``, ``memory_training.py``: memory of serving and training (``memory_tables.py`` prints it);
+  ``plan.py``: layouts of a run; ``plan_serving.py``: a service; ``plan_calibrate.py``: a profile of a measured server;
+  ``plan_workload.py``: traces; ``plan_drills.py``: failures of a fleet.
+* Measurements: ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators; ``hardware.py``: measured
+  rates of this machine; ``explain.py``: time by cause, replay, backward passes; ``roofline.py``: limits of a device.
+* Kernels: ``inspect.py``: machine code; ``trace.py``: a run in the interpreter; ``tune.py``, ``tune_card.py``,
+  ``tune_model.py``: the fastest choices on this device.
+* Learning: ``learn.py``: the graded ladder; ``learn_use.py``: a student's code inside the product.
+* Shared: ``settings.py``: groups of commands, origins of options, help; ``engine_options.py``: options from the
+  settings of engine and server; ``environment.py``: environment variables; ``session.py``: an engine for one command;
+  ``searching.py``: options of searches.
 """
 
 from __future__ import annotations

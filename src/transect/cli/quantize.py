@@ -34,8 +34,8 @@ def command(
     group_size: Annotated[
         int | None,
         typer.Option(
-            help=f"{_that('grouped')}: numbers that share a scale, {listed(map(str, GROUPS))}; default: the most that "
-            "fit."
+            help=f"{_that('grouped')}: numbers that share a scale, {listed(map(str, GROUPS[::-1]))}; default: the most "
+            "that fit."
         ),
     ] = None,
     kv_scales: Annotated[

@@ -67,7 +67,7 @@ def command(
                 f"{ops[0]!r} is neither an operator (`transect bench ops --list`) nor a model: {error}"
             ) from None
         try:
-            wanted = [int(each) for each in rows.split(",") if each] or list(tune_model.ROWS)
+            wanted = [int(each) for each in rows.split(",") if each]
         except ValueError:
             raise ValueError(f"--rows takes whole numbers with commas between them, not {rows!r}") from None
         return tune_model.tune(source.config, wanted, inf if seconds is None else seconds, load, keep, ship, json)
@@ -125,7 +125,7 @@ def show(found: Found) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..ops.tools.results import time_text
+    from ..ops.tools.results import microseconds_text
 
     console = Console()
     timed = [trial for trial in found.trials if trial.seconds is not None]
@@ -133,7 +133,7 @@ def show(found: Found) -> None:
     gain = "the heuristic's did not run" if found.gain is None else f"{found.gain:.3f}x the heuristic's speed"
     console.print(
         f"{found.launcher} [{found.bucket}], {found.case}: {len(timed)} timed, {rejected} rejected, {found.left} left; "
-        f"best {time_text(found.best.seconds or 0)} us, {gain}",
+        f"best {microseconds_text(found.best.seconds or 0)} us, {gain}",
         highlight=False,
         soft_wrap=True,
         markup=False,

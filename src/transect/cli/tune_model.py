@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from ..ops.linear.few_rows.search import Product, ProductTimes
     from ..spec.model import ModelConfig
 
-ROWS = (1, 8, 16, 32, 48, 64, 96, 128, 160, 192, 208, 224, 256)
-
 
 def products(config: ModelConfig) -> list[Product]:
     """List the products of a decode step in 16 bits, each size once: those of the layers, and the head. Experts are
@@ -37,6 +35,7 @@ def tune(
     config: ModelConfig, rows: list[int], seconds: float, load: bool, keep: bool, ship: bool, out: Path | None
 ) -> None:
     """Measure kernels (the fastest again under ``load``), show and keep them; start no measurement after ``seconds``.
+    Without ``rows`` those of ``choices.ROWS`` are measured.
 
     Raises:
         ValueError: no Hopper GPU, or rows out of range.
@@ -45,11 +44,12 @@ def tune(
 
     from ..hardware.device import target_of
     from ..ops.linear.few_rows import search
-    from ..ops.linear.few_rows.choices import FOLDER, MOST_ROWS
+    from ..ops.linear.few_rows.choices import FOLDER, MOST_ROWS, ROWS
     from ..ops.tools.timing import time_graph
     from ..ops.tools.under_load import race
 
-    if not rows or not all(1 <= each <= MOST_ROWS for each in rows):
+    rows = rows or list(ROWS)
+    if not all(1 <= each <= MOST_ROWS for each in rows):
         raise ValueError(
             f"--rows takes numbers from 1 to {MOST_ROWS} with commas between them; more rows need no tuning"
         )

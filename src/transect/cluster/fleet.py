@@ -373,7 +373,7 @@ class _Past:
 
 
 class _Rate:
-    """Highest rate of a replica's tokens, prompts without what was cached and answers, with a slow decay."""
+    """Highest rate of a replica in tokens per second, with a slow decay. Prompt tokens from the cache do not count."""
 
     def __init__(self, stats: SchedulerStats) -> None:
         self.highest = 0.0

@@ -24,5 +24,5 @@ Seconds:
 
 Memory: ``memory/``, accounts of training and serving before anything is loaded
 
-* ``units.py``     sizes of memory, read and written as people do
+* ``units.py``     sizes of memory and times as text
 """

@@ -173,8 +173,8 @@ def _ladder(tokens: np.ndarray, knots: tuple[float, ...]) -> np.ndarray:
 
 
 def _fit(features: np.ndarray, seconds: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Solve weighted least squares of relative errors over coefficients of at least 0, by coordinate descent. A small
-    ridge holds down the coefficients that no step determines, but not the fixed time."""
+    """Solve weighted least squares of relative errors over coefficients of at least 0. A small ridge holds down the
+    coefficients that no step determines, but not the fixed time."""
     scaled = features / seconds[:, None]
     scale = np.sqrt((scaled**2).mean(axis=0))
     scale[scale == 0] = 1.0
@@ -183,14 +183,28 @@ def _fit(features: np.ndarray, seconds: np.ndarray, weight: np.ndarray) -> np.nd
     ridge[0] = 1e-9
     gram = (scaled * weight[:, None]).T @ scaled / len(seconds) + np.diag(ridge)
     target = (scaled * weight[:, None]).mean(axis=0)
-    found = np.zeros(scaled.shape[1])
-    for _ in range(2000):
-        before = found.copy()
-        for each in range(len(found)):
-            found[each] = max(0.0, found[each] - (gram[each] @ found - target[each]) / gram[each, each])
-        if np.abs(found - before).max() < 1e-8:
+    return _at_least_zero(gram, target) / scale
+
+
+def _at_least_zero(gram: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Minimize ``x @ gram @ x / 2 - target @ x`` over ``x`` of at least 0, by the active sets of Lawson and Hanson
+    (1974): solve for the free coefficients, and fix those at 0 that would fall below."""
+    found, free = np.zeros(len(target)), np.zeros(len(target), dtype=bool)
+    for _ in range(3 * len(target)):
+        slope = np.where(free, 0.0, target - gram @ found)
+        if slope.max() <= 1e-12:
             break
-    return found / scale
+        free[slope.argmax()] = True
+        while free.any():
+            there = np.zeros(len(target))
+            there[free] = np.linalg.solve(gram[np.ix_(free, free)], target[free])
+            below = free & (there <= 0)
+            if not below.any():
+                found = there
+                break
+            found = found + (found[below] / (found[below] - there[below])).min() * (there - found)
+            free &= found > 1e-15
+    return np.where(free, found, 0.0)
 
 
 # ---- the coefficients of ``serving.py`` ------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class MeasuredAxis:
         return self.all_reduce(size, calls) / 2
 
     def send(self, size: float, calls: float = 1) -> float:
-        """Return the seconds to send ``size`` bytes, equal to those that two ranks send each other to sum them."""
+        """Return the seconds to send ``size`` bytes to one rank. An all-reduce of two ranks takes as long."""
         return calls * self.links.pair(size / calls) if self.ranks > 1 else 0.0
 
 

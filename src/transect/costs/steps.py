@@ -10,7 +10,7 @@ from ..spec.model import ModelConfig
 LAUNCHES = 9
 """Kernels of a layer."""
 LAUNCH_SECONDS, PRODUCT_RATE = 150e-6, 600e12
-"""Seconds in which a host launches a kernel of a step with prompts, and FLOP/s of products: those of an H200 and its
+"""Seconds for which a host launches a kernel of a step with prompts, and FLOP/s of products, of an H200 and its
 host."""
 
 

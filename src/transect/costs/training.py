@@ -34,7 +34,7 @@ from .storage import Storage
 from .work import visible_pairs
 
 ROUNDS = 5
-"""Newton-Schulz iterations of Muon."""
+"""Newton-Schulz iterations of Muon, which ``train/optim/muon.py`` runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Sizes of memory as people write and read them."""
+"""Sizes of memory and times as text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k
 def gib(size: float) -> str:
     """Format bytes as ``12.34 GiB``, or in MiB if there are fewer than a tenth of one GiB."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """Format seconds with a suitable unit, such as ``1.5 ms``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
 
 
 def parse_bytes(text: str) -> int:

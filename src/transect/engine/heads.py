@@ -30,7 +30,8 @@ def head_on_cpu(
     threads: int,
     mesh: Mesh | None,
 ) -> HeadRunner:
-    """Load a head beside its model, over as many blocks, and let the model keep what the head reads.
+    """Load a draft head with as many KV blocks as its model, and make the model keep the hidden states that the head
+    reads.
 
     Args:
         runner: runs the model.

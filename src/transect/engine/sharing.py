@@ -4,10 +4,10 @@ The ranks that stand at one place of the data axis are a *group*: it has request
 own. Groups may share the experts of a model (expert parallel), and compute every layer's experts together. So they
 take their steps together: rank 0 says "step", and each rank runs the batch that its group plans or, where that has
 none, takes part without tokens (``Executor.idle``). Groups that share nothing could do without, as the engines behind
-a server do (``replicas.py``); in one ``LLM`` they have one caller, who takes one step after another.
+a server do (``frontends/replicas.py``); in one ``LLM`` they have one caller, who takes one step after another.
 
-Rank 0 has the callers. ``router.py`` says which group gets a request, and what the other groups have to say comes back
-after every step (``Report``).
+Rank 0 has the callers. ``scheduling/policies/routing.py`` says which group gets a request; the other groups send their
+outputs back after every step (``Report``).
 """
 
 from __future__ import annotations

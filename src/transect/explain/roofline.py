@@ -2,7 +2,7 @@
 
 A point is an operator: its FLOPs per byte, and the rate that the device allows at that intensity, or the rate that was
 measured. Left of the ridge bytes bind, right of it arithmetic. ``points_of_*`` make points of a model's step, of an
-operator's real shapes, or of a trace; ``roofline_text.py`` and ``roofline_svg.py`` draw them.
+operator's real shapes, or of a trace; ``roofline_svg.py`` draws them.
 """
 
 from __future__ import annotations

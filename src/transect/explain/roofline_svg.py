@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from html import escape
 
+from ..costs.units import seconds_text
 from .roofline import Point, Roofline
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 860, 520, 80, 60, 40, 230
@@ -80,9 +81,9 @@ def svg(found: Roofline) -> str:
 def describe(found: Roofline, point: Point) -> str:
     """Describe a point in a sentence."""
     said = f"{point.group}: {point.name}, {point.intensity:.3g} FLOPs/byte, bound by {found.bound(point)}, "
-    said += f"floor {_seconds(point.roof)}"
+    said += f"floor {seconds_text(point.roof)}"
     if point.seconds:
-        said += f", measured {_seconds(point.seconds)} ({point.roof / point.seconds:.0%} of the roof)"
+        said += f", measured {seconds_text(point.seconds)} ({point.roof / point.seconds:.0%} of the roof)"
     return said
 
 
@@ -128,10 +129,3 @@ def _rate(rate: float) -> str:
         if rate >= scale:
             return f"{rate / scale:.3g} {unit}"
     return f"{rate:.3g} FLOP/s"
-
-
-def _seconds(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"

@@ -118,7 +118,7 @@ FP8_TARGETS = tuple(name for name, target in TARGETS.items() if target.fp8_produ
 RELATIVES = {"sm_103": "sm_100", "sm_121": "sm_120"}
 """Targets with the limits of another one; kernels for that one compile for them too."""
 PROCESSOR = KernelTarget("cpu", "", 0, 0, 0, 0)
-"""Stands for a processor. No limits are known, and nothing special runs."""
+"""Target of a CPU: no known limits, no special kernels."""
 
 
 @cache

@@ -10,7 +10,7 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-from .texts import PACKAGE, excerpt
+from .texts import PACKAGE, definitions, excerpt
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def program_of(file: str, *roots: str) -> WholeProgram:
     Raises:
         ValueError: the file lacks one of them.
     """
-    known = _definitions(ast.parse((PACKAGE / file).read_text()))
+    known = definitions(ast.parse((PACKAGE / file).read_text()))
     if missing := [name for name in roots if name not in known]:
         raise ValueError(f"{file} has no {missing[0]!r}")
     return needs(file, *roots)
@@ -40,7 +40,7 @@ def program_of(file: str, *roots: str) -> WholeProgram:
 def needs(file: str, *used: str) -> WholeProgram:
     """Write the program of those of the names ``used`` that the file defines or imports."""
     tree = ast.parse((PACKAGE / file).read_text())
-    known, imported = _definitions(tree), _imports(tree, file)
+    known, imported = definitions(tree), _imports(tree, file)
     found: dict[str, int] = {}
     lines: dict[str, None] = {}
     modules: dict[str, None] = {}
@@ -62,20 +62,6 @@ def needs(file: str, *used: str) -> WholeProgram:
     text = excerpt(file, *sorted({line: name for name, line in found.items()}.values(), key=lambda name: found[name]))
     head = "\n".join(["from __future__ import annotations", "", *sorted(lines)])
     return WholeProgram(f"{head}\n\n\n{text}", tuple(sorted(modules)))
-
-
-def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
-    found: dict[str, ast.stmt] = {}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found[node.name] = node
-        elif isinstance(node, ast.Assign):
-            for each in ast.walk(node.targets[0]):
-                if isinstance(each, ast.Name):
-                    found[each.id] = node
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = node
-    return found
 
 
 def _imports(tree: ast.Module, file: str) -> dict[str, tuple[str, str]]:

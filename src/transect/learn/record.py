@@ -36,7 +36,7 @@ class Case:
     entry: str = ""
     """Name in ``Rung.answers``; empty: the first."""
     tolerance: float | None = None
-    """Largest relative error in the 2-norm; None if it is that of the rung."""
+    """Largest relative error in the 2-norm; None for the rung's tolerance."""
 
 
 @dataclass(frozen=True, slots=True)

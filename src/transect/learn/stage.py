@@ -82,8 +82,8 @@ def play(module: ModuleType, asked: Sequence[Any], rule: Mapping[str, Any]) -> d
 
 
 def judge(arguments: Sequence[Any], got: Any) -> str:
-    """Say in a sentence why a play is not as good as that of the shipped rule; empty if it is. ``arguments``: the
-    requests and the rule, as of ``play``.
+    """Return a sentence that says why a play is worse than that of the shipped rule; empty if it is not. ``arguments``:
+    the requests and the rule, as of ``play``.
 
     A rule without ``bounds`` must decide the same. One with bounds may decide otherwise, as long as its figures are
     within them.
@@ -254,8 +254,8 @@ def _seconds(batch: Any) -> float:
 
 @contextmanager
 def _in_place(module: ModuleType, shipped: ModuleType, by: Sequence[str], decisions: list[Any]) -> Iterator[None]:
-    """Put the classes and functions of ``module`` in the place of those of ``shipped`` everywhere in this package, and
-    record the results of the functions ``by``."""
+    """Replace the classes and functions of ``shipped`` by those of ``module`` everywhere in this package while entered,
+    and record the results of the functions ``by``."""
     undo: list[tuple[Any, Any, Any]] = []
     depth = [0]
     instead: dict[int, Any] = {}

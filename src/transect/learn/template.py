@@ -16,8 +16,7 @@ from ..ops.registry import Op, all_ops, get
 from .rungs.inputs import flat
 from .template_policies import policies, rung_of_policy
 from .template_sources import SOURCES, driver
-
-PACKAGE = Path(__file__).resolve().parent.parent
+from .texts import PACKAGE
 
 
 def rung_of(name: str) -> str:

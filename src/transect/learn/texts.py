@@ -24,7 +24,7 @@ def excerpt(file: str, *names: str) -> str:
         ValueError: the file has no such name.
     """
     text = (PACKAGE / file).read_text()
-    nodes = _named(ast.parse(text))
+    nodes = definitions(ast.parse(text))
     lines = text.splitlines()
     parts = []
     for name in names:
@@ -42,7 +42,7 @@ def with_hole(text: str, holes: tuple[str, ...]) -> str:
     if OPEN in text:
         pattern = re.compile(rf"[ \t]*{re.escape(OPEN)}\n.*?{re.escape(CLOSE)}", re.DOTALL)
         return pattern.sub(f"    // {HOLE[2:]}", text)
-    nodes = _named(ast.parse(text))
+    nodes = definitions(ast.parse(text))
     lines = text.splitlines()
     for name in sorted(holes, key=lambda each: -nodes[each].lineno):
         node = nodes[name]
@@ -54,7 +54,8 @@ def with_hole(text: str, holes: tuple[str, ...]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _named(tree: ast.Module) -> dict[str, ast.stmt]:
+def definitions(tree: ast.Module) -> dict[str, ast.stmt]:
+    """Return the definitions of a file by name: functions, classes, methods (``Class.method``), constants."""
     found: dict[str, ast.stmt] = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

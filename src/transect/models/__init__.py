@@ -1,27 +1,25 @@
 """One decoder definition for training and serving.
 
-Costs (no torch):
-
-
 The model (flat, token-major: ``x_TD`` is tokens by model dim):
 
 * ``decoder.py``: ``Decoder``: embedding, stack of layers, final norm, head
 * ``attention.py``, ``mlp.py``: the two halves of a layer; ``moe.py``: experts in place of the second; ``norm.py``:
   ``RMSNorm``, ``LayerNorm``
-* ``weights/``: the seam: ``Weight``, a matrix in some number format, its kinds, and ``Projection``, named weights that
-  share an input
-* ``embedding.py``: ``Embedding``, tables that are gathered from
-* ``rope.py``: the angles of rotary embedding and their scalings
-* ``context.py``: where keys and values are: ``VarlenContext`` (packed documents, differentiable), ``PagedContext``
-* ``streaming/``: layers that live in host memory or in a file, and come to the device in their turn
-* ``layer_kv_scales.py``: scales of keys and values in a layer whose cache is fp8
-* ``features.py``: hidden states in front of some layers, kept beside the KV cache; ``eagle.py``: a head that drafts
-  from them
-* ``row_adapters.py``: adapters of which each row of a step may have another one
-* ``native.py``: a ``Decoder`` on the C++ CPU kernels; ``fused_stack.py``: its layers on a GPU in fewer kernels
+* ``embedding.py``: ``Embedding``; ``rope.py``: angles of rotary embedding and their scalings
+* ``context.py``: locations of keys and values: ``VarlenContext`` (packed documents, differentiable),
+  ``PagedContext`` (KV cache)
+* ``weights/``: ``Weight``, a matrix in some number format, and ``Projection``, weights that share an input
+* ``row_adapters.py``: adapters that differ between the rows of a step
+* ``layer_kv_scales.py``: scales of keys and values for an fp8 cache
+* ``features.py``: hidden states before some layers, cached beside KV; ``eagle.py``: a draft head that reads them
 
-Values on their way into weights:
+Faster stacks of the same layers:
 
-* ``stored.py``: ``Stored``, a weight of a file that is read when asked for, whole or a part of it; ``staging.py``:
-  copies to a device; ``quantized_layouts.py``: layouts of quantized matrices
+* ``native.py``: the C++ kernels of a CPU; ``fused_stack.py``: fewer kernels on a GPU
+* ``streaming/``: layers in host memory or in a file, copied to the device when they run
+
+Loading weights:
+
+* ``stored.py``: ``Stored``, a weight of a file, read on demand; ``staging.py``: copies to a device;
+  ``quantized_layouts.py``: layouts of quantized matrices
 """

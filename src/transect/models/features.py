@@ -81,7 +81,7 @@ class Features(LayerTaps):
         return self.kept[blocks_T.long(), positions_T.long() % batch.block_size]
 
     def write(self, features_RE: Tensor, tables_RN: Tensor, positions_R: Tensor) -> None:
-        """Write the features of positions whose tokens the model has not computed: what a head expects there.
+        """Write the features that a head expects at positions whose tokens the model has not computed.
 
         ``tables_RN`` int32: the block table of each; ``positions_R`` int64. Positions below 1, which have no such
         feature, are padding.

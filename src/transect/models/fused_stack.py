@@ -8,7 +8,7 @@ What it computes is what ``Decoder.run_layers`` computes, up to the rounding of 
   model does, and writes k and v to the cache (``rotary_kv_write``);
 * the gate's SiLU in the epilogue of the gate-up product for many rows, one kernel after it for few;
 * in decode steps, where that was measured to be quicker, residual add and norm are part of the products on both sides
-  of them (``stream_products.py``); in 8 bits they, and the gate, round what they leave in any step;
+  of them (``ops/linear/stream_products.py``); in 8 bits they, and the gate, round what they leave in any step;
 * where only some tokens' hidden states are wanted (the last of each prompt), the last layer computes keys and values
   for all tokens, and the rest for those.
 
@@ -138,7 +138,8 @@ class FusedStack:
     def _run(
         self, x_TD: Tensor, rotations_Td: Tensor, context: PagedContext
     ) -> tuple[Tensor, Tensor | None, Unsummed | None]:
-        """Return the residual stream, what is still to be added to it, and how that is summed if it is not."""
+        """Run all layers. Returns the residual stream, the last branch that is not yet added to it, and that branch's
+        all-reduce if it is still to be done."""
         cos, sin = rotations_Td.chunk(2, dim=-1)
         branch_TD: Tensor | None = None
         unsummed: Unsummed | None = None

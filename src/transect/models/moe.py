@@ -35,7 +35,7 @@ class Exchanged(Protocol):
         ...
 
     def bring_back(self, y_SD: Tensor) -> Tensor:
-        """Return outputs of the experts here to their tokens' ranks; return those of this rank's tokens."""
+        """Send outputs of this rank's experts to their tokens' ranks, and return the outputs for this rank's tokens."""
         ...
 
 
@@ -57,7 +57,7 @@ class ExpertShards(Protocol):
         ...
 
     def gather(self, x_TD: Tensor) -> Tensor:
-        """Return the tokens for this rank's experts: its own, or those of other ranks too."""
+        """Return the tokens that this rank's experts compute: its own tokens, or the tokens of all ranks."""
         ...
 
     def own(self, x: Tensor, tokens: int) -> Tensor:
@@ -65,7 +65,7 @@ class ExpertShards(Protocol):
         ...
 
     def scatter(self, y: Tensor, tokens: int) -> Tensor:
-        """Sum outputs ``y`` for gathered tokens over ranks; return those of this rank's ``tokens`` tokens."""
+        """Sum the outputs ``y`` of gathered tokens over ranks, and return the rows of this rank's ``tokens`` tokens."""
         ...
 
     def sum(self, y_TD: Tensor) -> Tensor:

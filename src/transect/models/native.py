@@ -18,18 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ..hardware.cache import cache_folder
-from ..ops.cpu.library import (
-    GROUP_ROWS,
-    KV_DTYPES,
-    LayerStack,
-    Library,
-    PackedWeight,
-    StackAdapter,
-    StackExperts,
-    StackLayer,
-    empty_cache,
-)
+from ..ops.cpu.library import GROUP_ROWS, KV_DTYPES, Library, PackedWeight, empty_cache
 from ..ops.cpu.packing import pack, read_packed, write_packed
+from ..ops.cpu.stack import LayerStack, StackAdapter, StackExperts, StackLayer
 from ..ops.opset import OpSet
 from ..ops.position.embed_tokens import placed
 from ..spec.model import ModelConfig
@@ -74,7 +65,8 @@ class NativeStack:
         self._rotation: tuple[Tensor, Tensor] | None = None
         self._kv_dtype, self._block_size = kv_dtype, block_size
         self._stack: LayerStack | None = None
-        self._made = lambda: library.stack(
+        self._made = lambda: LayerStack(
+            library,
             [_stack_layer(layer, config.layer_window(i), library) for i, layer in enumerate(model.layers)],
             *(_scale(model.norm), _shift(model.norm)),
             dim=config.dim,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.cpu.library import StackAdapter
+from ..ops.cpu.stack import StackAdapter
 from .decoder import Decoder
 from .native import NativeStack
 from .weights.low_rank import Factors, packed_adapter

@@ -1,6 +1,7 @@
 """``Stored``: a weight of a model in a file, under its canonical name; read on demand, whole or in part.
 
-``checkpoints/`` makes them (``hf.py``, ``gguf.py``, ``dummy.py``) and reads them into a model (``load.py``).
+``checkpoints/hf.py``, ``checkpoints/gguf.py`` and ``checkpoints/dummy.py`` make them; ``checkpoints/load.py`` fills a
+model from them.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class OpSet:
     chosen: tuple[tuple[str, str], ...] = ()
     """(operator, implementation), for the start-up line."""
     passed_over: tuple[tuple[str, str, str], ...] = ()
-    """(operator, implementation, reason): what was preferred but cannot run here."""
+    """(operator, implementation, reason) of preferred implementations that cannot run here."""
 
     def is_batch_invariant(self, operator: str) -> bool:
         """Return True if a row's result of an operator does not depend on the other rows."""
@@ -123,8 +123,8 @@ def resolve_ops(
 
 
 def with_dependent_launch(ops: OpSet, on: bool = True) -> OpSet:
-    """Return the same operators, with dependent launch (Hopper) switched on or off for those that have it. Everything
-    on their stream must be kernels that wait for what they read, or that are launched without it."""
+    """Return the same operators with dependent launch (Hopper) on or off, where it exists. All other kernels on the
+    stream must wait for their inputs, or be launched without dependent launch."""
     callables = {name: getattr(ops, name) for name in OPERATORS}
     told: dict[str, Any] = {
         name: partial(call, dependent_launch=on) for name, call in callables.items() if _takes(call, "dependent_launch")

@@ -11,6 +11,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from ..costs.work import Cost
@@ -39,6 +40,11 @@ class Implementation:
     None."""
     source: str = ""
     """The ``.cu`` file of a ``cuda`` implementation."""
+
+
+def in_torch(call: Callable[..., Any], *, batch_invariant: bool = False) -> Implementation:
+    """Describe an implementation in plain torch, which runs on any target."""
+    return Implementation("torch", lambda: call, ("any",), batch_invariant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,7 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operator: what it computes, how, at what cost, and how to try it.
+    """An operator: its reference, implementations, cost and example inputs.
 
     The reference, each implementation, each peer and ``cost`` take the same keyword arguments.
     """
@@ -151,7 +157,7 @@ class Op:
     differentiable: tuple[str, ...] = ()
     """Arguments that the reference and every implementation with a gradient give one for."""
     mutates: tuple[str, ...] = ()
-    """Arguments that are written in place, beside what the operator returns."""
+    """Arguments that are written in place, in addition to the results."""
     keeps_dtype: tuple[str, ...] = ()
     """Floating-point arguments that stay float32 whatever dtype the operator is tried in."""
     gradient_cost: Callable[..., Cost] | None = None
@@ -168,27 +174,15 @@ class Op:
     exact: Callable[..., Any] | None = None
     """``reference`` for real shapes: float64 on any arguments, but without its large temporaries."""
     measured_as: tuple[str, ...] = ()
-    """Other operators whose cases measure this one's kernels, where it has none of its own."""
+    """Other operators whose cases measure this operator's kernels, if it has no cases."""
     error_ratio: float = 2.0
     """The largest error allowed, as a multiple of what torch's own operator makes in the same dtype."""
     error_note: str = ""
     """Reason why ``error_ratio`` is not 2, if it is not."""
 
 
-FAMILIES = (
-    "first",
-    "norm",
-    "activation",
-    "position",
-    "linear",
-    "attention",
-    "moe",
-    "sampling",
-    "loss",
-    "optim",
-    "comm",
-)
-"""Folders that operators live in."""
+NOT_FAMILIES = ("cpu", "lang", "tools")
+"""Folders beside the families, which have no operators."""
 
 _OPS: dict[str, Op] = {}
 
@@ -211,9 +205,10 @@ def get(name: str) -> Op:
 
 
 def all_ops() -> list[Op]:
-    """List every entry, by name; imports each file of the families."""
-    for family in FAMILIES:
-        package = import_module(f".{family}", __package__)
-        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            import_module(module.name)
+    """List every entry, by name; imports each file of the families, which are the folders beside this file."""
+    for family in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if family.ispkg and family.name not in NOT_FAMILIES:
+            package = import_module(f".{family.name}", __package__)
+            for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+                import_module(module.name)
     return [_OPS[name] for name in sorted(_OPS)]

@@ -1,43 +1,36 @@
-"""Several ranks (processes, each with a device) that work together, and the ways to spread a model over them.
+"""Run one model on several ranks. A rank is a process with a device of its own.
 
-``spec/layouts/`` describes layouts, shards and schedules without torch, ``costs/memory/`` the memory of each rank. Here
-layouts are carried out.
+``spec/layouts/`` describes layouts, shards and schedules without torch, ``costs/memory/`` the memory of each rank.
 
-Ranks, for serving and training alike:
+Ranks:
 
-* ``launch.py``: ``Ranks``: start them as children of this process (``children.py``, no torch), or take those of
-  ``torchrun`` (``gathering.py``: a name for each of its starts, no torch); ``rank.py`` is what a child runs
-* ``world.py``: ``World``, this process among all ranks, and the messages between them
-* ``mesh.py``: ``Mesh``, the ranks of a world in a layout; ``group.py``: ``Group``, the ranks along one axis, and their
-  collectives
-* ``shared_memory.py``: memory that the GPUs of a group read and write; ``peer_sums.py``: sums by kernels of our own
-  through it; ``shared_sums.py``: makes them, and finds where they are quicker than NCCL; ``spread_logits.py``: logits
-  that are drawn from where they are
+* ``launch.py``: ``Ranks``, started as children of this process (``children.py``) or by ``torchrun`` (``gathering.py``
+  names each start); ``rank.py``: the program of a child
+* ``world.py``: ``World``, messages between all ranks; ``mesh.py``: ``Mesh``, the ranks in a layout; ``group.py``:
+  ``Group``, the ranks along one axis, and their collectives
+* ``shared_memory.py``: memory that the GPUs of a group read and write; ``peer_sums.py``: all-reduce kernels on it;
+  ``shared_sums.py``: times them against NCCL and keeps the faster; ``spread_logits.py``: sampling from sharded logits
 
-A model on them:
+A model on several ranks:
 
-* ``experts.py``: ``ExpertRanks``, what a mixture of experts asks of the ranks that share it; ``exchange.py``: tokens
-  that go to their experts alone, and back
-* ``tensor.py``: kinds of ``Weight`` that stand around a shard, and an embedding that is cut by the vocabulary
-* ``load.py``: a rank's part of a model, built, and filled with its slices of the files alone
+* ``tensor.py``: kinds of ``Weight`` around a shard, and an embedding sharded by vocabulary
+* ``experts.py``: ``ExpertRanks``, collectives of a layer with sharded experts; ``exchange.py``: all-to-all of tokens
+* ``load.py``: loads a rank's part of a model
 
-Training on them:
+Training on several ranks:
 
-* ``parallelize.py``: ``parallelize(model, mesh, plan)``, the one way in: this rank's part, and what it knows of others;
-  ``plan.py``: ``ParallelPlan``
-* ``differentiable.py``: collectives with gradients; ``split_loss.py``: cross entropy over a vocabulary that is cut
-* ``pipeline.py``: runs a pipeline schedule
-* ``ring.py``: context parallelism, attention whose keys and values go round; ``ring_pairs.py``: which queries see
-  which keys; ``ring_kernels.py``: the same by the attention kernels of a GPU
-* ``pulse.py``: what every rank is at, so that a run that hangs ends and says who waits for what
-* ``compressed.py``: sums of one bit a number, whose errors are made good
-* ``peer_copies.py``: sums of gradients by copy engines, beside the backward pass;
-  ``peer_pieces.py``: sharded weights that other ranks read by them
-* ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2; ``table_rows.py``: the
-  gradient of a table that embedding and head share
-* ``sharded.py``: no rank has: ZeRO 3, layer by layer; ``sharded_unit.py``: what is gathered and given back at a time;
-  ``tiled.py``: matrices that come in parts
-* ``part_names.py``: how ranks name parts of a tensor in files (no torch)
-
-Beyond the memory of a device: ``offload/``, pinned host memory and files past the page cache
+* ``parallelize.py``: ``parallelize(model, mesh, plan)``, the entry point; ``plan.py``: ``ParallelPlan``
+* ``replicas.py``: data parallelism with ZeRO 1 and 2, gradients summed in buckets; ``table_rows.py``: the gradient of a
+  table that embedding and head share
+* ``sharded.py``: ZeRO 3, weights gathered layer by layer; ``sharded_unit.py``: the unit that is gathered; ``tiled.py``:
+  matrices gathered in tiles
+* ``pipeline.py``: runs a pipeline schedule; ``differentiable.py``: collectives with gradients; ``split_loss.py``: cross
+  entropy over a sharded vocabulary
+* ``ring.py``: context parallelism by ring attention; ``ring_pairs.py``: the queries and keys that see each other;
+  ``ring_kernels.py``: ring attention with the attention kernels of a GPU
+* ``compressed.py``: 1-bit sums with error feedback; ``peer_copies.py``: sums of gradients by copy engines, during the
+  backward pass; ``peer_pieces.py``: sharded weights read by copy engines
+* ``pulse.py``: the watchdog that ends a hanging run and reports the progress of each rank
+* ``part_names.py``: names of parts of a tensor in checkpoint files
+* ``offload/``: state in pinned host memory and in files
 """

@@ -1,24 +1,21 @@
 """Experts on several ranks: the collectives of a layer whose experts ranks share.
 
-Along the tensor axis all ranks have the same tokens, so each computes its part of the experts (a share of every expert,
-or some experts whole) for all of them, and one sum a layer, with that of shared experts in it, makes the result.
+The ranks of the tensor axis have the same tokens. Each computes its part of the experts (a share of every expert, or
+some whole experts) for all tokens, and one all-reduce a layer sums the results, shared experts included.
 
-With ``Layout.expert`` the data axis shares the experts too, and each rank along it has tokens of its own. There are two
-ways to bring tokens and experts together:
+With ``Layout.expert`` the ranks of the data axis share the experts too, each with its own tokens. There are two ways:
 
-* **gather**: a layer gathers the tokens of all, computes the outputs of its own experts, and adds up and hands back
-  (reduce-scatter). This moves ``(n - 1) / n`` of all tokens, twice. Every shape follows from the largest number of
-  tokens that a rank has in the step, which ``meet`` agrees on once, before the layers, so a CUDA graph can capture it.
-  Serving always goes this way. A rank without tokens takes part with none of its own (``idle``).
-* **all-to-all** (``exchange.py``): a token is sent only to ranks that have one of its k experts. With n ranks these
-  are ``n (1 - (1 - 1 / n) ** k)`` on average, for k = 8 all but 0.4% of them with two ranks, 90% with four, 66% with
-  eight; for k = 2 75%, 44% and 23%. Less is sent, and less is held by a rank; but the host has
-  to know how many tokens go where, and waits for that in every layer.
+* **gather**: all-gather the tokens, compute this rank's experts for all of them, reduce-scatter the results. This moves
+  ``(n - 1) / n`` of all tokens twice. All shapes follow from the largest number of tokens of a rank in the step, on
+  which the ranks agree once, before the layers (``meet``), so a CUDA graph can capture them. Serving always gathers. A
+  rank without tokens takes part with none of its own (``idle``).
+* **all-to-all** (``exchange.py``): send a token only to ranks that have one of its k experts. Of n ranks these are
+  ``n (1 - (1 - 1 / n) ** k)`` on average. It moves and holds less, but the host must know the number of tokens for each
+  rank, and waits for it in every layer.
 
-Training takes the one that moves less by enough (``way_of``), or that a run asks for. Both go back the way they came:
-the gradient of what was gathered is a reduce-scatter, that of what was sent comes back. So a rank has the gradients of
-its own experts for the tokens of all ranks. Those of the router are of its own experts where tokens are gathered, of
-its own tokens where they are sent, and ranks add them up as they do for all that they share.
+Training chooses all-to-all if it moves enough less (``way_of``), unless the run names a way. The backward pass of each
+way is its reverse, so a rank has the gradients of its own experts for the tokens of all ranks. The router's gradients
+are those of the rank's experts (gather) or of its tokens (all-to-all); the ranks sum them like all shared parameters.
 
 Shapes: T tokens of this rank, D model dim.
 """

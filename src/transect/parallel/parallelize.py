@@ -1,17 +1,17 @@
-"""``parallelize(model, mesh, plan)``: a model that is to be trained, on the ranks of a mesh.
+"""``parallelize(model, mesh, plan)``: split a model among the ranks of a mesh, for training.
 
-What comes of it is a ``Parallel``: this rank's part of the model, and what a training loop must know about the others:
-which gradients are to be summed where, what counts in a norm, and how the parts make one whole again, as of one rank,
-for a checkpoint.
+It returns a ``Parallel``: this rank's part of the model, and what a training loop needs to know about the other parts:
+the ranks over which each gradient is summed, the gradients that count in the norm, and how to join the parts into one
+model for a checkpoint.
 
-* along ``tensor`` matrices are cut (``shards.py``, ``tensor.py``), and the loss is computed over a cut vocabulary
-  (``split_loss.py``); with ``sequence`` the tokens between them are cut too (``differentiable.py``)
-* along ``pipeline`` each rank has some layers, or several runs of them (``schedule.py``, ``pipeline.py``)
+* along ``tensor`` matrices are cut (``spec/layouts/shards.py``, ``tensor.py``), and the loss is computed over a
+  cut vocabulary (``split_loss.py``); with ``sequence`` the tokens between them are cut too (``differentiable.py``)
+* along ``pipeline`` each rank has some layers, or several runs of them (``spec/layouts/schedule.py``, ``pipeline.py``)
 * along ``context`` each rank has some tokens of a micro-batch (``ring.py``)
 * along ``data`` whole micro-batches are shared (``replicas.py``, ``sharded.py``), and with ``expert`` the experts of a
   mixture too (``experts.py``)
 
-Parameters go by their names in the whole model, whatever the part.
+Parameters have their names of the whole model in every part.
 """
 
 from __future__ import annotations

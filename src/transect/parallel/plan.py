@@ -13,21 +13,14 @@ from .experts import Way
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:
-    """Plan for training a model on the ranks of a mesh.
+    """Plan for training a model on the ranks of a mesh. Fields that ``Spread`` has too mean the same.
 
     Attributes:
-        zero: level of sharding over the ranks that share micro-batches, see ``replicas.py``.
-        reduce_dtype: data type in which gradients are summed over these ranks.
-        sequence: ranks of a tensor group share the tokens between matrices.
-        schedule: pipeline schedule, see ``schedule.py``.
-        chunks: runs of layers of each rank, with ``interleaved``.
-        copies: between GPUs of one host, gradients are summed by copy engines where that works (``peer_copies.py``).
-        fused: a sum, its copy and the norm are one launch there, and a shared table travels in two parts.
+        reduce_dtype: data type in which gradients are summed over ranks.
         expert_way: collective that brings tokens to shared experts, see ``experts.py``.
         host: with ``zero`` 3, weights are in host memory and on the device a layer at a time; ``zero`` 3 may then be on
             one rank.
-        folder: with ``host``, on a disk: they are in a file there.
-        tiles: with ``zero`` 3, number of parts in which each matrix of a layer comes to the device.
+        folder: with ``host``, a folder on a disk: the weights are in files there.
         device: device that computes; None for the model's own.
     """
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..costs.memory.sizes import BUCKET_BYTES
 from ..spec.layouts.ranks import owners
 from .group import Group
 from .table_rows import TableRows
@@ -32,8 +33,6 @@ from .table_rows import TableRows
 if TYPE_CHECKING:
     from .peer_copies import PeerCopies
 
-BUCKET_BYTES = 25 * 2**20
-"""Bytes of gradients that are sent together: large enough for the links, small enough to start early."""
 COPIED_BUCKET_BYTES = 64 * 2**20
 """Bytes of gradients that copy engines send together, which cost some host time each."""
 

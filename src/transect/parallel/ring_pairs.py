@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ROWS = 512
-"""Queries whose scores are held at a time."""
+from ..costs.memory.sizes import RING_ROWS
 
 
 class Pairs(NamedTuple):
@@ -92,8 +91,8 @@ def result_of(q: Tensor, k: Tensor, v: Tensor, scale: float, pairs: Pairs) -> tu
     """Attend from queries ``[R, H, d]`` to keys and values ``[S, K, d]``; returns results and the log-sum-exp of scores
     ``[R, H]``."""
     outs, sums = [], []
-    for first in range(0, q.shape[0], ROWS):
-        part = q[first : first + ROWS]
+    for first in range(0, q.shape[0], RING_ROWS):
+        part = q[first : first + RING_ROWS]
         scores = _scores(part, k, scale, pairs, first)
         its = scores.logsumexp(-1)
         weights = (scores - its[..., None]).exp_().nan_to_num_(0.0)
@@ -110,8 +109,8 @@ def gradients_of(
     heads = k.shape[1]
     dk, dv = (torch.zeros(k.shape, dtype=sums.dtype, device=k.device) for _ in range(2))
     dqs = []
-    for first in range(0, q.shape[0], ROWS):
-        rows = slice(first, first + ROWS)
+    for first in range(0, q.shape[0], RING_ROWS):
+        rows = slice(first, first + RING_ROWS)
         scores = _scores(q[rows], k, scale, pairs, first)
         by_head = [x[rows].mT.unflatten(0, (heads, -1))[..., None] for x in (sums, delta)]
         p = (scores - by_head[0]).exp_()

@@ -21,11 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..costs.memory.sizes import SPLIT_ELEMENTS
 from .group import Group
-
-CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
-"""Number of logits held at a time: on a CPU as many as fit in caches, on a GPU enough to make launch costs small. The
-memory model uses the same numbers (``costs/memory/training.SPLIT_ELEMENTS``)."""
 
 
 def split_cross_entropy(
@@ -60,7 +57,7 @@ class _Split(torch.autograd.Function):
         dx = torch.empty_like(x) if wants_x else None
         dw = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         total = x.new_zeros((), dtype=wide)
-        size = max(1, CHUNK_ELEMENTS["cuda" if x.is_cuda else "cpu"] // most)
+        size = max(1, SPLIT_ELEMENTS["gpu" if x.is_cuda else "cpu"] // most)
         for begin in range(0, x.shape[0], size):
             hidden, label = x[begin : begin + size], labels[begin : begin + size, None]
             counts = label != ignore

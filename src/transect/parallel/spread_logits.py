@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 
 from ..ops.comm.peer_memory import memory_at
-from ..ops.sampling.sampling import GROUP, LogitShards
+from ..ops.lang.philox import GROUP
+from ..ops.sampling.sampling import LogitShards
 from ..spec.layouts.shards import vocabulary_share
 from .group import Group
 from .shared_memory import free_memory, shared_memory

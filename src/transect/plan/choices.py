@@ -35,8 +35,8 @@ HOST_S = 150e-6
 WARMING = 0.1
 """``Slowdown.gain`` of an H200: its decodes are slower by so much if prompts keep it busy (``costs/warmth.py``)."""
 INTAKE_S, OUTLET_S = 5e-3, 2.5e-3
-"""Seconds of a request before the engine has it, and of a token on its way to the client, on that host: what TTFT at
-8 requests/s was above the simulated one (``benchmarks/plan/validation.py h200``)."""
+"""Seconds between a request's arrival and the engine, and between a token and the client, on that host: the difference
+of measured and simulated TTFT at 8 requests/s (``benchmarks/plan/validation.py h200``)."""
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,8 @@ class Ranking:
         return self.fitting[0] if self.fitting else None
 
     def reasons(self) -> list[str]:
-        """Explain the choice of the best, one sentence a line: what the next ones spend more time on, and what would be
-        faster if it fitted."""
+        """Explain the choice of the best layout, one sentence a line: the additional time of the runners-up, and faster
+        layouts that do not fit."""
         best = self.best
         if best is None:
             return []

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..bench.objectives import NAMES
 from ..bench.summary import PERCENTILES
 
-NAMES = ("ttft", "itl", "tpot", "e2e")
 DEFAULT = "ttft.p99=1s,itl.p99=50ms"
 _PART = re.compile(r"(\w+)(?:\.p(\d+))?=([0-9]*\.?[0-9]+)(ms|s)")
 

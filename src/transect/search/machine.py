@@ -229,7 +229,7 @@ class SearchRun:
         self._pump()
 
     def _unrendered(self, target: int | tuple[Branch, str]) -> None:
-        """Leave a branch without a score, or drop those that would answer a conversation that is too long."""
+        """Leave a judged branch without a score, or drop branches, if their conversation exceeds the context."""
         if isinstance(target, tuple):
             target[0].scores[target[1]] = None
             self._news.append(target[0])
@@ -436,7 +436,7 @@ class SearchRun:
     # ---- ends --------------------------------------------------------------------------------------------------------
 
     def _end(self, work: _Work) -> None:
-        """Move what a branch's engine request has drawn to the branch."""
+        """Move the tokens of a branch's engine request to the branch, and end the request's work for it."""
         branch, action = work.branch, work.action
         if work.cut is not None and work.event == work.start + work.cut:
             self._keep(work, work.cut)

@@ -16,7 +16,7 @@ from .tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class BranchPrice:
-    """State of an engine, as far as it decides what a branch costs.
+    """State of an engine that determines the cost of another branch.
 
     Attributes:
         step_s: predicted seconds of a step that decodes what runs now.

@@ -24,7 +24,7 @@ from .http import errors
 from .http.body import JsonRoute, aside
 from .http.errors import ApiError, ErrorBody
 from .http.gate import SHOWN, Gate
-from .http.lifetime import ClientGone, Deadline, unless_disconnected
+from .http.lifetime import GONE, ClientGone, Deadline, unless_disconnected
 from .http.sse import EventStream, Raw
 from .openai.chat import Chat, chat_opens_a_turn
 from .openai.completions import Completion
@@ -73,8 +73,6 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
         504: "the request took too long",
     }.items()
 }
-GONE = Response(status_code=499)
-"""Response for a closed connection; no client reads it."""
 
 api = APIRouter(route_class=JsonRoute, responses=REFUSALS)
 plain = APIRouter()
@@ -158,7 +156,7 @@ def _deadline(request: Request) -> Deadline:
 async def _answer(
     request: Request, make: Callable[[Deadline], Chat | Completion | Messages | Responses], **stream: Any
 ) -> Response:
-    """Run the request as a stream or in one piece, for as long as the client is there.
+    """Answer with a stream or one body; stop if the client disconnects.
 
     Args:
         make: the work; checks the whole body, in a thread where that is large.

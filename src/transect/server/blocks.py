@@ -110,7 +110,7 @@ class Ending:
 
 
 class Conversation:
-    """One answer to a conversation, on its way.
+    """One answer to a conversation while it is generated.
 
     Args:
         messages: in the form of the chat API.

@@ -21,7 +21,7 @@ from ..hardware.cores import undivided
 FIRST_FD = 3
 """The first descriptor that is passed on."""
 HIGH_FD = 10
-"""Copies are made from here on, so that none lies where the new process wants another."""
+"""Lowest descriptor of the copies, above all descriptors that the new process expects."""
 READY = "transect-ready"
 """Name of the pipe on which a successor says that it takes requests."""
 

@@ -49,7 +49,7 @@ ACCEPTED_AT_ONCE = 4
 SILENT_S = 1.0
 """Seconds that a new connection gets for its first byte when the server ends and another one follows."""
 PASSES = 3
-"""Passes of the event loop from a connection's acceptance until it is among those of the server."""
+"""Passes of the event loop between the acceptance of a connection and its entry in the server's list."""
 RED_S = 1.0
 """Seconds for which /health reports 503 after the engine's death, so that a probe can see it."""
 SWITCH_S = 1e-3

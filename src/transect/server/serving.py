@@ -28,10 +28,9 @@ from .searches import SearchSupport
 from .sender import current_request, note_request
 
 if TYPE_CHECKING:
-    from ..checkpoints.peft_config import AdapterFiles
     from ..engine.config import EngineConfig
     from ..engine.scheduling.outputs import SchedulerStats
-    from ..text.output_processor import Given, Update
+    from ..text.output_processor import Update
     from ..text.protocols import ChatTemplateLike, TokenizerLike
     from ..text.sampling_defaults import SamplingDefaults
 
@@ -40,7 +39,7 @@ PROBE_S = 2.0
 
 
 class Engine(Protocol):
-    """The part of ``engine.frontends.generating.Generates`` that the server uses."""
+    """The part of ``engine.frontends.client.EngineClient`` that the server uses."""
 
     @property
     def config(self) -> EngineConfig: ...
@@ -62,22 +61,10 @@ class Engine(Protocol):
     def eos_token_ids(self) -> Sequence[int]: ...
 
     def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str,
-        *,
-        prompt: str | None = None,
-        priority: int = 0,
-        pooling: Pooling | None = None,
-        client: str = "",
-        weight: float = 1.0,
-        adapter: AdapterFiles | None = None,
-        output_token_ids: Given | None = None,
-        session: str = "",
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncIterator[Update]:
-        """Yield deltas of all choices until each had its terminal update; closing the iterator early aborts the
-        request."""
+        """Yield deltas of all choices until each has had its terminal update; closing the iterator early aborts the
+        request. ``options`` are the fields of ``engine.frontends.streams.RequestOptions``."""
         ...
 
     async def abort(self, request_id: str, choice: int | None = None) -> None:

@@ -1,40 +1,32 @@
-"""Text on both sides of the engine, which itself sees token ids only.
+"""Text on both sides of the engine, which sees token ids only. Nothing here imports torch.
 
-On the way in:
+Prompts to token ids:
 
-* ``tokenizer.py``       Tokenizer: text to ids and back; from a Hugging Face directory or GGUF metadata
-* ``hf_settings.py``     the small JSON files beside a tokenizer.json
-* ``sampling_defaults.py`` what the model's makers recommend for sampling
-* ``model_text.py``      ModelText: tokenizer, template and defaults, as settings choose
-* ``gguf_vocab.py``      a tokenizer out of GGUF metadata
-* ``gguf_pieces.py``     SentencePiece vocabularies there: merged by score, or Unigram
-* ``gguf_vocab_out.py``  and into it
-* ``pretokenizers.py``   how each model family cuts text before merging, by its GGUF name
-* ``hf_tokenizer.py``    HFTokenizer: the same under the names of transformers
-* ``token_bytes.py``     which bytes a token spells: byte level and sentence pieces
-* ``chat_messages.py``   messages in the one form that templates expect
-* ``chat_template.py``   ChatTemplate: messages to one string, by a Jinja template
-* ``template_sandbox.py``  where templates run, and what bounds them
-* ``template_worker.py``   TemplateWorker, TemplateApart: templates in a process that can be ended
-* ``fill_in.py``         gap_of: how a model writes what is missing between two texts
-* ``inert.py``           chat_tokens: messages to ids, where no message can speak the protocol
+* ``tokenizer.py``: ``Tokenizer``, text to token ids and back, from a Hugging Face directory or a GGUF file.
+  ``pretokenizers.py``: each family's split of a text before merges. ``token_bytes.py``: bytes of each token.
+  ``hf_tokenizer.py``: ``HFTokenizer``, a tokenizer with the method names of transformers.
+* ``hf_settings.py``: the small JSON files of a Hugging Face tokenizer. ``gguf_vocab.py``: a tokenizer from GGUF
+  metadata; ``gguf_pieces.py``: its SentencePiece vocabularies; ``gguf_vocab_out.py``: writes GGUF metadata.
+* ``sampling_defaults.py``: the sampling parameters that a model's files recommend.
+* ``model_text.py``: ``ModelText``, the tokenizer, chat template and sampling defaults of an engine.
+* ``chat_messages.py``: messages in the form that templates expect. ``chat_template.py``: ``ChatTemplate``, messages to
+  one string, with Jinja. ``template_sandbox.py``: the limits of a template. ``template_worker.py``: ``TemplateWorker``
+  and ``TemplateApart``, templates in a process that can be killed.
+* ``inert.py``: ``chat_tokens``, messages to token ids; text of a message never becomes a special token.
+* ``fill_in.py``: ``gap_of``, the format of a model for filling in text between two texts.
 
-* ``grammar/``             what an answer must look like, and which tokens may come next so that it does
-* ``tools/``               tool calls: their forms, as grammars and as parsers
-* ``harmony.py``           answers in channels (gpt-oss): thoughts, text and calls
-* ``reasoning.py``         thoughts before an answer: their grammar and parser
+Formats of answers:
 
-Of both, what other levels need: ``protocols.py``.
+* ``grammar/``: the tokens that a grammar or JSON schema allows next. ``tools/``: formats of tool calls.
+* ``harmony.py``: answers in channels (gpt-oss). ``reasoning.py``: thoughts before an answer.
 
-On the way out:
+Token ids to answers:
 
-* ``number_text.py``       NumberText: what stands in for a tokenizer where a model has none
-* ``detokenizer.py``       IncrementalDetokenizer: ids to text a few at a time, whole characters only
-* ``stop.py``              StopAutomaton, StopMatcher: stop strings across any chunk border
-* ``outputs.py``           RequestOutput, CompletionOutput, Logprob: what a caller gets
-* ``output_processor.py``  OutputProcessor: engine outputs to updates, one terminal event for each choice
+* ``output_processor.py``: ``OutputProcessor``, engine outputs to updates of each choice.
+* ``detokenizer.py``: ``IncrementalDetokenizer``, token ids to whole characters. ``stop.py``: ``StopAutomaton`` and
+  ``StopMatcher``, stop strings, also across updates. ``number_text.py``: ``NumberText``, ids as text for a model
+  without a tokenizer.
+* ``outputs.py``: ``RequestOutput``, ``CompletionOutput``, ``Logprob``: results for the caller.
 
-Beside the weights of a trained model: ``export.py``, the tokenizer's files into its directory.
-
-Nothing here imports torch.
+``protocols.py`` has the interfaces that other levels use, ``export.py`` writes a tokenizer beside trained weights.
 """

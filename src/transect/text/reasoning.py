@@ -53,7 +53,7 @@ class Thoughts:
         return "over" if said.strip() or tail.endswith(self.end) else "before"
 
     def lead(self, state: State, special_ids: Mapping[str, int]) -> Lead | None:
-        """Return the grammar of the thoughts; None where there are none to come."""
+        """Return the grammar of the thoughts; None if the answer has begun."""
         if state == "over":
             return None
         begin, end = lark.literal(self.begin, special_ids), lark.literal(self.end, special_ids)

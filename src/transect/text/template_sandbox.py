@@ -40,7 +40,7 @@ MAX_BITS = 65_536
 """Most bits of whole numbers from a product or a power."""
 
 MAX_VALUES = 1_000_000
-"""Most values in output or JSON, each counted as often as it is written."""
+"""Most values in output or JSON; a value counts once per occurrence."""
 
 MAX_INDENT = 64
 """Largest indent of JSON."""

@@ -123,22 +123,3 @@ def test_adapters_on_some_matrices_keep_less():
     few = TrainingPlan(task="lora", targets=("q", "v"), backend="cpu")
     assert predicted(config, few) == pytest.approx(held_by_autograd(config, few), rel=0.05)
     assert predicted(config, few) < predicted(config, TrainingPlan(task="lora", backend="cpu"))
-
-
-def test_constants_are_those_of_the_operators():
-    from transect.costs.memory import merged, part, training, training_plan
-    from transect.ops.loss import linear_cross_entropy, linear_cross_entropy_torch
-    from transect.parallel import replicas
-    from transect.train.model import merged_products
-    from transect.train.objectives import logprobs
-    from transect.train.optim import adamw, adamw8bit
-
-    assert training_plan.WIDE == adamw.AdamW.WIDE and merged.ROUND == merged_products.ROUND
-    assert 4 * part.BUCKET_NUMBERS == replicas.BUCKET_BYTES
-    assert training.LOSS_CHUNK == linear_cross_entropy.CHUNK
-    assert training.LOSS_ELEMENTS == linear_cross_entropy_torch.CHUNK_ELEMENTS == logprobs.CHUNK_ELEMENTS
-    assert (training_plan.SMALL_PARAMETER, training_plan.BLOCK, training_plan.CHUNK) == (
-        adamw8bit.SMALL,
-        adamw8bit.BLOCK,
-        adamw8bit.CHUNK,
-    )

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import pytest_asyncio
 from effort import proving
-from tiny_llm import CONTEXT, save_tiny_llm
+from tiny_llm import save_tiny_llm
 
 from transect import LLM, AsyncEngine, SamplingParams
 from transect.engine.frontends import wire
@@ -26,7 +26,9 @@ from transect.engine.scheduling.outputs import EngineOutput, RequestTimes, first
 from transect.engine.scheduling.policies.admission import QueueFull
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-SETTINGS = {"dtype": "float32", "native": False, "threads": 1, "num_kv_blocks": 64, "max_num_seqs": 8}
+CONTEXT = 16_384
+"""So long that no answer without a limit ends while a busy machine keeps this process waiting."""
+SETTINGS = {"dtype": "float32", "native": False, "threads": 1, "num_kv_blocks": 2 * CONTEXT // 16, "max_num_seqs": 8}
 PATIENCE_S = 200
 PROMPTS = [[5, 6, 7], list(range(40, 90)), [1], [9] * 33]
 
@@ -34,7 +36,7 @@ PROMPTS = [[5, 6, 7], list(range(40, 90)), [1], [9] * 33]
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tiny")
-    save_tiny_llm(directory)
+    save_tiny_llm(directory, max_position_embeddings=CONTEXT)
     return str(directory)
 
 

@@ -13,7 +13,7 @@ from transect import SamplingParams
 from transect.engine.config import EngineConfig
 from transect.engine.frontends.async_engine import EngineDeadError, EngineHealth
 from transect.engine.frontends.replicas import Replicas, config_of, start_engines
-from transect.engine.frontends.streams import OutputStream
+from transect.engine.frontends.streams import OutputStream, RequestOptions
 from transect.engine.numerics import UNKNOWN
 from transect.engine.scheduling.clock import VirtualClock
 from transect.engine.scheduling.policies.admission import QueueFull
@@ -43,7 +43,7 @@ class Fake:
         self.name, self.runs = name, set()
 
     def open(self, ids, params, request_id, **options):
-        return OutputStream(request_id, None, ids, params)
+        return OutputStream(request_id, ids, params, RequestOptions())
 
     async def follow(self, stream):
         self.runs.add(stream.request_id)

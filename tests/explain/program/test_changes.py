@@ -1,11 +1,14 @@
 """Changes from outside of a script: they give its results, and say where they are not possible."""
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from transect.explain.program import apply as applying
-from transect.explain.program import changes, timing
+from transect.explain.program import changes, steps, timing
 from transect.explain.program.apply import Applied, _batching, apply, kept
 from transect.explain.program.changes import Batched, NotPossible, calls_by, compiled, pinned
 from transect.explain.program.finding import Finding
@@ -192,9 +195,11 @@ while True:
     [(TRAIN, "optimizer step"), ("while True:\n    model(torch.ones(2, 8))\n", "forward call")],
 )
 def test_steps_are_timed_and_the_script_ends_after_them(tmp_path, monkeypatch, body, kind):
-    """Each script would never end by itself."""
-    monkeypatch.setattr(timing, "STEPS_S", 0.05)
-    assert 0 < timing.timed(write(tmp_path / "s.py", body), kind) < 0.05
+    """Each script would never end by itself. The clock is read a few times a step, and advances 10 ms each time."""
+    clock = itertools.count()
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: 0.01 * next(clock)))
+    monkeypatch.setattr(timing, "STEPS_S", 1.0)
+    assert 0.009 < timing.timed(write(tmp_path / "s.py", body), kind) < 0.05
 
 
 def test_changes_that_help_are_measured_together(tmp_path, monkeypatch):

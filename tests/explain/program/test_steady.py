@@ -46,7 +46,7 @@ for _ in range(300):
         net(torch.ones(4, 16)).sum().backward()
     optimizer.step()
 """
-FOREVER = "while time.time() < began + 0.5"
+RECORDED = "while torch.autograd.profiler._is_profiler_enabled"
 NO_STEPS = "import torch\nx = torch.ones(8, 8)\nfor _ in range(300):\n    x = (x @ x).tanh()\n"
 
 
@@ -82,8 +82,8 @@ def test_a_program_without_steps_is_timed_by_a_second_run(tmp_path):
 
 def test_a_long_program_without_steps_is_recorded_for_a_limited_time(tmp_path, monkeypatch):
     monkeypatch.setattr(steady, "FIRST_S", 0.1)
-    found = explained(tmp_path, "import time\nbegan = time.time()\n" + NO_STEPS.replace("for _ in range(300)", FOREVER))
-    assert found.split.wall < 0.3 and any("no step repeats" in note for note in found.split.notes)
+    found = explained(tmp_path, NO_STEPS.replace("for _ in range(300)", RECORDED))  # it ends after the recording
+    assert found.split.wall >= 0.1 and any("no step repeats" in note for note in found.split.notes)
     assert not torch.autograd.profiler._is_profiler_enabled
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from tests.ops.cpu.test_kernels import _random_weight
 from transect.ops.cpu import build
-from transect.ops.cpu.library import KV_DTYPES, Kind, Library, PackedWeight, StackLayer, empty_cache, load
+from transect.ops.cpu.library import KV_DTYPES, Kind, Library, PackedWeight, empty_cache, load
+from transect.ops.cpu.stack import LayerStack, StackLayer
 from transect.ops.registry import Unavailable
 
 HERE = Path(__file__).parent
@@ -101,8 +102,8 @@ class _Layer:
     def run(self) -> Tensor:
         absent = dict.fromkeys(("attention_norm_bias", "mlp_norm_bias", "q_norm", "k_norm"))
         norms = dict(zip(("attention_norm", "mlp_norm"), self.norms, strict=True))
-        stack = self.library.stack(
-            [StackLayer(**norms, **absent, **self.weights, window=0)],
+        stack = LayerStack(
+            self.library, [StackLayer(**norms, **absent, **self.weights, window=0)],
             dim=DIM, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD, ffn=FFN, block_size=BLOCK, layer_norm=0, gated=1,
             activation=0, rotary_half=HEAD // 2, kv=KV_DTYPES[self.kv], norm_eps=1e-5, scale=1 / math.sqrt(HEAD),
         )  # fmt: skip

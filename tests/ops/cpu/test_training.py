@@ -149,7 +149,7 @@ def test_other_dtypes_run_in_torch(name: str) -> None:
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("ignored", [0, 3, 7])
 def test_the_loss_of_an_output_head(trained: bool, ignored: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_cross_entropy_cpu, "CHUNK_ELEMENTS", 120)  # several chunks
+    monkeypatch.setattr(linear_cross_entropy_cpu, "LOSS_ELEMENTS", 120)  # several chunks
     try:
         loss = linear_cross_entropy_cpu.LinearCrossEntropy()
     except Unavailable as reason:

@@ -10,7 +10,7 @@ from transect.ops.loss import linear_cross_entropy_torch as module
 @pytest.mark.parametrize("chunk", [1, 37 * 4, 2**20])
 @pytest.mark.parametrize(("x_grad", "weight_grad"), [(True, True), (True, False), (False, True), (False, False)])
 def test_loss_and_gradients(monkeypatch, chunk: int, x_grad: bool, weight_grad: bool) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(module, "LOSS_ELEMENTS", chunk)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(23, 8, generator=generator, dtype=torch.float64, requires_grad=x_grad)
     weight = torch.randn(37, 8, generator=generator, dtype=torch.float64, requires_grad=weight_grad)
@@ -31,7 +31,7 @@ def test_loss_and_gradients(monkeypatch, chunk: int, x_grad: bool, weight_grad: 
 @pytest.mark.parametrize("chunk", [37 * 4, 2**20])
 def test_capped_logits(monkeypatch, chunk: int) -> None:
     """The caps bend most logits: their slopes show in both gradients."""
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(module, "LOSS_ELEMENTS", chunk)
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 8, generator=generator, dtype=torch.float64, requires_grad=True) for n in (23, 37))
     target = torch.randint(0, 37, (23,), generator=generator)

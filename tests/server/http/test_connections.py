@@ -129,8 +129,10 @@ async def test_what_is_half_sent_does_not_hold_up_the_end(serving, engine):
         for sent in (b"", b"GET /v1/mo", HEAD + b"content-length: 50\r\n\r\n{"):
             waiting.append(await connect(port, sent))
         _, writer = await connect(port, GET % b"/v1/models")
-        await asyncio.sleep(0.05)
+        reader, last = await connect(port, GET % b"/health")
+        assert (await answer(reader))[0] == 200  # what came before has been read by now
         writer.close()
+        last.close()
 
     waiting = []
     assert await asyncio.wait_for(serving(during, grace_s=3600), 60) == 0

@@ -209,8 +209,13 @@ async def test_failure_on_the_way_is_one_clean_error(client, engine, word, statu
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_request_timeout(engine, stream):
-    app = create_app(engine, ServerOptions(model_names=("fake-model",), request_timeout_s=0.5))
+async def test_request_timeout(engine, stream, monkeypatch):
+    """The loop's clock advances by an hour once the engine has begun, however long the machine takes until then."""
+    loop, wait, ahead = asyncio.get_running_loop(), engine.go.wait, [0.0]
+    clock = loop.time
+    monkeypatch.setattr(loop, "time", lambda: clock() + ahead[0])
+    monkeypatch.setattr(engine.go, "wait", lambda: ahead.__setitem__(0, 3600.0) or wait())
+    app = create_app(engine, ServerOptions(model_names=("fake-model",), request_timeout_s=3000.0))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://s") as client:
         response = await client.post("/v1/completions", json={**PROMPT, "prompt": "HANG", "stream": stream})
     if stream:

@@ -16,7 +16,8 @@ def browser():
         pytest.skip("there is no Chromium: apt-get install chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     with playwright.sync_playwright() as program:
-        browser = program.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        options = ["--no-sandbox", "--disable-gpu"]  # else a process of its own draws on the processor, as for a GPU
+        browser = program.chromium.launch(executable_path=CHROMIUM, args=options)
         yield browser
         browser.close()
 

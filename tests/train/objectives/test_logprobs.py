@@ -1,12 +1,16 @@
 """Log-probabilities: the trainer's equal torch's, and the engine's to the last bit where that is promised."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from training_runs import tiny_run
 
 from transect import LLM, SamplingParams
-from transect.models.context import VarlenContext
-from transect.ops.opset import resolve_ops
+from transect.engine.executors.sampler import token_logprobs as engine_logprobs
+from transect.models.context import PagedContext, VarlenContext
+from transect.models.decoder import Decoder
+from transect.ops.opset import OpSet, resolve_ops
 from transect.train.data.batches import Batch
 from transect.train.loop.trainer import Trainer
 from transect.train.objectives import logprobs as module
@@ -14,7 +18,7 @@ from transect.train.objectives import logprobs as module
 
 @pytest.mark.parametrize("chunk", [1, 2**20])
 def test_token_logprobs_and_gradients(monkeypatch, chunk: int) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(module, "LOSS_ELEMENTS", chunk)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 6, generator=generator, dtype=torch.float64, requires_grad=True) for n in (9, 21))
     labels = torch.randint(0, 21, (9,), generator=generator)
@@ -58,7 +62,7 @@ def test_the_trainer_and_the_engine_agree(tmp_path, task: str) -> None:
     ops = resolve_ops("cpu", batch_invariant=True)
     served = Trainer(tiny_run(tmp_path, model=str(last), run_dir=str(tmp_path / "other"))).model
     _use(served, ops)
-    for ours, theirs in zip(module.serving_logprobs(served, documents, ops), engine, strict=True):
+    for ours, theirs in zip(serving_logprobs(served, documents, ops), engine, strict=True):
         assert ours == theirs
     # And the training forward pass, packed and with other kernels, is close.
     tokens = torch.tensor([token for document in documents for token in document])
@@ -68,6 +72,38 @@ def test_the_trainer_and_the_engine_agree(tmp_path, task: str) -> None:
     packed = module.batch_logprobs(trainer.model, Batch(tokens, labels, positions, bounds, 91, 40))
     flat = torch.tensor([value for values in engine for value in values])
     torch.testing.assert_close(packed[labels >= 0].detach(), flat, atol=2e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def serving_logprobs(model: Decoder, documents: Sequence[Sequence[int]], ops: OpSet) -> list[list[float]]:
+    """Compute, for each document, the log-probability of every token but its first, as an engine with ``ops`` does.
+
+    The same model runs over a paged cache of its own, as it does when it serves. With a batch-invariant ``ops`` the
+    numbers equal the engine's prompt logprobs to the last bit, whatever the engine's batches were.
+    """
+    device, dtype = model.norm.weight.device, model.norm.weight.dtype
+    lengths = [len(document) for document in documents]
+    counts = [-(-length // 16) for length in lengths]
+    caches = model.new_kv_cache(sum(counts), 16, dtype)
+    tables = torch.zeros(len(documents), max(counts), dtype=torch.int32, device=device)
+    first = 0
+    for row, count in enumerate(counts):
+        tables[row, :count] = torch.arange(first, first + count)
+        first += count
+    sizes = torch.tensor(lengths, dtype=torch.int32, device=device)
+    starts = torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+    context = PagedContext(*caches, tables, starts, sizes, ops)
+    flat = [token for document in documents for token in document]
+    hidden_TD = model(torch.tensor(flat, device=device), context.positions(), context)
+    found = []
+    for start, length in zip(starts.tolist(), lengths, strict=False):
+        values: list[float] = []
+        for at in range(start, start + length - 1, 32):
+            end = min(at + 32, start + length - 1)
+            entries = engine_logprobs(model.logits(hidden_TD[at:end]), flat[at + 1 : end + 1], [0] * (end - at))
+            values.extend(entry.logprob for entry in entries)
+        found.append(values)
+    return found
 
 
 def _use(model, ops) -> None:

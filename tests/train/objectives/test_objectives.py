@@ -172,7 +172,7 @@ def teacher(tmp_path, **changes):
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
 def test_a_divergence_and_its_gradients_are_those_of_autograd(kind: str, monkeypatch) -> None:
-    monkeypatch.setattr("transect.train.objectives.divergence.CHUNK_ELEMENTS", 4 * 11 * 2)  # two rows at a time
+    monkeypatch.setattr("transect.train.objectives.divergence.LOSS_ELEMENTS", 4 * 11 * 2)  # two rows at a time
     draw = torch.Generator().manual_seed(1)
     x, w = torch.randn(9, 5, generator=draw).double(), torch.randn(11, 5, generator=draw).double()
     tx, tw = torch.randn(9, 7, generator=draw).double(), torch.randn(13, 7, generator=draw).double()

@@ -11,4 +11,5 @@
 * ``training_ranks.py``: the account of each rank of a layout
 * ``fit.py``: whether a run fits, and the smallest change with which it does
 * ``shared.py``: memory that GPUs share for sums
+* ``sizes.py``: sizes of the pieces in which training computes
 """

@@ -20,7 +20,7 @@ from .training_plan import TrainingPlan, fitting_groups, ungrouped_base
 
 Estimator = Callable[[ModelConfig, TrainingPlan], Estimate]
 """Function that accounts for a plan: on one device, or on the rank of several that needs most
-(``parallel/training_memory.py``)."""
+(``training_ranks.py``)."""
 PLANS: tuple[Kept, ...] = ("none", "selective", "full")
 """Checkpointing plans, from the fastest to the smallest."""
 

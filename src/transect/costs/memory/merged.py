@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from ...spec.model import ModelConfig
 from ...spec.weights import PROJECTIONS, projection_shapes
 from .kept import Kept
+from .sizes import ADAPTER_COLUMNS
 
-ROUND = 64
-"""Columns for adapters are a multiple of this (``train/merged_products``)."""
 GROUPS = {name: tuple(part.split(".")[1] for part in parts) for name, parts in PROJECTIONS.items()}
 """Matrices that share an input, by their names in ``targets``."""
 
@@ -47,9 +46,8 @@ class MergedKept:
 
 def spare(targets: tuple[str, ...], rank: int) -> dict[str, int]:
     """Return R of each product; 0 for ``rank`` 0, without adapters."""
-    return {
-        name: -(-rank * len(set(members) & set(targets)) // ROUND) * ROUND for name, members in GROUPS.items()
-    }  # fmt: skip
+    ranks = {name: rank * len(set(members) & set(targets)) for name, members in GROUPS.items()}
+    return {name: -(-each // ADAPTER_COLUMNS) * ADAPTER_COLUMNS for name, each in ranks.items()}
 
 
 def merged_kept(

@@ -1,25 +1,26 @@
 """``RankPart``: the part of a model that one rank of a run has, and its ``Gradients``. A single rank has everything.
 
-Gradients of N numbers with e bytes each, summed over the ranks in numbers of r bytes (``parallel/replicas.py``,
-``parallel/sharded.py``); W is the numbers that travel together, a bucket of 25 MiB or one large parameter:
+Bytes of the gradients of N numbers. e: bytes of a gradient; r: bytes of a number while ranks sum it
+(``parallel/replicas.py``, ``parallel/sharded.py``); W: numbers that are sent together, a bucket of 25 MiB or one large
+parameter; "own": numbers that this rank updates.
 
 =====================  =========================================  ==============================================
-                       while the backward pass runs               when the optimizer steps
+                       during the backward pass                   at the optimizer's step
 =====================  =========================================  ==============================================
 one rank               e for each that exists                     e N; several micro-batches in 16 bits: 4 N
 replicas, zero 0 or 1  r for each that was sent, e for the rest   r N
-                       of W; e W more when the last goes
-zero 2                 the same, of what was sent r for each      r for each own
+                       of W; e W more when the last is sent
+zero 2                 as above, but of the sent ones r for each  r for each own
                        own and 2 W
-zero 3                 4 for each own, e for one layer and what   4 for each own
-                       is behind the last one; r for a layer
+zero 3                 4 for each own; e for one layer and the    4 for each own
+                       units after the last layer; r for a layer
                        while it is summed
 =====================  =========================================  ==============================================
 
-With several micro-batches to a rank and zero below 3, sums of 4 N wait through all passes. One rank whose states are
-the host's copies each gradient there when it is made: those of a layer are there, and one that is on its way. With
-zero 3 the own gradients of a layer go there when they are summed; one rank whose weights are the host's too (``zero``
-3 on a single rank) copies those of a layer there when it is done with it.
+With several micro-batches per rank and zero below 3, float32 sums (4 N) exist during all passes. If one rank keeps its
+optimizer's states on the host, each gradient is copied there when it is complete, so the device holds those of one
+layer and one in transit. With zero 3 a layer's own gradients are copied when they are summed; a single rank with zero 3
+and its weights on the host copies a layer's gradients when the layer is done.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from functools import cached_property
 
 from ...spec.model import ModelConfig
 from ...spec.weights import weight_shapes
+from .sizes import BUCKET_BYTES
 
-BUCKET_NUMBERS = 25 * 2**20 // 4
-"""Gradients that are sent together (``parallel/replicas.BUCKET_BYTES``)."""
+BUCKET_NUMBERS = BUCKET_BYTES // 4
+"""Gradients that are sent together."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 

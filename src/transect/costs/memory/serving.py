@@ -6,7 +6,7 @@ from the shapes, to plan with on machines one does not have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ...spec.layouts.ranks import RankLayout
@@ -213,29 +213,30 @@ def smallest_sharing(
 ) -> RankLayout | None:
     """Find the layout with the fewest ranks that share the experts, and then the fewest that cut the rest, that fits on
     every rank."""
-    for ranks in range(2, most + 1):
-        for tensor in (n for n in range(1, ranks + 1) if ranks % n == 0):
-            layout = RankLayout(tensor, 1, ranks // tensor, True)
-            try:
-                found = stages(config, layout, plan, storage, budget)
-            except ValueError:  # it cannot be cut so
-                continue
-            if all(stage.estimate.fits for stage in found):
-                return layout
-    return None
+    layouts = (RankLayout(cut, 1, ranks // cut, True) for ranks in range(2, most + 1) for cut in _divisors(ranks))
+    return _first_that_fits(layouts, config, plan, storage, budget)
 
 
 def smallest_layout(
     config: ModelConfig, plan: ServingPlan, storage: Storage, budget: int, most: int = MOST_RANKS
 ) -> RankLayout | None:
     """Find the layout with the fewest ranks, and then the fewest stages, in which every rank fits."""
-    for ranks in range(1, most + 1):
-        for pipeline in (n for n in range(1, ranks + 1) if ranks % n == 0):
-            layout = RankLayout(ranks // pipeline, pipeline)
-            try:
-                found = stages(config, layout, plan, storage, budget)
-            except ValueError:  # it cannot be cut so
-                continue
-            if all(stage.estimate.fits for stage in found):
-                return layout
+    layouts = (RankLayout(ranks // depth, depth) for ranks in range(1, most + 1) for depth in _divisors(ranks))
+    return _first_that_fits(layouts, config, plan, storage, budget)
+
+
+def _divisors(ranks: int) -> list[int]:
+    return [n for n in range(1, ranks + 1) if ranks % n == 0]
+
+
+def _first_that_fits(
+    layouts: Iterable[RankLayout], config: ModelConfig, plan: ServingPlan, storage: Storage, budget: int
+) -> RankLayout | None:
+    for layout in layouts:
+        try:
+            found = stages(config, layout, plan, storage, budget)
+        except ValueError:  # the model cannot be cut like this
+            continue
+        if all(stage.estimate.fits for stage in found):
+            return layout
     return None

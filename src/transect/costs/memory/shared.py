@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 LINE, STATE, REGIONS = 16, 256, 4
-"""Bytes of a line, of a rank's state, and the number of regions of lines (``all_reduce.cu``)."""
+"""Bytes of a line, of a rank's state, and the number of regions of lines (``ops/comm/all_reduce.cu``)."""
 ONE_SHOT_BYTES = 256 << 10
 """Largest sum, in bytes, that more than two ranks compute in one shot."""
 MOST_BYTES = 8 << 20

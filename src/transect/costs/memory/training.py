@@ -23,19 +23,10 @@ from ..units import gib
 from .kept import Kept, LayerKept, layer_kept, outside_layers
 from .merged import MergedKept, matrix_numbers, merged_kept
 from .part import Gradients, RankPart, by_module, count, module_of
+from .sizes import DISTILLATION_PARTS, LOSS_CHUNK, LOSS_ELEMENTS, RING_ROWS, SPLIT_ELEMENTS
 from .terms import Estimate, Phase, Term
 from .training_plan import TrainingPlan, check_base, exchange_bytes, state_bytes, step_bytes, trained_shapes
 
-LOSS_CHUNK = 1024
-"""Tokens whose logits the fused loss holds on a GPU; twice as many for narrow models (``ops/linear_cross_entropy``)."""
-LOSS_ELEMENTS = 2**23
-"""Logits that the loss in torch holds (``ops/linear_cross_entropy_torch``), and log-probabilities (``train/``)."""
-SPLIT_ELEMENTS = {"cpu": 2**23, "gpu": 2**27}
-"""Logits of its own rows of the head that a rank holds (``parallel/split_loss.CHUNK_ELEMENTS``)."""
-DISTILLATION_PARTS = 4
-"""Divisor of the rows of logits that exist at once in a distillation (``train/divergence``)."""
-RING_ROWS = 512
-"""Queries whose scores are held at a time if ranks share tokens (``parallel/ring.ROWS``)."""
 CUBLAS_WORKSPACE = 32 * 2**20
 """Bytes that torch gives to cuBLAS on Hopper, once for each of the two threads that multiply (forward, backward)."""
 MARGIN = {"gpu": 0.05, "cpu": 0.10}

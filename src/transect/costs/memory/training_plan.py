@@ -8,21 +8,14 @@ from typing import Literal
 
 from ...spec.layouts.refusals import ONE_BIT, RunSettings
 from ...spec.model import ModelConfig
+from ...spec.numbers.int4 import GROUPS
 from ...spec.numbers.registry import base_formats
 from ...spec.weights import linear_shapes, weight_shapes
 from .kept import Backend, Kept, Reads
+from .sizes import MOMENT_BLOCK, MOMENT_BLOCKS, SMALL_PARAMETER, WIDE
 
 Task = Literal["pretrain", "finetune", "lora", "qlora"]
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
-WIDE = 2**22
-"""Elements of a 16-bit parameter that AdamW holds in float32 at a time, where it is not one kernel."""
-SMALL_PARAMETER, BLOCK, CHUNK = 4096, 256, 2**14
-"""Sizes of the 8-bit optimizer: numbers below which a parameter has float32 moments; numbers that share a scale; blocks
-at a time."""
-
-
-GROUPS = (32, 64, 128)
-"""Numbers that may share a scale in the 4-bit base of ``qlora``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +152,7 @@ def state_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
     size = math.prod(shape)
     each = 4 if plan.master else plan.element
     if plan.optimizer == "adamw8bit":
-        return 8 * size if size < SMALL_PARAMETER else -(-size // BLOCK) * (2 * BLOCK + 8)
+        return 8 * size if size < SMALL_PARAMETER else -(-size // MOMENT_BLOCK) * (2 * MOMENT_BLOCK + 8)
     if plan.optimizer == "muon" and _by_muon(name, shape):
         return each * size
     if plan.optimizer == "onebit_lamb" and len(shape) >= 2:
@@ -177,7 +170,7 @@ def step_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
     wide_gradient = 4 * size if master else 0
     if plan.optimizer == "adamw8bit" and size >= SMALL_PARAMETER:
         # both moments, weight and gradient in float32, and two more to encode
-        return 24 * min(size, CHUNK * BLOCK) + wide_gradient
+        return 24 * min(size, MOMENT_BLOCKS * MOMENT_BLOCK) + wide_gradient
     if plan.optimizer in ONE_BIT:  # of one parameter in float32: weight, step, root; ``exchange_bytes`` has the rest
         return 20 * size
     if plan.optimizer == "lamb" and len(shape) >= 2:  # the step, and in 16 bits weight, gradient and moments

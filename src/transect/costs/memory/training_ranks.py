@@ -123,7 +123,7 @@ def check(config: ModelConfig, plan: TrainingPlan, spread: Spread) -> None:
     """Check that a run can be distributed so.
 
     Raises:
-        ValueError: it cannot; the message names what can (``refusals.py``).
+        ValueError: it cannot; the message names what can (``spec/layouts/refusals.py``).
     """
     reason = refusal(plan.run, spread, config)
     if reason is not None:

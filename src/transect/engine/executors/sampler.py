@@ -26,17 +26,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ...ops.lang.philox import GROUP_STREAM, TOKEN_STREAM, gumbel
+from ...ops.lang.philox import GROUP, GROUP_STREAM, SMALLEST_TEMPERATURE, TOKEN_STREAM, gumbel
 from ..scheduling.batch import StepResult, TokenLogprobs
 from ..scheduling.constraint import MaskFiller, fill_each
 from ..scheduling.sampling_params import MAX_LOGPROBS
 from .penalties import LogitAdjuster, Pick, is_adjusted
 
-GROUP = 128
 BARS = (2.0**-13, 2.0**-18, 0.0)
 """Probability above which a token is a candidate for top-k and top-p: the first bar, and the lower ones tried after
 it."""
-SMALLEST_TEMPERATURE = 1e-30
 SCRATCH_FLOATS = 2**20
 """Logits processed at a time for rows with special parameters (or one row), which fits a cache."""
 NOT_FINITE = (

@@ -19,7 +19,7 @@ import zmq
 
 from ...checkpoints.peft_config import AdapterFiles
 from ...text.model_text import ModelText
-from ...text.output_processor import Given, OutputProcessor, Update
+from ...text.output_processor import OutputProcessor, Update
 from ...text.outputs import RequestOutput
 from ..config import EngineConfig
 from ..executors.pooling import Pooling, default_pooling
@@ -30,11 +30,11 @@ from ..scheduling.policies.admission import QueueFull
 from ..scheduling.sampling_params import SamplingParams
 from ..scheduling.snapshot import SchedulerSnapshot
 from . import wire
-from .generating import Generates
+from .client import EngineClient
 from .inputs import check_params, check_token_ids, checked_submit, default_params, with_token_ids
 from .launch import launch
 from .questions import Questions
-from .streams import EngineDeadError, EngineHealth, OutputStream
+from .streams import EngineDeadError, EngineHealth, OutputStream, RequestOptions
 from .vllm_arguments import engine_settings
 
 STOP_WAIT_S = 5.0
@@ -50,7 +50,7 @@ def ended_how(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
 
-class AsyncEngine(Generates):
+class AsyncEngine(EngineClient):
     """Made by ``await AsyncEngine.start(...)``; ended by ``await engine.shutdown()`` or ``async with``."""
 
     process_module = "transect.engine.frontends.process"
@@ -165,7 +165,7 @@ class AsyncEngine(Generates):
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def snapshot(self, request_id: str) -> RequestOutput | None:
-        """Return the current state of a request; see ``Generates``."""
+        """Return the current state of a request; see ``EngineClient``."""
         return self._processor.snapshot(request_id) if request_id in self._processor else None
 
     async def stream(
@@ -182,31 +182,18 @@ class AsyncEngine(Generates):
                 yield update
 
     def open(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str,
-        *,
-        prompt: str | None = None,
-        priority: int = 0,
-        pooling: Pooling | None = None,
-        client: str = "",
-        weight: float = 1.0,
-        adapter: AdapterFiles | None = None,
-        output_token_ids: Given | None = None,
-        session: str = "",
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str, **options: Any
     ) -> OutputStream:
         """Check a request, and build its stream for ``follow``. Raises as ``generate`` does."""
         self._check_alive()
-        ids = checked_submit(request_id, prompt_token_ids, priority)
+        given = RequestOptions(**options)
+        ids = checked_submit(request_id, prompt_token_ids, given.priority)
         params = with_token_ids(check_params(params), self.tokenizer)
         check_token_ids(ids, params, self.vocab_size, self.info.eos_token_ids)
         check_choices(params.n, self.info.max_num_seqs)
-        if adapter is not None and not self.config.enable_lora:
+        if given.adapter is not None and not self.config.enable_lora:
             raise ValueError("this engine serves no adapters: start it with enable_lora")
-        return OutputStream(
-            request_id, prompt, ids, params, priority, pooling, client, weight, adapter, output_token_ids, session
-        )
+        return OutputStream(request_id, ids, params, given)
 
     async def follow(self, stream: OutputStream) -> AsyncGenerator[Update, None]:
         """Run a request here: a new one, or one that another engine has left unfinished. If this engine ends too,
@@ -245,7 +232,7 @@ class AsyncEngine(Generates):
                 self._idle.set()
 
     async def abort(self, request_id: str, choice: int | None = None) -> None:
-        """End a request, or one choice of it; see ``Generates``."""
+        """End a request, or one choice of it; see ``EngineClient``."""
         if request_id not in self._streams:
             return
         for update in self._processor.finish(request_id, choice=choice):

@@ -1,9 +1,9 @@
 """``Replicas``: several whole engines as one (data parallel). Its interface is that of ``AsyncEngine``.
 
-Each replica is an ``AsyncEngine`` with a process, ranks and devices of its own. ``policies/routing.py`` says which of
-them gets a request. When one ends or hangs, its requests resume in the others from the tokens that are known, and
-``supervisor.py`` starts it again. Draws are a function of (seed, choice, position), so the rest of an answer is what it
-would have been: to the bit where ``numerics.py`` promises it.
+Each replica is an ``AsyncEngine`` with a process, ranks and devices of its own. ``scheduling/policies/routing.py`` says
+which of them gets a request. When one ends or hangs, its requests resume in the others from the tokens that are known,
+and ``supervisor.py`` starts it again. Draws are a function of (seed, choice, position), so the rest of an answer is
+what it would have been: to the bit where ``numerics.py`` promises it.
 
 A request that ends replicas is replayed at most twice in a row without a token. Its first replay comes at once, with
 those of all other requests of the dead replica. The second replay runs alone, because the cause is not known until
@@ -32,7 +32,7 @@ from ..scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
 from ..scheduling.sampling_params import SamplingParams
 from . import wire
 from .async_engine import AsyncEngine
-from .generating import Generates
+from .client import EngineClient
 from .inputs import check_params
 from .streams import EngineDeadError, EngineHealth, OutputStream
 from .supervisor import Supervisor
@@ -94,7 +94,7 @@ class _Place:
     done then."""
 
 
-class Replicas(Generates):
+class Replicas(EngineClient):
     """Made by ``await Replicas.start(config)``; ended by ``await replicas.shutdown()``."""
 
     def __init__(self, config: EngineConfig, engines: Sequence[AsyncEngine]) -> None:
@@ -182,11 +182,7 @@ class Replicas(Generates):
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     async def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str,
-        **options: Any,
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[Update, None]:
         """Stream like ``AsyncEngine.stream`` from one of the replicas, and continue on another if that one ends. A
         replica whose queue is full passes the request on.
@@ -255,10 +251,11 @@ class Replicas(Generates):
                 yield None
                 return
             open_ones = [index for index in living if self.engines[index] not in full] or living
-            named = {} if stream.adapter is None else {"adapter": stream.adapter.id}
-            ticket = self._router.send(stream.prompt_token_ids, most, open_ones, session=stream.session, **named)
+            given = stream.options
+            named = {} if given.adapter is None else {"adapter": given.adapter.id}
+            ticket = self._router.send(stream.prompt_token_ids, most, open_ones, session=given.session, **named)
             self.num_routed += 1
-            self.routed.append((stream.request_id, stream.client, ticket))
+            self.routed.append((stream.request_id, given.client, ticket))
             engine = self._where[stream.request_id] = self.engines[ticket.engine]
             place, alone = _Place(engine, ticket, alone), False
             try:

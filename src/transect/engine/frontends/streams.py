@@ -37,43 +37,42 @@ class EngineHealth:
     """Process ids of the engines that live."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """The keyword arguments of ``stream``, for ``AsyncEngine`` and ``Replicas``. Those that the engine receives are
+    explained in ``Request``."""
+
+    prompt: str | None = None
+    """Text of the prompt; None if it came as token ids."""
+    priority: int = 0
+    pooling: Pooling | None = None
+    client: str = ""
+    weight: float = 1.0
+    adapter: AdapterFiles | None = None
+    output_token_ids: Given | None = None
+    """Tokens that the client gives the answers to begin with."""
+    session: str = ""
+    """Name that the requests of a session share, for the router; empty for none."""
+
+
 class OutputStream:
     """A request that has passed all checks, with its updates for one task.
 
     Args:
-        request_id: of the caller.
-        prompt: text of the prompt; None if it came as token ids.
+        request_id: unique among the running requests.
         prompt_token_ids: at least one.
-        params: with the seed, where the answer may be continued elsewhere.
-        priority: lower runs earlier.
-        pooling, client, weight: see ``Request``.
-        adapter: files of its adapter; None for none.
-        output_token_ids: tokens that the client gives answers to begin with, see ``Request``; None for none.
-        session: name that the requests of a session share; empty for none.
+        params: must have a seed if another engine may continue the answer.
     """
 
     def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        priority: int = 0,
-        pooling: Pooling | None = None,
-        client: str = "",
-        weight: float = 1.0,
-        adapter: AdapterFiles | None = None,
-        output_token_ids: Given | None = None,
-        session: str = "",
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, options: RequestOptions
     ) -> None:
-        self.session = session
-        self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
-        self.params, self.priority, self.pooling = params, priority, pooling
-        self.client, self.weight, self.adapter, self.given = client, weight, adapter, output_token_ids
+        self.request_id, self.prompt_token_ids = request_id, prompt_token_ids
+        self.params, self.options = params, options
         self.mailbox: Mailbox[Update | Exception] = Mailbox()
         self.state: RunningRequest | None = None
         """The answer so far, while no engine has the request; None before the first engine and after the end."""
-        self.left = params.n - (output_token_ids or ()).count(None)
+        self.left = params.n - (options.output_token_ids or ()).count(None)
         """Choices whose last update has not been taken."""
         self.number = 0
         """Number of the request's submit to its engine."""
@@ -100,14 +99,15 @@ class OutputStream:
     def submit(self) -> wire.Submit:
         """Build the message that queues the request in an engine."""
         fields = {field.name: getattr(self.params, field.name) for field in dataclasses.fields(self.params)}
-        sharing = self.priority, self.pooling, self.client, self.weight
+        given = self.options
+        sharing = given.priority, given.pooling, given.client, given.weight
         message = wire.Submit(self.request_id, self.prompt_token_ids, fields, self.number, *sharing)
-        if self.adapter is not None:
-            message.adapter, message.adapter_path = self.adapter.id, str(self.adapter.path)
+        if given.adapter is not None:
+            message.adapter, message.adapter_path = given.adapter.id, str(given.adapter.path)
         if self.state is not None:
             message.output_token_ids, message.arrival = self.state.output_token_ids(), self._arrival
-        elif self.given is not None:
-            message.output_token_ids, message.given = self.given, True
+        elif given.output_token_ids is not None:
+            message.output_token_ids, message.given = given.output_token_ids, True
         return message
 
     def enter(self, processor: OutputProcessor) -> list[Update]:
@@ -115,8 +115,9 @@ class OutputStream:
         if self.state is not None:
             processor.adopt(self.request_id, self.state)
             return []
-        processor.add(self.request_id, self.prompt, self.prompt_token_ids, **text_options(self.params))
-        return [] if self.given is None else processor.begin(self.request_id, self.given)
+        processor.add(self.request_id, self.options.prompt, self.prompt_token_ids, **text_options(self.params))
+        given = self.options.output_token_ids
+        return [] if given is None else processor.begin(self.request_id, given)
 
     async def take(self) -> list[Update | Exception]:
         """Wait for updates and return them; consecutive updates of one choice are merged."""

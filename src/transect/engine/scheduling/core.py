@@ -111,7 +111,7 @@ class EngineCore:
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one choice of it, now. Its last outputs come with the next ``step``; unknown ids (a request
-        that has just ended) are not error. KV blocks are free again at once, or when the step in flight is done."""
+        that has just ended) are ignored. KV blocks are free again at once, or when the step in flight is done."""
         self._finish_taking_back()
         ended = self.scheduler.abort(request_id, choice)
         if ended and self.decisions is not None:

@@ -38,7 +38,7 @@ class Request(msgspec.Struct, frozen=True):
             order is the order of ``add``.
         eos_token_ids: the model's end-of-sequence tokens.
         constraint: form of the answers, in its initial state; each choice gets a fork of it.
-        pooling: "last" or "mean": a vector of the prompt is wanted (``pooling.py``).
+        pooling: "last" or "mean": a vector of the prompt is wanted (``executors/pooling.py``).
         client: name of who asks. Clients share the engine by their weights.
         weight: of that client, above 0.
         output_token_ids: set where begun answers are continued, in another engine or later: for each choice the tokens

@@ -24,10 +24,10 @@ class SchedulerConfig:
             running sequence gets at least one token in every step.
         max_mixed_tokens: tokens per step in which sequences decode: their next tokens wait for all of it. At least
             ``max_num_seqs``; None for ``max_num_batched_tokens``, the limit of steps without decodes.
-        fill_tokens: most tokens of steps with decodes, as long as nothing ends later for it (``filling.py``); at least
-            ``max_num_seqs``; None for no such limit.
+        fill_tokens: most tokens of steps with decodes, if no prompt ends later for it (``policies/filling.py``); at
+            least ``max_num_seqs``; None for no such limit.
         itl_target: seconds that a step with decodes may take, by the learned step times of the device
-            (``step_budget.py``); 0 for a multiple of the time of the decodes alone; None for steps not sized by time.
+            (``policies/budget.py``); 0 for a multiple of the time of the decodes alone; None for no bound on time.
         graph_tokens: tokens of the largest step with prompts that the host hands over at once, as a CUDA graph. It
             takes longer to launch larger ones, so steps sized by time exceed it only if a long queue waits. None if all
             steps are launched alike.

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from ...costs.units import seconds_text
 from .graph import Backward, Node, Saved, Total
 
 LAYER = re.compile(r"(.*?\b\d+)(\.|$)")
@@ -32,7 +33,8 @@ def lines(backward: Backward, *, every: bool = False) -> Iterator[str]:
         )
     inside = sum(node.seconds for node in backward.nodes)
     yield ""
-    yield f"{len(backward.nodes)} nodes in {duration(inside)}, with what is between them {duration(backward.seconds)}"
+    total = seconds_text(backward.seconds)
+    yield f"{len(backward.nodes)} nodes in {seconds_text(inside)}, with the time between them {total}"
     yield (
         f"saved: {size(backward.activation_bytes)} of activations, {size(backward.peak)} of them at the peak; "
         f"{size(backward.weight_bytes)} of weights, which cost nothing more"
@@ -48,14 +50,6 @@ def size(count: int) -> str:
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
     return f"{count} B"
-
-
-def duration(seconds: float) -> str:
-    """Format a time in seconds, milliseconds or microseconds."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
 
 
 def _rows(nodes: Sequence[Node], every: bool) -> Iterator[Sequence[str]]:
@@ -78,7 +72,7 @@ def _rows(nodes: Sequence[Node], every: bool) -> Iterator[Sequence[str]]:
 def _numbers(nodes: Sequence[Node]) -> tuple[str, str, str]:
     """Return the columns for bytes saved, bytes held at the start, and time."""
     saved = sum(node.bytes("activation") for node in nodes)
-    return _bytes(saved), size(nodes[0].held), duration(sum(node.seconds for node in nodes))
+    return _bytes(saved), size(nodes[0].held), seconds_text(sum(node.seconds for node in nodes))
 
 
 def _layer(node: Node) -> str:
@@ -100,7 +94,8 @@ def _saved_text(saved: Saved) -> str:
 
 def _total_cells(total: Total, backward: Backward) -> tuple[str, ...]:
     inside = sum(node.seconds for node in backward.nodes) or 1.0
-    return total.name, str(total.nodes), _bytes(total.bytes), duration(total.seconds), f"{total.seconds / inside:.0%}"
+    share = f"{total.seconds / inside:.0%}"
+    return total.name, str(total.nodes), _bytes(total.bytes), seconds_text(total.seconds), share
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> Iterator[str]:

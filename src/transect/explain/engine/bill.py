@@ -35,7 +35,7 @@ class Bill:
     """Time up to the first token; None before it."""
     decode: Span | None
     engines: int = 1
-    """Engines that had the request one after another, of those whose logs are there."""
+    """Number of engines with a log that had the request, one after another."""
     drafted_tokens: int = 0
     """Tokens that were drafted for it (speculative decoding), and of these the accepted ones."""
     accepted_tokens: int = 0

@@ -62,7 +62,7 @@ class Meter:
         self.pieces: list[tuple[float, float, str]] = []
         """(begin, end, part), without holes."""
         self.floors: list[tuple[float, float, int]] = []
-        """(end of the step, floor of the own row, its tokens)."""
+        """(end of the step, floor of the request's row, tokens of the row)."""
         self._reached = 0
         """Positions that have been computed."""
         self._at = 0.0
@@ -74,7 +74,7 @@ class Meter:
         """Steps without it since its last row."""
 
     def begin(self, added: Added, first: bool = True) -> None:
-        """Open its stay in an engine; ``first``: it was in none before, of those whose logs are there."""
+        """Begin the request's time in an engine; ``first``: no engine with a log had the request before."""
         way = "grammar" if added.grammar else "intake"
         if added.known is not None:
             way = "earlier" if first else "hand-over"

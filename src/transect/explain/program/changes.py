@@ -109,7 +109,7 @@ def tf32() -> Iterator[Running]:
 
 @contextmanager
 def bfloat16() -> Iterator[Running]:
-    """Compute products in bfloat16 by autocast; weights stay as they are."""
+    """Compute products in bfloat16 by autocast; the weights keep their dtype."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.autocast(kind, torch.bfloat16):
         yield Running()

@@ -82,14 +82,15 @@ class Material:
         return weighed(plain, name) if len(plain) >= ENOUGH else {}
 
     def certain(self, gain: float) -> float:
-        """Return the seconds of a gain that its samples prove; all of it if there are none."""
+        """Return the part of a gain that its samples prove, in seconds; the whole gain if there are no samples."""
         count, share = len(self.stacks), min(1.0, gain / (self.split.own or 1.0))
         deviation = math.sqrt(share * (1.0 - share) / count) if count else 0.0
         return gain - DEVIATIONS * deviation * self.split.own
 
 
 def weighed(samples: Sequence[Sample], name: Callable[[Sample], str]) -> dict[str, float]:
-    """Return the share of the time by ``name`` of its samples; a sample stands for the time since the one before.
+    """Return the share of the time of each ``name`` among its samples. A sample counts for the time since the sample
+    before it.
 
     A sampler waits while a function of C holds the interpreter's lock, and finds it or the next line afterwards. A
     single long wait does not belong to each step, and counts as the second longest.

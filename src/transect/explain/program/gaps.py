@@ -209,7 +209,7 @@ def _named(split: Split, samples: StackSamples | None) -> list[Named]:
 
 
 def _of_python(split: Split) -> list[IdleGap]:
-    """Return the host's gaps but those in which operators computed there."""
+    """Return the host's gaps without those in which operators computed on the host."""
     return [gap for gap in split.gaps if gap.part == "host" and not gap.label.endswith(COMPUTED)]
 
 

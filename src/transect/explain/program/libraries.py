@@ -107,8 +107,8 @@ SWITCHES = (
 
 
 def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
-    """Yield findings with the user's line, the library's function, and the library's switch, best first. What one
-    loop spends in Python and on calls is one finding, if all of the loop can be done in a batch."""
+    """Yield findings with the user's line, the library's function and the library's switch, best first. Python and
+    calls of one loop are one finding, if the whole loop can be done in a batch."""
     samples = material.stacks
     training = training_loops(material)
     loops: dict[Place, Finding] = {}

@@ -83,7 +83,8 @@ class _Export:
         yield from self._database.execute(f"SELECT {chosen} FROM {table} {order}")
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield all events as a Chrome trace has them; those of the host first, whose operators kernels refer to."""
+        """Yield all events in the form of a Chrome trace; the host's events first, because kernels refer to their
+        operators."""
         yield from self._host()
         device = ("start", "end", "deviceId", "streamId", "correlationId")
         for begin, end, card, stream, call, *names in self._rows(

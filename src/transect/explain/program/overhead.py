@@ -86,7 +86,7 @@ def late_start(trace: Trace, begin: float) -> list[tuple[float, float]]:
 
 
 def without(gap: IdleGap, spans: Sequence[tuple[float, float]]) -> Iterator[IdleGap]:
-    """Yield the pieces of a gap that lie in none of these spans."""
+    """Yield the pieces of a gap outside all of these spans."""
     at = gap.begin
     for first, last in spans:
         if last <= at or first >= gap.end:

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 OURS = (__file__, runpy.__file__, "<frozen runpy>")
-"""Files whose frames are above those of a script in a traceback."""
+"""Files whose frames a traceback shows above the script's own frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Input:
         self.source, self.kept = source, bytearray()
 
     def again(self) -> io.TextIOWrapper:
-        """Return all of it as text: the part that earlier runs have read, then the rest."""
+        """Return the whole input as text: the part that earlier runs have read, then the rest."""
         return io.TextIOWrapper(io.BufferedReader(_Again(self)), encoding="utf-8", errors="surrogateescape")
 
 

@@ -272,7 +272,7 @@ def split_trace(
 
 
 def trace_seconds(trace: Trace) -> float:
-    """Return the wall time of the marked range of a trace, or of all of it."""
+    """Return the wall time of the marked range of a trace, or of the whole trace if no range is marked."""
     begin, end, _ = _window(trace)
     return end - begin
 

@@ -1,4 +1,4 @@
-"""Stretches of a trace: those of the innermost events, and those with a fixed part (loading data, compiling)."""
+"""Stretches of a trace: the innermost events, and events with a fixed part (loading data, compiling)."""
 
 from __future__ import annotations
 

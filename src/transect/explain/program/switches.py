@@ -36,7 +36,7 @@ def without_anomaly_detection() -> Iterator[Running]:
 
 @contextmanager
 def without_collection() -> Iterator[Running]:
-    """Ignore calls of the garbage collector, and let it run by itself only after the script."""
+    """Ignore calls of the garbage collector, and collect only after the script."""
     on = gc.isenabled()
     gc.disable()
     try:

@@ -32,7 +32,7 @@ class _Enough(BaseException):
 
 
 def timed(script: Script, kind: str = "") -> float:
-    """Run a script until a GPU has done what it was asked for, and return the seconds; its output is dropped.
+    """Run a script, wait for its GPU work, and return the seconds; the script's output is dropped.
 
     Args:
         kind: kind of its steps: return the median seconds of some steps after warm-up, and end the script after them.

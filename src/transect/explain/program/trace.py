@@ -1,4 +1,4 @@
-"""The events of a trace as columns of numbers, and what they mean.
+"""The events of a trace as columns of numbers, and their meanings.
 
 Times are seconds from the earliest event. Names and shapes are kept once each. An event keeps: kind, begin, duration,
 thread or stream, the number of its name and shapes, and the number that ties a kernel to the operator that launched it.

@@ -84,7 +84,7 @@ def checker_of(name: str, path: Callable[[str], Path]) -> Checker:
 
 
 def program_of(name: str) -> tuple[str, ...]:
-    """Return the file of a checker that ``checker_of`` would read; none of a built-in one or of a module."""
+    """Return the Python file that ``checker_of`` would read; empty for a built-in checker or a module."""
     place = name.rpartition(":")[0]
     return (place,) if place.endswith(".py") else ()
 

@@ -47,7 +47,7 @@ class TestEngines:
         self._base, self._llm = "", None  # type: tuple[str, LLM | None]
 
     def engine(self, base: str) -> LLM:
-        """Return the engine of a base; that of another one ends."""
+        """Return the engine of a base model; the engine of another base is closed first."""
         if self._llm is None or base != self._base:
             self.close()
             ranks = [_rank(model.adapter) for model in self._models if model.base == base and model.adapter is not None]

@@ -165,7 +165,8 @@ class Session:
         return function(*arguments)
 
     def give_outputs(self, inputs: bool) -> dict[str, Any]:
-        """Hand out the results, the inputs as they are now if asked for, and if results lie in the same memory."""
+        """Return the results, the present values of the arguments if ``inputs``, and True in ``shared`` if results
+        share memory."""
         places = [_addresses(value) for value in self.outputs]
         shared = any(a & b for i, a in enumerate(places) for b in places[:i])
         after = [list(arguments) for _, arguments in self.inputs] if inputs else []

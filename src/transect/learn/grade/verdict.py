@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...costs.units import seconds_text
+
 NEAR = 1.5
 """Multiple of the shipped solution's time up to which the two count as equal: a busy machine makes such differences."""
 FAR = 60.0
@@ -107,13 +109,8 @@ class Verdict:
 
 
 def time_text(seconds: float | None) -> str:
-    """Format seconds with a suitable unit."""
-    if seconds is None:
-        return "?"
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
+    """Format seconds with a suitable unit; ``?`` if they are not known."""
+    return "?" if seconds is None else seconds_text(seconds)
 
 
 def _kernel(made: dict[str, Any]) -> str:

@@ -129,7 +129,7 @@ class Watch:
         self._operators.__exit__(*error)
 
     def check_replaced(self) -> None:
-        """Note functions of torch, time, random or the builtins that are not those of the beginning."""
+        """Raise an alarm for functions of torch, time, random or the builtins that the program has replaced."""
         for place, name, before in self._kept:
             now = vars(place).get(name)
             if id(now) != before and not _torchs_own(now):

@@ -149,7 +149,7 @@ class LayerStream:
         self._last = [-1] * SLOTS
 
     def _send_ahead(self) -> None:
-        """Send the next layers to free slots, as long as they are ready to be sent."""
+        """Copy the next layers to free slots, as long as the layers are ready."""
         while self._sent < self._done + SLOTS:
             place = self._sent % len(self._places)
             if self._last[place % SLOTS] >= self._done or not self._homes.ready(place):

@@ -45,7 +45,8 @@ from .weight import (
 
 
 class GGUFBlocks(Weight):
-    """Buffer ``arranged``: uint8, see ``gguf_layout.py``; joined with others, a view along its first dimension."""
+    """Buffer ``arranged``: uint8, see ``ops/linear/packed/gguf/gguf_layout.py``; joined with others, a view along its
+    first dimension."""
 
     arranged: Tensor
 

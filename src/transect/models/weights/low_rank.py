@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ...hardware.host_memory import host_memory
-from ...ops.cpu.library import PLACES, Library, PackedLowRank, PackedWeight, StackAdapter
+from ...ops.cpu.library import Library, PackedWeight
+from ...ops.cpu.stack import PRODUCTS, PackedLowRank, StackAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def packed_adapter(library: Library, factors: Factors, layers: int, *, half: boo
     made: list[dict[str, PackedLowRank]] = []
     for layer in range(layers):
         own: dict[str, PackedLowRank] = {}
-        for place, names in PLACES.items():
+        for place, names in PRODUCTS.items():
             half_layer = "attention" if place in ("qkv", "o") else "mlp"
             parts = [factors.get(f"layers.{layer}.{half_layer}.{name}") for name in names]
             there = [low for low in parts if low is not None]

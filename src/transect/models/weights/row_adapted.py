@@ -49,8 +49,7 @@ class RowAdapters(Protocol):
     rows: StepRows
 
     def prepare(self, factors: Factors) -> Any:
-        """Return factors in host memory in the form that ``put`` takes, as they are kept; may be called in any
-        thread."""
+        """Convert factors to the form that ``put`` takes, in host memory. May be called in any thread."""
         ...
 
     def put(self, slot: int, prepared: Any) -> None:

@@ -1,11 +1,11 @@
 """``Scaled8``: 8-bit codes, whole numbers or fp8, with a scale for each output or, of fp8, for each block of 128
 outputs by 128 inputs; rounded when a model is loaded, or as a checkpoint holds them.
 
-How a product is computed on an NVIDIA GPU in bfloat16: up to 16 rows by ``scaled8_rows.py``, which streams the codes
-and does not round the input; more by ``scaled8_tiles.py``, which rounds each row to 8 bits and multiplies on tensor
-cores, where ``rounds_inputs`` allows it and the GPU multiplies fp8 (Ada and later). Where it is asked for, the norm
-and the gate before a product round for it (``Stream8``). Elsewhere a Triton kernel decodes the codes (``scaled8.py``);
-where there is none torch does, some outputs at a time.
+Kernels of a product in bfloat16 on an NVIDIA GPU (``ops/linear/packed/eight_bit``): for up to 16 rows ``scaled8_rows``
+streams the codes and does not round the input. For more rows ``scaled8_tiles`` rounds each row to 8 bits and multiplies
+on tensor cores, if ``rounds_inputs`` allows it and the GPU multiplies fp8 (Ada and later). If ``Stream8`` is used, the
+norm and the gate before a product do this rounding. Otherwise a Triton kernel decodes the codes (``scaled8``); without
+Triton torch decodes some outputs at a time.
 """
 
 from __future__ import annotations

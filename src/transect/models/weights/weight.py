@@ -66,7 +66,7 @@ class StreamProduct(Protocol):
 
     @property
     def leaves(self) -> object:
-        """Kind of the stream; equal for products that can share one, because each reads what the others leave."""
+        """Kind of the residual stream that the product leaves. Products with equal kinds can share a stream."""
         ...
 
     def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
@@ -300,8 +300,8 @@ class Weight(nn.Module):
         return None
 
     def ungathered(self) -> Ungathered | None:
-        """Return the product without the logits of other ranks; None if it has all of them, or cannot read those of
-        others."""
+        """Return the product of this rank's part of the vocabulary alone; None if this rank has the whole vocabulary,
+        or cannot read the logits of other ranks."""
         return None
 
     def grouped_gate_up(self, up: Weight) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
@@ -333,7 +333,8 @@ class Weight(nn.Module):
         return replace(pack(library, self.dense().detach().float()), bias=bias)
 
     def unadapted(self) -> tuple[Weight, LowRank | None]:
-        """Return the matrix without the factors beside it, and these; itself and None if none can be taken apart."""
+        """Return the matrix without its adapter, and the adapter's factors; itself and None if it has no adapter that
+        can be separated."""
         return self, None
 
     def refuses_merging(self) -> str | None:
@@ -400,7 +401,8 @@ class WeightSite:
     dependent: bool = False
     """True if launches begin before the previous kernel ends, if the device supports that."""
     chained: bool = False
-    """``gguf_row.cu`` and ``gguf_chain.cu`` take one row of blocks of GGUF files."""
+    """``ops/linear/packed/gguf/gguf_row.cu`` and ``ops/linear/packed/gguf/gguf_chain.cu`` take one row of blocks of
+    GGUF files."""
     batch_invariant: bool = False
     """A row's product must not depend on the number of rows, nor on the others."""
 

@@ -28,10 +28,10 @@ from torch import Tensor
 from ...costs.work import Cost
 from .. import shapes
 from ..lang import cuda
-from ..lang.jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
+from ..lang.jit import in_triton, kernel, require, runs_triton, tl
 from ..numerics import compute_dtype, sample
 from ..peers import compiled
-from ..registry import Case, Implementation, Kernel, Knobs, Op, register
+from ..registry import Case, Kernel, Knobs, Op, in_torch, register
 from ..tuning import Config, choose, flat_rule
 
 
@@ -252,19 +252,9 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation(
-                "triton", available(triton_gelu), TRITON_TARGETS, batch_invariant=True, autograd=lambda: gelu
-            ),
-            "cuda": Implementation(
-                "cuda",
-                cuda.available("gelu", cuda_gelu),
-                cuda.CUDA_TARGETS,
-                batch_invariant=True,
-                autograd=lambda: cuda_gelu,
-                dtypes=("bfloat16",),
-                source="gelu.cu",
-            ),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(triton_gelu, batch_invariant=True, autograd=gelu),
+            "cuda": cuda.in_cuda("gelu", cuda_gelu, batch_invariant=True, autograd=cuda_gelu, dtypes=("bfloat16",)),
         },
         examples=_examples,
         peers={"torch": _peer, "torch.compile": compiled(_peer)},

@@ -25,10 +25,10 @@ from torch import Tensor
 from ...costs.work import Cost
 from .. import shapes
 from ..cpu import gradients
-from ..lang.jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
+from ..lang.jit import in_triton, kernel, require, runs_triton, tl
 from ..numerics import compute_dtype, sample
 from ..peers import compiled
-from ..registry import Case, Implementation, Kernel, Knobs, Op, register
+from ..registry import Case, Kernel, Knobs, Op, in_torch, register
 from ..tuning import Config, choose, flat_rule
 
 
@@ -276,11 +276,9 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: by_exp, ("any",), batch_invariant=True),
+            "torch": in_torch(by_exp, batch_invariant=True),
             "cpu": gradients.implementation(gradients.swiglu, by_exp),
-            "triton": Implementation(
-                "triton", available(triton_swiglu), TRITON_TARGETS, batch_invariant=True, autograd=lambda: swiglu
-            ),
+            "triton": in_triton(triton_swiglu, batch_invariant=True, autograd=swiglu),
         },
         examples=_examples,
         peers={"torch": _peer, "torch.compile": compiled(_peer)},

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ...costs.work import Cost
-from ..lang.jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
+from ..lang.jit import in_triton, kernel, require, runs_triton, tl
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Kernel, Op, in_torch, register
 
 BLOCK = 4096
 
@@ -138,10 +138,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation(
-                "triton", available(triton_add_twice), TRITON_TARGETS, batch_invariant=True, refusal=refusal
-            ),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(triton_add_twice, batch_invariant=True, refusal=refusal),
         },
         examples=_examples,
         peers={"torch, an add and a copy": _by_add_and_copy},

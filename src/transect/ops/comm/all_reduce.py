@@ -33,15 +33,15 @@ from torch import Tensor
 
 from ...costs.memory.shared import STATE, in_two_shots, lines_for, sums_bytes
 from ...costs.work import Cost
-from ..lang.cuda import CUDA_TARGETS, available, bind
+from ..lang.cuda import bind, in_cuda
 from ..norm import add_rms_norm
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Implementation, Op, register
+from ..registry import Case, Op, in_torch, register
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_RANKS = 8
 MOST_NORM_BYTES = 512 * 2 * 16
-"""Bytes of the longest row that is normalised: what the registers of a block hold."""
+"""Bytes of the longest row that can be normalised: the registers of a block hold no more."""
 FLAT = 512
 """Vectors of 16 bytes that a block takes at a time where nothing is normalised."""
 
@@ -269,15 +269,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "cuda": Implementation(
-                "cuda",
-                available("all_reduce", cuda_all_reduce),
-                CUDA_TARGETS,
-                batch_invariant=True,
-                refusal=_refusal,
-                source="all_reduce.cu",
-            ),
+            "torch": in_torch(reference, batch_invariant=True),
+            "cuda": in_cuda("all_reduce", cuda_all_reduce, batch_invariant=True, refusal=_refusal),
         },
         examples=_examples,
         peers={"torch": _by_torch},

@@ -3,15 +3,12 @@
 A copy that a kernel makes takes multiprocessors from the products that run beside it. Copy engines, and the part of a
 GPU that reads its streams, take none (CUDA driver API: ``cuMemcpyAsync``, ``cuStreamWriteValue32``,
 ``cuStreamWaitValue32``). Addresses may be of another process of the host (``peer_memory.py``).
-
-``HostCopies`` does the same at once in the memory of a process, where threads play the ranks: for tests.
 """
 
 from __future__ import annotations
 
 import ctypes
-import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol
 
@@ -22,7 +19,6 @@ from .peer_memory import memory_at
 
 AT_LEAST = 0
 """``CU_STREAM_WAIT_VALUE_GEQ``."""
-PATIENCE_S = 60.0
 
 
 class Copies(Protocol):
@@ -83,27 +79,3 @@ class EngineCopies:
     def view(self, address: int, nbytes: int) -> Tensor:
         """View memory of the current GPU as bytes; it must outlive the tensor."""
         return memory_at(address, nbytes)
-
-
-class HostCopies:
-    """In the memory of this process, at once. A wait that lasts too long ends with an error."""
-
-    def copy(self, to: int, source: int, nbytes: int, stream: Any) -> None:
-        ctypes.memmove(to, source, nbytes)
-
-    def post(self, address: int, value: int, stream: Any) -> None:
-        ctypes.c_uint32.from_address(address).value = value
-
-    def wait(self, address: int, value: int, stream: Any) -> None:
-        end = time.monotonic() + PATIENCE_S
-        there = ctypes.c_uint32.from_address(address)
-        while there.value < value:
-            if time.monotonic() > end:
-                raise RuntimeError(f"{value} was not written in time: the number is {there.value}")
-            time.sleep(0)
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def view(self, address: int, nbytes: int) -> Tensor:
-        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from ...costs.work import Cost
-from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, tl
+from ..lang.jit import INTERPRETED, in_triton, kernel, tl
 from ..lang.tiles import let_next_begin, wait_for_previous
 from ..numerics import sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Kernel, Op, in_torch, register
 
 
 def reference(source: Tensor, target: Tensor, turn: Tensor, advance: bool = False) -> None:
@@ -157,10 +157,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation(
-                "triton", available(triton_ring_copy), TRITON_TARGETS, batch_invariant=True, refusal=refusal
-            ),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(triton_ring_copy, batch_invariant=True, refusal=refusal),
         },
         examples=_examples,
         peers={"torch, by the copy engine": _by_copy_engine},

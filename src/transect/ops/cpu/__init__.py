@@ -17,7 +17,7 @@ Read in this order:
 * ``adamw.h``      AdamW on states in host memory, and gradients taken in
 * ``native.cpp``   the C interface
 * ``build.py``     finds a compiler, builds, caches
-* ``library.py``   the same interface as Python functions on tensors
+* ``library.py``   the same interface as Python functions on tensors; ``stack.py`` for ``stack.h``
 * ``ceilings.py``  the rate of multiply-adds that registers allow
 * ``packing.py``   weights into the layout of ``kinds.h``
 * ``adamw.py``     ``adamw.h`` as Python functions

@@ -73,8 +73,8 @@ inline void merge(Partial into, Partial tile, int head_dim) {
   into.m() = m;
 }
 
-// A tile's part of a block table, and the distance to the entry that is prefetched for each of its entries: the same
-// place of the next tile, up to its last block; 0 to prefetch nothing.
+// A tile's part of a block table. For each entry the entry ``ahead`` further on, in the next tile, is prefetched, up to
+// entry ``last``; 0 to prefetch nothing.
 struct TileBlocks {
   const int32_t* table;
   int ahead = 0, last = 0;
@@ -194,8 +194,8 @@ void attend_rows(int rows, const float* q, const int* first, const int* last, Ti
   passes.template operator()<1>();
 }
 
-// Neighbouring tiles of neighbouring queries of one kv head. Queries have a piece of all their tiles, or several, of
-// which the last to end merges the results.
+// A unit of work: neighbouring tiles of neighbouring queries of one kv head. If the tiles of a group of queries are cut
+// into several pieces, the thread that finishes the last piece merges the results.
 struct Piece {
   int b, head, query, queries, first, end;  // tiles first .. end-1
   int cut = -1;                             // number among the cuts, or -1: it has all tiles
@@ -206,9 +206,9 @@ struct Cut {
   std::atomic<int> finished{0};
 };
 
-// The work of a step's attention, in all layers with one window, as pieces that a team of threads shares. A piece deep
-// in a context takes up to hundreds of times as long as one at its beginning, and a step may have few of them: they
-// have at most a part of a thread's share of the work.
+// The work of a step's attention, for all layers with the same window, as pieces that a team of threads shares. Queries
+// deep in a context take up to hundreds of times as long as those at its beginning, and a step may have few of them. So
+// no piece is larger than a fraction of a thread's share of the work.
 struct Pieces {
   std::vector<Piece> all;
   std::deque<Cut> cuts;

@@ -14,7 +14,7 @@
 
 namespace transect {
 
-struct Experts {  // of one layer; mirrored field by field in library.py
+struct Experts {  // of one layer; mirrored field by field in stack.py
   int32_t count, used, sigmoid, renormalize, groups, groups_kept;
   float scale, clamp;  // clamp > 0: of gpt-oss's activation
   const float* score_bias;                                             // [count], for the choice alone; or null

@@ -11,12 +11,12 @@
 //   Fp8      words of codes in e4m3 (4 columns of each row), then 16 scales
 //   Dense    words of 2 bfloat16 or 1 float32
 //
-// A kind W gives W(panel, slice), what a panel has in common; w.group(panel, g, slice), its g-th group, whose
-// ``weight<I>(word)`` is column I of a word; and W::word(panel, g, j, slice), the j-th word of that group.
+// Interface of a kind W: W(panel, slice) holds the data of a whole panel; w.group(panel, g, slice) is the panel's g-th
+// group, whose ``weight<I>(word)`` decodes column I of a word; W::word(panel, g, j, slice) is the j-th word of that group.
 //
-// For inputs in bfloat16 (pairs.h) a kind that is PAIRED has in its groups ``pair<I>(word)``, columns I and I + PER_WORD / 2
-// without their scale. Of SCALED kinds the numbers are scale * pair, plus pair_zero() where SUMMED, the columns that share
-// one, is not 0.
+// For inputs in bfloat16 (pairs.h) the groups of a PAIRED kind have ``pair<I>(word)``: columns I and I + PER_WORD / 2,
+// without their scale. In SCALED kinds a weight is scale * pair, plus pair_zero() if SUMMED (the number of columns that
+// share a zero) is not 0.
 #pragma once
 #include <algorithm>
 #include <type_traits>

@@ -1,11 +1,11 @@
-"""The C++ kernels as Python functions on tensors. Every argument is checked here; the C++ side trusts what it gets."""
+"""The C++ kernels as Python functions on tensors. They check their arguments, because the C++ side does not."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
@@ -43,54 +43,14 @@ class Kind(IntEnum):
     FP8 = 14
 
 
-class _Packed(Structure):
+class CPacked(Structure):
+    """``Packed`` of ``packed.h``."""
+
     _fields_ = (("kind", c_int32), ("n", c_int32), ("k", c_int32), ("data", c_void_p), ("bias", c_void_p))
 
 
 KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 """Dtypes that keys and values may be cached in, by the numbers of ``attention.h``."""
-
-
-class _StackConfig(Structure):
-    _fields_ = (
-        *((name, c_int32) for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "block_size")),
-        *((name, c_int32) for name in ("layer_norm", "gated", "activation", "rotary_half", "kv", "bfloat16")),
-        *((name, c_float) for name in ("norm_eps", "scale")),
-        *((name, c_void_p) for name in ("norm", "norm_bias")),
-        ("qk_norm_whole", c_int32),
-    )
-
-
-class _Experts(Structure):
-    _fields_ = (
-        *((n, c_int32) for n in ("count", "used", "sigmoid", "renormalize", "groups", "groups_kept")),
-        ("scale", c_float),
-        ("clamp", c_float),
-        ("score_bias", c_void_p),
-        *((n, POINTER(_Packed)) for n in ("router", "gate", "up", "down")),
-        *((n, POINTER(_Packed)) for n in ("shared_router", "shared_gate", "shared_up", "shared_down")),
-    )
-
-
-class _Layer(Structure):
-    _fields_ = (
-        *((n, c_void_p) for n in ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias")),
-        *((n, c_void_p) for n in ("q_norm", "k_norm")),
-        *((n, POINTER(_Packed)) for n in ("q", "k", "v", "o", "gate", "up", "down")),
-        ("window", c_int64),
-        *((n, c_void_p) for n in ("k_scale", "v_scale")),
-        ("experts", POINTER(_Experts)),
-        ("sinks", c_void_p),
-    )
-
-
-PLACES = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-"""Products of a layer that an adapter may stand beside, and their parts, in the order of ``low_rank.h``."""
-PARTS = 3
-
-
-class _LowRank(Structure):
-    _fields_ = (("a", _Packed), ("scale", c_void_p), ("b", _Packed * PARTS), ("first", c_int32 * PARTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,66 +66,9 @@ class PackedWeight:
     data: Tensor
     bias: Tensor | None = None
 
-    def c_struct(self) -> _Packed:
+    def c_struct(self) -> CPacked:
         bias = None if self.bias is None else self.bias.data_ptr()
-        return _Packed(int(self.kind), self.n, self.k, self.data.data_ptr(), bias)
-
-
-@dataclass(frozen=True, slots=True)
-class StackExperts:
-    """The experts of one decoder layer; ``spec/moe.py`` says what the numbers mean.
-
-    ``gate``, ``up`` ``[count * width, dim]`` and ``down`` ``[count * dim, width]`` are the matrices of all experts,
-    concatenated along rows; widths and dim are multiples of ``GROUP_ROWS``.
-    """
-
-    count: int
-    used: int
-    sigmoid: bool
-    renormalize: bool
-    groups: int
-    groups_kept: int
-    scale: float
-    clamp: float
-    """Clamp of the activation; 0 for SwiGLU."""
-    score_bias: Tensor | None
-    """float32 ``[count]``, or None."""
-    router: PackedWeight
-    gate: PackedWeight
-    up: PackedWeight
-    down: PackedWeight
-    shared_router: PackedWeight | None = None
-    shared_gate: PackedWeight | None = None
-    shared_up: PackedWeight | None = None
-    shared_down: PackedWeight | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StackLayer:
-    """The weights of one decoder layer; norms are float32 vectors, ``gate`` is None for a plain MLP. ``experts``
-    replace gate, up and down."""
-
-    attention_norm: Tensor
-    attention_norm_bias: Tensor | None
-    mlp_norm: Tensor
-    mlp_norm_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    q: PackedWeight
-    k: PackedWeight
-    v: PackedWeight
-    o: PackedWeight
-    gate: PackedWeight | None
-    up: PackedWeight | None
-    down: PackedWeight | None
-    window: int
-    """Sliding window in tokens; 0 for none."""
-    k_scale: Tensor | None = None
-    """Divisors of keys before they are cached, float32 for each key head; None for no division."""
-    v_scale: Tensor | None = None
-    experts: StackExperts | None = None
-    sinks: Tensor | None = None
-    """Scores of attention sinks, float32 for each query head; None for none."""
+        return CPacked(int(self.kind), self.n, self.k, self.data.data_ptr(), bias)
 
 
 class Library:
@@ -202,7 +105,7 @@ class Library:
 
     def _declare(self) -> None:
         c = self._c
-        packed = POINTER(_Packed)
+        packed = POINTER(CPacked)
         batch = [c_int, c_void_p, c_void_p, c_void_p, c_int64]  # rows, query starts, lengths, block tables, stride
         attention = [c_void_p, c_int, *[c_void_p] * 2, *[c_int] * 4, *[c_void_p] * 2, *batch, c_float, c_int]
         run = [*[c_void_p] * 2, c_int, c_void_p, *batch, *[c_void_p] * 4, c_int64, *[c_void_p] * 2]
@@ -220,7 +123,7 @@ class Library:
             "rows": (None, [packed, c_void_p, c_int, c_void_p]),
             "paged_attention": (None, attention),
             "fma_probe": (c_double, [c_void_p, c_int64]),
-            "stack_new": (c_void_p, [POINTER(_StackConfig), POINTER(_Layer), c_void_p]),
+            "stack_new": (c_void_p, [c_void_p] * 3),
             "stack_free": (None, [c_void_p]),
             "stack_run": (None, run),
         }
@@ -298,11 +201,11 @@ class Library:
 
         ``k_cache`` must be stored with positions innermost, as ``empty_cache`` makes it; both of one of ``KV_DTYPES``.
         """
-        _check_cache(k_cache, v_cache)
+        check_cache(k_cache, v_cache)
         _, kv_heads, block_size, head_dim = v_cache.shape
         q = q.to(torch.float32).contiguous()
         out = torch.empty_like(q)
-        batch = _batch_arguments(block_tables, query_starts, seq_lens)
+        batch = batch_arguments(block_tables, query_starts, seq_lens)
         of_q = q.data_ptr(), out.data_ptr(), q.shape[1], kv_heads, head_dim, block_size
         cache, kv = (k_cache.data_ptr(), v_cache.data_ptr()), KV_DTYPES[v_cache.dtype]
         self._c.transect_paged_attention(self._pool, kv, *of_q, *cache, *batch, scale, window or 0)
@@ -313,153 +216,10 @@ class Library:
         times)."""
         return self._c.transect_fma_probe(self._pool, rounds)
 
-    def stack(
-        self, layers: Sequence[StackLayer], norm: Tensor | None = None, norm_bias: Tensor | None = None, **config: Any
-    ) -> LayerStack:
-        """Build all decoder layers as one call; ``config`` are the fields of ``StackConfig`` in ``stack.h``. ``norm``:
-        weight of the norm after the layers, of the same kind as theirs, if ``run`` shall apply it."""
-        return LayerStack(self, layers, norm, norm_bias, config)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLowRank:
-    """Factors beside the parts of one product: ``a`` ``[sum of ranks, inputs]``, float32 ``scale`` for each of its
-    rows, and each part's ``b`` ``[outputs, rank]``, None where a part has none."""
-
-    a: PackedWeight
-    scale: Tensor
-    b: tuple[PackedWeight | None, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the factors."""
-        return self.a.data.numel() + sum(each.data.numel() for each in self.b if each is not None)
-
-    def c_struct(self) -> _LowRank:
-        made, first = _LowRank(a=self.a.c_struct(), scale=self.scale.data_ptr()), 0
-        for part, own in enumerate(self.b):
-            if own is not None:
-                made.b[part], made.first[part] = own.c_struct(), first
-                first += own.k
-        return made
-
-
-class StackAdapter:
-    """An adapter of a whole stack: factors by layer, then by name of ``PLACES``, which it keeps alive."""
-
-    def __init__(self, layers: Sequence[Mapping[str, PackedLowRank]]) -> None:
-        self._layers = tuple(layers)
-        flat = (layer[name].c_struct() if name in layer else _LowRank() for layer in layers for name in PLACES)
-        self._structs = (_LowRank * (len(layers) * len(PLACES)))(*flat)
-        self.address = ctypes.addressof(self._structs)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the factors."""
-        return sum(each.nbytes for layer in self._layers for each in layer.values())
-
-
-class LayerStack:
-    """The decoder layers in C++, with their weights and scratch memory. Not to be called from two threads at once."""
-
-    def __init__(
-        self,
-        library: Library,
-        layers: Sequence[StackLayer],
-        norm: Tensor | None,
-        norm_bias: Tensor | None,
-        config: dict[str, Any],
-    ) -> None:
-        self.library = library
-        self._layers, self._norms = tuple(layers), (norm, norm_bias)  # keeps the weights alive
-        self._structs: list[_Packed] = []
-        self._experts: list[_Experts] = []
-        self._dim = config["dim"]
-        last = {"norm": _floats(norm), "norm_bias": _floats(norm_bias)}
-        c_config = _StackConfig(**config, **last, layers=len(layers), bfloat16=library.bfloat16)
-        c_layers = (_Layer * len(layers))(*(self._c_layer(layer) for layer in layers))
-        self._stack = library._c.transect_stack_new(byref(c_config), c_layers, library._pool)
-        weakref.finalize(self, library._c.transect_stack_free, self._stack)
-
-    def _c_layer(self, layer: StackLayer) -> _Layer:
-        def packed(weight: PackedWeight | None) -> Any:
-            if weight is None:
-                return None
-            self._structs.append(weight.c_struct())
-            return ctypes.pointer(self._structs[-1])
-
-        norms = ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm")
-        scales = ("k_scale", "v_scale", "sinks")
-        weights = ("q", "k", "v", "o", "gate", "up", "down")
-        fields: dict[str, Any] = {name: _floats(getattr(layer, name)) for name in (*norms, *scales)}
-        fields |= {name: packed(getattr(layer, name)) for name in weights}
-        if layer.experts is not None:
-            own = {field[0]: getattr(layer.experts, field[0]) for field in _Experts._fields_}
-            own |= {name: packed(value) for name, value in own.items() if isinstance(value, PackedWeight)}
-            self._experts.append(_Experts(**own | {"score_bias": _floats(layer.experts.score_bias)}))
-            fields["experts"] = ctypes.pointer(self._experts[-1])
-        return _Layer(**fields, window=layer.window)
-
-    def run(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        query_starts: Tensor,
-        seq_lens: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
-        slots: Tensor | None = None,
-        adapters: Sequence[StackAdapter | None] = (),
-        taps: Sequence[int] = (),
-        states: Tensor | None = None,
-        *,
-        finish: bool = False,
-    ) -> None:
-        """Add every layer's output to ``x`` [T, dim] float32 in place, and write this step's K and V to the caches.
-        With ``finish`` the norm after the layers is applied to ``x`` as well.
-
-        Caches are [layers, blocks, kv_heads, block_size, head_dim] as ``empty_cache`` makes them; ``rotation`` is the
-        cosine and sine of every position, float32 [positions, head_dim / 2], or None. ``slots`` int32 [T]: the adapter
-        of each token among ``adapters``, or -1; None if no token has one. ``x`` in front of the layers ``taps``, which
-        ascend, is copied to ``states`` float32 [taps, T, dim].
-        """
-        if x.dtype != torch.float32 or not x.is_contiguous() or x.shape[1] != self._dim:
-            raise ValueError(f"x must be contiguous float32 [tokens, {self._dim}]")
-        if finish and self._norms[0] is None:
-            raise ValueError("this stack was built without the norm after its layers")
-        _check_cache(k_cache, v_cache)
-        positions = positions.to(torch.int64).contiguous()
-        cosine, sine = (None, None) if rotation is None else (table.data_ptr() for table in rotation)
-        table = None
-        if slots is not None:
-            if slots.dtype != torch.int32 or not slots.is_contiguous() or slots.shape != x.shape[:1]:
-                raise ValueError("slots must be int32 [tokens]")
-            used = set(slots.tolist()) - {-1}
-            if any(not 0 <= slot < len(adapters) or adapters[slot] is None for slot in used):
-                raise ValueError(f"there are no adapters in some of the slots {sorted(used)}")
-            table = (c_void_p * len(adapters))(*(None if each is None else each.address for each in adapters))
-        self.library._c.transect_stack_run(
-            *(self._stack, x.data_ptr(), x.shape[0], positions.data_ptr()),
-            *_batch_arguments(block_tables, query_starts, seq_lens),
-            *(cosine, sine),
-            *(k_cache.data_ptr(), v_cache.data_ptr(), v_cache.shape[1]),
-            *(None if slots is None else slots.data_ptr(), table),
-            *(len(taps), (c_int * len(taps))(*taps), None if states is None else states.data_ptr(), finish),
-        )
-
 
 def _room(nbytes: int) -> Tensor:
     """Allocate a packed matrix, a large one in huge pages, whose addresses are looked up more quickly."""
     return host_memory(nbytes) if nbytes >= 8 * HUGE_PAGE else torch.empty(nbytes, dtype=torch.uint8)
-
-
-def _floats(tensor: Tensor | None) -> int | None:
-    """Return the address of a vector of the C++ side, None for none."""
-    if tensor is not None and (tensor.dtype != torch.float32 or not tensor.is_contiguous()):
-        raise ValueError("norm weights and scales must be contiguous float32")
-    return None if tensor is None else tensor.data_ptr()
 
 
 def empty_cache(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -481,12 +241,14 @@ def empty_cache(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tenso
     return k, torch.empty(*outer, block_size, head_dim, dtype=dtype)
 
 
-def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
+def check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Refuse caches that ``empty_cache`` has not made, with a ValueError."""
     if not v_cache.is_contiguous() or not k_cache.transpose(-1, -2).is_contiguous():
         raise ValueError("the KV cache must be as `empty_cache` makes it: V contiguous, K with positions innermost")
 
 
-def _batch_arguments(block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor) -> tuple[int, int, int, int, int]:
+def batch_arguments(block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor) -> tuple[int, int, int, int, int]:
+    """Check the tensors of a ragged batch, and return it as arguments of the C functions."""
     for name, tensor in (("block_tables", block_tables), ("query_starts", query_starts), ("seq_lens", seq_lens)):
         if tensor.dtype != torch.int32 or (tensor.numel() and tensor.stride(-1) != 1):
             raise ValueError(f"{name} must be int32 with its last dimension contiguous")

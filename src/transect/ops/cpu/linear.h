@@ -1,9 +1,9 @@
 // y = x W^T (+ bias) with W packed (kinds.h), for any number of rows of x, in float32 arithmetic or with x rounded to
 // bfloat16.
 //
-// Order of summation. In float32 each output is one chain of fused multiply-adds over k = 0 .. K-1, whatever the number of
-// rows and whichever of the two loops below runs: a row's result is the same to the bit alone and in any batch. So it is
-// with rounded inputs, where the columns that share a scale are summed first.
+// Order of summation. In float32 each output is one chain of fused multiply-adds over k = 0 .. K-1, for any number of rows
+// and in both loops below. So a row's result has the same bits alone and in any batch. The same holds for rounded inputs,
+// where the columns that share a scale are summed first.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -30,7 +30,7 @@ inline void finish(const vf* acc, const Packed& w, int row, float* y, int64_t ld
   }
 }
 
-// What is the same panel, and the same group of it, of neighbouring row groups.
+// The same panel of neighbouring row groups, and the same group of each of these panels.
 template <class W, int... G>
 inline std::array<W, sizeof...(G)> panels_of(const uint8_t* base, int64_t stride, int slice, std::integer_sequence<int, G...>) {
   return {W(base + G * stride, slice)...};
@@ -42,8 +42,8 @@ inline auto groups_of(const std::array<W, N>& panels, const uint8_t* base, int64
   return std::array<Group, N>{panels[G].group(base + G * stride, p, slice)...};
 }
 
-// Asks for what row groups that are read side by side need AHEAD bytes from ``done`` on, where a stream ends in that of
-// the row group NG further on. The processor's own prefetch follows few streams, and not from one to the next.
+// Prefetches the weights of NG row groups that are read side by side, AHEAD bytes beyond ``done``; past the end of a row
+// group, those of the row group NG further on. The hardware prefetcher follows few streams, and does not jump between them.
 constexpr int AHEAD = 2048;
 template <int NG, int BYTES>
 inline void ask_ahead(const uint8_t* start, int64_t stride, int64_t done) {

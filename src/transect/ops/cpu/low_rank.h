@@ -14,7 +14,7 @@ constexpr int PLACES = 4, PARTS = 3, RUN_TOKENS = 16;  // most tokens of a run
 constexpr int BLOCK_GROUPS = 4;  // row groups of a product, and of the B's beside it that are prefetched meanwhile
 enum Place { QKV = 0, O = 1, GATE_UP = 2, DOWN = 3 };
 
-struct LowRank {  // mirrored field by field in library.py
+struct LowRank {  // mirrored field by field in stack.py
   Packed a;              // [sum of ranks][inputs]; n = 0: no adapter here
   const float* scale;    // for each row of a
   Packed b[PARTS];       // [outputs][rank]; n = 0: this part has none

@@ -62,7 +62,7 @@ inline void linear_span(const Packed& w, int group, int count, const float* x, i
   with_kind(w.kind, [&]<class W>() { linear_span_of<W>(w, group, count, x, ldx, y, ldy, rows, epilogue, scratch, ahead); });
 }
 
-// Rows of inputs: float32, and where products round them to bfloat16 (pairs.h) so too.
+// Rows of inputs in float32 and, for products that round their inputs, in bfloat16 (pairs.h).
 struct Inputs {
   const float* x;
   int64_t ldx;

@@ -90,8 +90,7 @@ def _kind(groups: AffineGroups) -> Kind:
 
 
 def write_packed(path: Path, weights: Mapping[str, PackedWeight]) -> None:
-    """Keep packed matrices in ``path``: written beside it, flushed to the disk, then moved there, so that readers see
-    all or nothing, also after the power went."""
+    """Write packed matrices to ``path`` atomically: to a temporary file, flushed to the disk, then renamed."""
     header: dict[str, dict[str, int]] = {}
     sums = _sums([weight.data.numpy().data for weight in weights.values()])
     offset = 0
@@ -120,8 +119,7 @@ def write_packed(path: Path, weights: Mapping[str, PackedWeight]) -> None:
 
 
 def read_packed(path: Path, expected: Iterable[str]) -> dict[str, PackedWeight] | None:
-    """Return the matrices in ``path``; None if there is no such file, it does not hold just these names, or its bytes
-    are not those that were written.
+    """Return the matrices in ``path``; None if there is no such file, it holds other names, or its bytes are damaged.
 
     They are read into huge pages: a decode step reads every weight once, and with pages of 4 KiB the look-up of
     addresses took a sixth of its time. Where memory is short they are mapped, so that the system can drop pages.

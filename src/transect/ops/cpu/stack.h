@@ -14,7 +14,7 @@ namespace transect {
 
 enum Activation : int32_t { SILU = 0, GELU_TANH = 1, GELU_EXACT = 2 };
 
-struct StackConfig {  // mirrored field by field in library.py
+struct StackConfig {  // mirrored field by field in stack.py
   int32_t layers, dim, heads, kv_heads, head_dim, ffn, block_size;
   int32_t layer_norm, gated, activation, rotary_half, kv, bfloat16;  // bfloat16: products round their inputs to it
   float norm_eps, scale;
@@ -26,7 +26,7 @@ struct Rotation {  // cosines and sines [positions][rotary_half], or null where 
   const float *cosine, *sine;
 };
 
-struct Layer {  // mirrored field by field in library.py
+struct Layer {  // mirrored field by field in stack.py
   const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias, *q_norm, *k_norm;
   const Packed *q, *k, *v, *o, *gate, *up, *down;
   int64_t window;
@@ -151,8 +151,8 @@ class Stack {
     else rms_norm(from, weight, c_.norm_eps, c_.dim, to);
   }
 
-  // The norm, and the low-rank values of the product after it. Returns where this thread finds the norm. Of one token
-  // every thread computes its own copy, which is quicker than to wait for another thread's.
+  // Computes the norm, and the adapters' low-rank values for the product after it. Returns the address of the normed rows
+  // for this thread: with one token each thread computes its own copy, which is faster than a barrier.
   const float* normalize(const float* x, int tokens, const float* weight, const float* bias, int place, int thread) {
     const bool own = tokens == 1 && runs_.empty();
     float* normed = normed_.data() + (own ? int64_t(thread) * c_.dim : 0);
@@ -171,7 +171,7 @@ class Stack {
       pool_.share(int(run_of_.size()), [&](int t) { shrink(*run_of_[t], t, place, x, ldx, low_.data(), low_stride_); });
   }
 
-  // Adds the next piece of the A's that this thread's share of the tokens will need (see Pool::share).
+  // Queues a prefetch: the next piece of the adapters' A matrices for this thread's share of the tokens (Pool::share).
   void prefetch_a(int place, int thread) {
     Ahead& ahead = ahead_[thread];
     const int piece = ahead.done++;
@@ -199,8 +199,8 @@ class Stack {
     project(parts, x, tokens, epilogue, scratch, place, thread, 1, [](int, int, int) {});
   }
 
-  // Rows of x as the products with these weights take them. Of one token every thread rounds its own copy, into `scratch`,
-  // which one row does not need.
+  // Converts rows of x to the inputs of the products with these weights. With one token each thread rounds its own copy
+  // into `scratch`, which products of one row do not use.
   std::array<Inputs, PARTS> inputs(const std::array<const Packed*, PARTS>& weights, const float* x, int tokens, float* scratch) {
     std::array<Inputs, PARTS> rows{};
     int32_t* to = tokens == 1 ? (int32_t*)scratch : rounded_.data();
@@ -220,8 +220,8 @@ class Stack {
     return rows;
   }
 
-  // Several products of the same rows, their row groups shared out as one list, with the adapters beside them. An item has
-  // whole units of `unit` row groups; `after` gets its part, and its first unit and number of units, once they are there.
+  // Computes several products of the same rows, with their adapters; the threads share all row groups as one list. An item
+  // has whole units of `unit` row groups; `after(part, first unit, units)` is called when an item is complete.
   template <class After>
   void project(std::initializer_list<Part> parts, const float* x, int tokens, Epilogue epilogue, float* scratch, int place,
                int thread, int unit, After after) {
@@ -250,7 +250,8 @@ class Stack {
     });
   }
 
-  // Some row groups of one product, with the adapters beside it. While a few of them are multiplied, B of the same comes.
+  // Computes some row groups of one product with its adapters, a few at a time; the rows of B for these are prefetched
+  // meanwhile.
   void project_groups(const Packed& w, int place, int part, int first, int count, const Inputs& x, float* y, int64_t ldy,
                       int tokens, Epilogue epilogue, float* scratch, int thread) {
     if (runs_.empty()) return linear_span(w, first, count, x, y, ldy, tokens, epilogue, scratch);

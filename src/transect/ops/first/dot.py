@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ...costs.work import Cost
 from .. import shapes
-from ..lang.jit import TRITON_TARGETS, available, kernel, multiprocessors, require, runs_triton, tl
+from ..lang.jit import in_triton, kernel, multiprocessors, require, runs_triton, tl
 from ..numerics import compute_dtype, sample
 from ..peers import compiled
-from ..registry import Case, Implementation, Kernel, Knobs, Op, register
+from ..registry import Case, Kernel, Knobs, Op, register
 from ..tuning import Config, choose, flat_rule
 from .sum import CHOICES, combine, rule
 
@@ -158,9 +158,7 @@ register(
         name="dot",
         reference=reference,
         cost=cost,
-        implementations={
-            "triton": Implementation("triton", available(triton_dot), TRITON_TARGETS, autograd=lambda: dot)
-        },
+        implementations={"triton": in_triton(triton_dot, autograd=dot)},
         examples=_examples,
         peers={"torch": _peer, "torch.compile": compiled(_peer)},
         differentiable=("x", "y"),

@@ -54,14 +54,8 @@ def refusal(x: Tensor, weight: Tensor, *, rung: int, **epilogue: Any) -> str | N
 def rung(number: int) -> Implementation:
     """Return a rung as an implementation of the operator ``matmul``."""
     call: Callable[..., Tensor] = functools.partial(cuda_matmul, rung=number)
-    return Implementation(
-        "cuda",
-        cuda.available("matmul", call),
-        cuda.CUDA_TARGETS,
-        dtypes=("bfloat16",) if number == 5 else ("float32",),
-        refusal=functools.partial(refusal, rung=number),
-        source="matmul.cu",
-    )
+    dtypes = ("bfloat16",) if number == 5 else ("float32",)
+    return cuda.in_cuda("matmul", call, dtypes=dtypes, refusal=functools.partial(refusal, rung=number))
 
 
 def ladder_cases() -> Sequence[Case]:

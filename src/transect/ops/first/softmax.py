@@ -31,9 +31,8 @@ from torch import Tensor
 from ...costs.work import Cost
 from .. import shapes
 from ..lang.jit import (
-    TRITON_TARGETS,
-    available,
     has_dependent_launch,
+    in_triton,
     multiprocessors,
     next_power_of_2,
     require,
@@ -42,7 +41,7 @@ from ..lang.jit import (
 )
 from ..numerics import compute_dtype, sample
 from ..peers import compiled
-from ..registry import Case, Implementation, Knobs, Op, register
+from ..registry import Case, Knobs, Op, register
 from ..tuning import Config, choose, row_rule
 from .softmax_kernels import (
     clear_kernel,
@@ -102,8 +101,8 @@ def _parts(x: Tensor, block: int) -> int:
 
 
 def _cleared_words(rows: int, parts: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-    """Return a word for every part of every row, on their way to 0, and the options of the kernel that uses them
-    next."""
+    """Return a word for every part of every row, which the kernel resets to 0, and the options of the kernel that uses
+    the words next."""
     words = torch.empty(rows * parts, device=device, dtype=torch.int64)
     dependent_launch = has_dependent_launch(device)
     clear_kernel[(-(-words.numel() // 1024),)](
@@ -272,11 +271,7 @@ register(
         name="softmax",
         reference=reference,
         cost=cost,
-        implementations={
-            "triton": Implementation(
-                "triton", available(triton_softmax), TRITON_TARGETS, batch_invariant=True, autograd=lambda: softmax
-            )
-        },
+        implementations={"triton": in_triton(triton_softmax, batch_invariant=True, autograd=softmax)},
         examples=_examples,
         peers={"torch": _peer, "torch.compile": compiled(_peer)},
         differentiable=("x",),

@@ -23,10 +23,18 @@ from torch import Tensor
 from ...costs.work import Cost
 from .. import shapes
 from ..lang import cuda
-from ..lang.jit import TRITON_TARGETS, available, kernel, multiprocessors, next_power_of_2, require, runs_triton, tl
+from ..lang.jit import (
+    in_triton,
+    kernel,
+    multiprocessors,
+    next_power_of_2,
+    require,
+    runs_triton,
+    tl,
+)
 from ..numerics import compute_dtype, sample
 from ..peers import compiled
-from ..registry import Case, Implementation, Kernel, Knobs, Op, register
+from ..registry import Case, Kernel, Knobs, Op, register
 from ..tuning import Config, choose
 
 
@@ -154,10 +162,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "triton": Implementation("triton", available(triton_sum), TRITON_TARGETS, autograd=lambda: total),
-            "cuda": Implementation(
-                "cuda", cuda.available("sum", cuda_sum), cuda.CUDA_TARGETS, dtypes=("float32",), source="sum.cu"
-            ),
+            "triton": in_triton(triton_sum, autograd=total),
+            "cuda": cuda.in_cuda("sum", cuda_sum, dtypes=("float32",)),
         },
         examples=_examples,
         peers={"torch": _peer, "torch.compile": compiled(_peer)},

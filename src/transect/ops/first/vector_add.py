@@ -25,10 +25,10 @@ from torch import Tensor
 from ...costs.work import Cost
 from .. import shapes
 from ..lang import cuda
-from ..lang.jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
+from ..lang.jit import in_triton, kernel, require, runs_triton, tl
 from ..numerics import sample
 from ..peers import compiled
-from ..registry import Case, Implementation, Kernel, KernelTrace, Knobs, Op, register
+from ..registry import Case, Kernel, KernelTrace, Knobs, Op, register
 from ..tuning import Config, choose, flat_rule
 
 
@@ -140,17 +140,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "triton": Implementation(
-                "triton", available(triton_add), TRITON_TARGETS, batch_invariant=True, autograd=lambda: vector_add
-            ),
-            "cuda": Implementation(
-                "cuda",
-                cuda.available("vector_add", cuda_add),
-                cuda.CUDA_TARGETS,
-                batch_invariant=True,
-                dtypes=("float32",),
-                source="vector_add.cu",
-            ),
+            "triton": in_triton(triton_add, batch_invariant=True, autograd=vector_add),
+            "cuda": cuda.in_cuda("vector_add", cuda_add, batch_invariant=True, dtypes=("float32",)),
         },
         examples=_examples,
         peers={"torch": _peer, "torch.compile": compiled(_peer)},

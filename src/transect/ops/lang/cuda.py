@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...hardware.device import target_of
-from ..registry import Unavailable
+from ..registry import Implementation, Unavailable
 from .cuda_build import CUDA_TARGETS as CUDA_TARGETS
 from .cuda_build import build, check, library_path
 
@@ -94,8 +94,7 @@ def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
 
 
 def bind_on_hopper(name: str, symbol: str, signature: str, device: torch.device | None) -> Callable[..., int]:
-    """Call ``bind`` for a source for sm_90 alone, whose caller allocates memory of its own for the launches on
-    ``device``.
+    """Call ``bind`` for a source that runs on sm_90 only. Its caller allocates memory for the launches on ``device``.
 
     Raises:
         Unavailable: not a Hopper GPU, or the errors of ``bind``.
@@ -159,18 +158,23 @@ def _launcher(name: str, symbol: str, target: str) -> Callable[..., None]:
     return call
 
 
-def available(name: str, call: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    """Return the ``Implementation.load`` of a CUDA C++ implementation, which builds ``NAME.cu`` and returns ``call``.
+def in_cuda(
+    name: str, call: Callable[..., Any], *, autograd: Callable[..., Any] | None = None, **facts: Any
+) -> Implementation:
+    """Describe an implementation in CUDA C++ for all NVIDIA targets. Loading it builds ``NAME.cu``, and raises
+    Unavailable if there is no GPU or ``cuda_build.check`` finds that nothing can be built.
 
-    Raises (when called):
-        Unavailable: no GPU, or ``cuda_build.check`` finds that nothing can be built.
+    Args:
+        autograd: the ``torch.library`` operator over ``call``; None if it has no gradient.
+        facts: further fields of ``Implementation``.
     """
 
     def load() -> Callable[..., Any]:
         library(name)
         return call
 
-    return load
+    loads_autograd = None if autograd is None else lambda: autograd
+    return Implementation("cuda", load, CUDA_TARGETS, autograd=loads_autograd, source=f"{name}.cu", **facts)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from ...hardware.targets import NVIDIA_TARGETS, acted_target
 from ..registry import Unavailable
 
 SOURCES = Path(__file__).parent.parent
-"""The folder ``ops``; a source stands in the family of its operator, and its name is unique."""
+"""The folder ``ops``. Each source is in the folder of its operator, and its name is unique."""
 CUDA_TARGETS = NVIDIA_TARGETS
 TOOLKIT = "/usr/local/cuda"
 """The folder where NVIDIA's installers put the toolkit."""
@@ -40,7 +40,7 @@ def sources() -> list[Path]:
 
 
 def source(name: str) -> Path:
-    """Return the one file called ``name`` (``gelu.cu``, ``hopper.cuh``).
+    """Return the one file called ``name``, such as "gelu.cu" or "hopper.cuh".
 
     Raises:
         ValueError: there is none.
@@ -120,7 +120,7 @@ def _driver() -> int:
 
 
 def _nvcc(arguments: list[str], source: Path, target: str) -> str:
-    """Run nvcc for ``target``; returns what it wrote to stderr."""
+    """Run nvcc for ``target``; return its stderr."""
     nvcc = find_nvcc()
     done = subprocess.run([nvcc, "-O3", "-std=c++17", *arguments], capture_output=True, text=True)
     if done.returncode:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...hardware.device import target_of
 from ...hardware.targets import TARGETS, acted_target
-from ..registry import Unavailable
+from ..registry import Implementation, Unavailable
 
 triton: Any
 tl: Any
@@ -137,6 +137,19 @@ def available(launcher: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
         return launcher
 
     return load
+
+
+def in_triton(
+    launcher: Callable[..., Any], *, autograd: Callable[..., Any] | None = None, **facts: Any
+) -> Implementation:
+    """Describe an implementation by a Triton launcher, for all of Triton's targets.
+
+    Args:
+        autograd: the ``torch.library`` operator over the launcher; None if it has no gradient.
+        facts: further fields of ``Implementation``.
+    """
+    loads_autograd = None if autograd is None else lambda: autograd
+    return Implementation("triton", available(launcher), TRITON_TARGETS, autograd=loads_autograd, **facts)
 
 
 def available_from(module: str, launcher: str) -> Callable[[], Callable[..., Any]]:

@@ -34,7 +34,11 @@ ROUNDS = 10
 TOKEN_STREAM = 0
 """Noise for single tokens."""
 GROUP_STREAM = 1
-"""Noise for groups of tokens (see sampling.py); the id is the group's number."""
+"""Noise for groups of tokens; the id is the group's number."""
+GROUP = 128
+"""Tokens of a group: a draw from the whole vocabulary takes a group by its mass, then a token within it."""
+SMALLEST_TEMPERATURE = 1e-30
+"""Least temperature of a draw. CPU and GPU samplers share these numbers, so that they draw the same tokens."""
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:

@@ -6,11 +6,11 @@ Shapes: x ``[T, D]``, weight ``[2 F, D]`` (V above W), bias ``[2 F]`` or None, r
 Inference only; training computes it as ``linear`` and ``swiglu``, or ``matmul`` with a gate.
 
 Bound by bytes for few rows (the weights, read once), by arithmetic from a few hundred on. For many rows the gate is
-part of the product's epilogue (``matmul.py``), which saves writing and reading ``[T, 2 F]``; where its tiles would
-leave much of a GPU idle, cuBLAS multiplies and another launch applies the gate. For few rows the product
-is cut along K and its parts are added up at the end, so the gate is a kernel of its own: it moves ``3 T F`` elements,
-1 % of the weights at 16 rows of an 8B model. On Hopper up to 256 rows both are one launch for the weights where that
-was quicker (``few_rows/cuda.py``, ``few_rows/hopper.py``, ``few_rows/triton.py``).
+part of the product's epilogue (``many_rows/matmul.py``), which saves writing and reading ``[T, 2 F]``; where its tiles
+would leave much of a GPU idle, cuBLAS multiplies and another launch applies the gate. For few rows the product is cut
+along K and its parts are added up at the end, so the gate is a kernel of its own: it moves ``3 T F`` elements, 1 % of
+the weights at 16 rows of an 8B model. On Hopper up to 256 rows both are one launch for the weights where that was
+quicker (``few_rows/cuda.py``, ``few_rows/hopper.py``, ``few_rows/triton.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..activation import swiglu
 from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, tl
 from ..lang.tiles import after_previous
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, in_torch, register
 from .linear import fixed_rows
 
 
@@ -87,7 +87,7 @@ def gate_halves(both: Tensor, *, turns: int = 0, dependent_launch: bool = False)
 
 
 def best_launcher() -> Callable[..., Tensor]:
-    """Load the kernels of ``small_matmul.py`` for few rows, and those of ``matmul.py`` for more."""
+    """Load the kernels of ``few_rows/small_matmul.py`` for few rows, and those of ``many_rows/matmul.py`` for more."""
     from .few_rows import small_matmul
     from .many_rows import matmul
     from .many_rows.tiling import cublas_is_quicker, leaves_idle
@@ -185,8 +185,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: by_linear, ("any",)),
-            "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
+            "torch": in_torch(by_linear),
+            "torch_fixed_rows": in_torch(by_fixed_rows, batch_invariant=True),
             "triton": Implementation("triton", best_launcher, TRITON_TARGETS),
             "triton_fixed_rows": Implementation("triton", _triton_fixed, TRITON_TARGETS, batch_invariant=True),
         },

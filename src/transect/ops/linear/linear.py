@@ -31,7 +31,7 @@ from torch import Tensor
 from ...costs.work import Cost
 from ..lang.jit import TRITON_TARGETS, available, runs_triton
 from ..numerics import sample
-from ..registry import Implementation, Op, register
+from ..registry import Implementation, Op, in_torch, register
 
 ROWS = 16
 """Rows in a block of ``fixed_rows``."""
@@ -72,8 +72,8 @@ def _examples() -> Sequence[dict[str, Any]]:
 
 
 def _triton() -> Callable[..., Tensor]:
-    """Load the kernels of ``small_matmul.py`` for few rows; for more those of ``matmul.py``, or cuBLAS where it is
-    faster."""
+    """Load the kernels of ``few_rows/small_matmul.py`` for few rows; for more those of ``many_rows/matmul.py``, or
+    cuBLAS where it is faster."""
     from .few_rows import small_matmul
     from .many_rows import matmul
     from .many_rows.tiling import cublas_is_quicker
@@ -122,7 +122,7 @@ register(
         cost=cost,
         implementations={
             "torch": Implementation("torch", lambda: F.linear, ("any",)),
-            "torch_fixed_rows": Implementation("torch", lambda: fixed_rows, ("any",), batch_invariant=True),
+            "torch_fixed_rows": in_torch(fixed_rows, batch_invariant=True),
             "triton": Implementation("triton", _triton, TRITON_TARGETS, autograd=_triton_autograd),
             "triton_fixed_rows": Implementation("triton", _triton_fixed, TRITON_TARGETS, batch_invariant=True),
         },

@@ -6,9 +6,9 @@ Between two products of a decoder stand a residual add and an RMSNorm,
 
 and rms(t) is one number for a row. So the second product can divide its sums by it instead of its input. The first
 product adds to the stream and leaves t, t s and the sums of squares of every 16 elements of t (a ``ResidualStream``).
-The second one multiplies t s, and adds up a row's squares while its weights arrive. ``small_matmul.cu`` does this for
-few rows, ``few_rows/triton.py`` and ``few_rows/gluon.py`` for more. t and t s are rounded to bfloat16, as
-``add_rms_norm.py`` rounds t and the norm. Squares are added in one order, so every run gives the same bits.
+The second one multiplies t s, and adds up a row's squares while its weights arrive. ``few_rows/small_matmul.cu`` does
+this for few rows, ``few_rows/triton.py`` and ``few_rows/gluon.py`` for more. t and t s are rounded to bfloat16, as
+``norm/add_rms_norm.py`` rounds t and the norm. Squares are added in one order, so every run gives the same bits.
 
 Shapes: x ``[M, K]``, weight ``[N, K]``, all bfloat16; a ``ResidualStream`` is ``[M, D]``, D a multiple of 64.
 
@@ -40,7 +40,7 @@ Size = tuple[int, int, bool]
 
 
 class ResidualStream(NamedTuple):
-    """Rows of a residual stream, and what the product after the next norm needs."""
+    """Rows of a residual stream, with the inputs of the product after the next norm."""
 
     total: Tensor
     """``[M, D]``: the stream."""
@@ -52,7 +52,7 @@ class ResidualStream(NamedTuple):
     eps: float
     """The eps of the next norm."""
     row_scale: Tensor | None = None
-    """Where ``scaled`` holds codes of 8 bits of the norm: their scales (``packed/scaled8_rounding.py``)."""
+    """Where ``scaled`` holds codes of 8 bits of the norm: their scales (``packed/eight_bit/scaled8_rounding.py``)."""
 
 
 class StreamProducts:
@@ -62,8 +62,9 @@ class StreamProducts:
 
     Args:
         device: the GPU.
-        choose: a function of (m, n, k, gated) that gives the tiling, for ``small_matmul.cu``, ``few_rows/triton.py`` or
-            ``few_rows/gluon.py``, or None for what does not run here; by default what is shipped for the device.
+        choose: a function of (m, n, k, gated) that gives the tiling, for ``few_rows/small_matmul.cu``,
+            ``few_rows/triton.py`` or ``few_rows/gluon.py``, or None for sizes that do not run here; by default the
+            choices that are shipped for the device.
 
     The CUDA kernels are made at first use. If they cannot be (no nvcc), the log says so once, and no product runs on
     them.

@@ -8,8 +8,8 @@ Backward, for an upstream gradient g of the loss, with p = softmax(z):
 
 dz costs nothing extra while z is at hand, so the forward pass makes both gradients, a chunk of tokens at a time: z for
 that chunk, its loss, dz in place of z, then the chunk's dx and its share of dW. The backward pass multiplies by g, in
-place, and not at all where g is 1 (it looks on the device). Memory beside the gradients is CHUNK x V logits instead of
-T x V, and the products are the same three that autograd makes.
+place, and not at all where g is 1 (it looks on the device). Memory beside the gradients is LOSS_CHUNK x V logits
+instead of T x V, and the products are the same three that autograd makes.
 
 Shapes: x ``[T, D]``, weight ``[V, D]`` of one dtype, target ``[T]`` int64 (``ignore_index`` counts for nothing), loss a
 float32 scalar. Logits are rounded to x's dtype, sums over the vocabulary are float32. dW is kept in the weight's dtype
@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...costs.memory.sizes import LOSS_CHUNK
 from ...costs.work import Cost
 from ...hardware.device import target_of
 from ...hardware.targets import BULK_TARGETS
@@ -48,8 +49,6 @@ from ..tuning import Config
 from ..tuning import choose as tuned
 
 IGNORE = -100
-CHUNK = 1024
-"""Tokens whose logits exist at one time."""
 BM, BN, BK, WARPS = 128, 256, 64, 8
 """Rows and columns of a tile of dW, tokens of a step, warps."""
 ROW_STAGES = 4
@@ -71,7 +70,7 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
     """Compute the loss of each row over ``count``, and replace the logits by its gradient.
 
     Few programs take the rows in turn: their rows in progress together then fit the L2 cache, where the second pass,
-    backwards, finds it. Maximum and sum are kept for each lane of 8 neighbours (see ``softmax_kernels.py``).
+    backwards, finds it. Maximum and sum are kept for each lane of 8 neighbours (see ``first/softmax_kernels.py``).
     """
     lane = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     share = 1.0 / tl.maximum(tl.load(count), 1).to(tl.float32)
@@ -155,7 +154,7 @@ class LossTiling:
     """Knobs: tokens of a chunk; order and stages of dW's tiles (``_weight_gradient``); programs a multiprocessor and
     elements of a step of the loss kernel."""
 
-    chunk: int = CHUNK
+    chunk: int = LOSS_CHUNK
     group: int = 8
     stages: int = 4
     rows: int = 2
@@ -181,7 +180,7 @@ Size = tuple[int, int, int]
 def chunk_of(dim: int) -> int:
     """Return the tokens of a chunk: more where the model is narrow, because otherwise dW would be added to too
     often."""
-    return CHUNK if dim >= 4096 else 2 * CHUNK
+    return LOSS_CHUNK if dim >= 4096 else 2 * LOSS_CHUNK
 
 
 def rule(size: Size) -> Config:
@@ -220,7 +219,7 @@ def add_weight_gradient(dz: Tensor, x: Tensor, dw: Tensor, first: bool, tiling: 
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, library: bool) -> None:
-    """Compute out = a b, by torch or by ``matmul.py``."""
+    """Compute out = a b, by torch or by ``linear/many_rows/matmul.py``."""
     if library:
         torch.mm(a, b, out=out)
     else:
@@ -275,7 +274,7 @@ def loss_and_gradients(
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE) -> Tensor:
-    """Compute ``reference`` with the logits of CHUNK tokens at a time; the loss only."""
+    """Compute ``reference`` with the logits of LOSS_CHUNK tokens at a time; the loss only."""
     return loss_and_gradients(x, weight, target, ignore_index, False, False)[0]
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...costs.memory.sizes import LOSS_ELEMENTS
 from ..cpu.training import Kernels, kernels
 from . import linear_cross_entropy_torch
-from .linear_cross_entropy_torch import CHUNK_ELEMENTS
 
 
 class LinearCrossEntropy:
@@ -52,7 +52,7 @@ class _Fused(torch.autograd.Function):
         hidden, labels = (x, target) if len(used) == len(target) else (x[used], target[used])
         if len(used) and (int(labels.min()) < 0 or int(labels.max()) >= weight.shape[0]):
             raise ValueError(f"targets must be {ignore_index} or in 0..{weight.shape[0] - 1}")
-        parts = max(1, -(-len(used) * weight.shape[0] // CHUNK_ELEMENTS))
+        parts = max(1, -(-len(used) * weight.shape[0] // LOSS_ELEMENTS))
         rows = max(1, -(-len(used) // parts))  # parts of one size: a small last one would be slow
         total = torch.zeros((), dtype=torch.float64)
         dx = torch.empty_like(hidden) if wants_x else None

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**23
-"""Logits held at a time: 32 MiB of float32."""
+from ...costs.memory.sizes import LOSS_ELEMENTS
 
 
 def linear_cross_entropy(
@@ -47,7 +46,7 @@ class _Fused(torch.autograd.Function):
         dx = torch.zeros_like(x) if wants_x else None
         dw = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         total = x.new_zeros((), dtype=wide)
-        rows = max(1, CHUNK_ELEMENTS // weight.shape[0])
+        rows = max(1, LOSS_ELEMENTS // weight.shape[0])
         for part in used.split(rows):
             hidden = x[part]
             logits = (hidden @ weight.mT).to(wide)

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from ...costs.work import Cost
-from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, runs_triton, tl
+from ..lang.jit import in_triton, kernel, next_power_of_2, require, runs_triton, tl
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Kernel, Op, in_torch, register
 from .ordering import draw
 from .ordering import reference as order_of
 
@@ -189,14 +189,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation(
-                "triton",
-                available(triton_combine),
-                TRITON_TARGETS,
-                batch_invariant=True,
-                autograd=lambda: expert_combine,
-            ),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(triton_combine, batch_invariant=True, autograd=expert_combine),
         },
         examples=_examples,
         peers={"torch": reference},

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from ...costs.work import Cost
-from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, rows_of, runs_triton, tl
+from ..lang.jit import in_triton, kernel, next_power_of_2, require, rows_of, runs_triton, tl
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Kernel, Op, in_torch, register
 
 EPSILON = 1e-20
 """Added to the sum that renormalizes sigmoid scores, which may all be 0."""
@@ -262,15 +262,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation(
-                "triton",
-                available(triton_gating),
-                TRITON_TARGETS,
-                batch_invariant=True,
-                autograd=lambda: expert_gating,
-                refusal=refusal,
-            ),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(triton_gating, batch_invariant=True, autograd=expert_gating, refusal=refusal),
         },
         examples=_examples,
         peers={"torch": reference},

@@ -27,14 +27,14 @@ from torch import Tensor
 
 from ...costs.work import Cost, touched
 from ...spec.numbers.gguf import UNITS
-from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, tl
+from ..lang.jit import in_triton, kernel, next_power_of_2, require, tl
 from ..lang.tiles import dot
 from ..linear.packed.gguf import gguf_layout, gguf_matmul
 from ..linear.packed.gguf.gguf_layout import ROWS
 from ..linear.packed.int4 import int4_matmul
 from ..linear.packed.int4.int4_packing import CHUNK, arrange_codes, group_of
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Kernel, Op, in_torch, register
 from . import grouped_linear
 from .ordering import draw
 from .ordering import reference as order_of
@@ -71,7 +71,7 @@ def reference(
 @kernel
 def _codes(words, unit, half, there, WIDTH: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
     """Extract numbers of WIDTH bits of 16 R outputs by 128 inputs, ``[R 16, 128]``, from a plane of units
-    (``gguf_layout.py``); ``unit``: the offset of the plane for 16 rows, ``[R, 1]``."""
+    (``linear/packed/gguf/gguf_layout.py``); ``unit``: the offset of the plane for 16 rows, ``[R, 1]``."""
     pair = tl.arange(0, 8)
     if WIDTH == 4:  # words [j / 2][g][c][j % 2][h], pairs s
         w = tl.load(words + unit + half * 256 + tl.arange(0, 256)[None, :], there, 0)
@@ -337,8 +337,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",)),
-            "triton": Implementation("triton", available(triton_grouped_blocks), TRITON_TARGETS),
+            "torch": in_torch(reference),
+            "triton": in_triton(triton_grouped_blocks),
         },
         examples=_examples,
         peers={"torch": reference},

@@ -28,7 +28,7 @@ from ...hardware.targets import BULK_TARGETS, PLAIN_TARGETS
 from ..activation import swiglu
 from ..lang.jit import TRITON_TARGETS, available_from, runs_triton
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, in_torch, register
 from . import grouped_linear
 from .ordering import draw
 from .ordering import reference as order_of
@@ -187,8 +187,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: by_grouped_linear, ("any",)),
-            "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
+            "torch": in_torch(by_grouped_linear),
+            "torch_fixed_rows": in_torch(by_fixed_rows, batch_invariant=True),
             "triton": Implementation(
                 "triton",
                 available_from(grouped_linear.KERNELS, "triton_grouped_gate_up"),

@@ -35,7 +35,7 @@ from ...hardware.targets import BULK_TARGETS, PLAIN_TARGETS
 from ..lang.jit import TRITON_TARGETS, available_from, runs_triton
 from ..linear.linear import fixed_rows
 from ..numerics import sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, in_torch, register
 from .ordering import draw
 from .ordering import reference as order_of
 
@@ -121,8 +121,7 @@ def _backward_by_expert(
 
 
 def to_tokens(rows: Tensor, order: Tensor | None, x: Tensor) -> Tensor:
-    """Return the gradients of a token's k rows, added up in the order of its choices; ``x``: what the rows were read
-    from."""
+    """Return the gradients of a token's k rows, summed in the order of its choices; ``x``: the source of the rows."""
     if order is None or not len(x):
         return rows if order is None else torch.zeros_like(x)
     places = torch.empty_like(order, dtype=torch.int64)
@@ -241,8 +240,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",)),
-            "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
+            "torch": in_torch(reference),
+            "torch_fixed_rows": in_torch(by_fixed_rows, batch_invariant=True),
             "triton": Implementation(
                 "triton",
                 available_from(KERNELS, "triton_grouped_linear"),

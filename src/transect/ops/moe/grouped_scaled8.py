@@ -26,12 +26,12 @@ from torch import Tensor
 from ...costs.work import Cost, touched
 from ...hardware.device import target_of
 from ...hardware.targets import BULK_TARGETS, PLAIN_TARGETS
-from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, require, tl
+from ..lang.jit import INTERPRETED, in_triton, kernel, next_power_of_2, require, tl
 from ..lang.tiles import dot
 from ..linear.packed.eight_bit.scaled8_rounding import BLOCK
 from ..linear.packed.eight_bit.scaled8_tiles import dense
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Kernel, Op, in_torch, register
 from . import grouped_linear
 from .ordering import draw
 from .ordering import reference as order_of
@@ -203,8 +203,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",)),
-            "triton": Implementation("triton", available(triton_grouped_scaled8), TRITON_TARGETS),
+            "torch": in_torch(reference),
+            "triton": in_triton(triton_grouped_scaled8),
         },
         examples=_examples,
         peers={"torch": reference},

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ...costs.work import Cost
-from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, runs_triton, tl
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..lang.jit import INTERPRETED, in_triton, kernel, next_power_of_2, runs_triton, tl
+from ..registry import Case, Kernel, Op, in_torch, register
 
 BLOCK = 128
 
@@ -148,8 +148,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation("triton", available(triton_order), TRITON_TARGETS, batch_invariant=True),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(triton_order, batch_invariant=True),
         },
         examples=_examples,
         peers={"torch": reference},

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...costs.work import Cost
-from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, require, rows_of, tl
+from ..lang.jit import INTERPRETED, in_triton, kernel, require, rows_of, tl
 from ..lang.tiles import dot
 from ..linear.linear import fixed_rows
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Kernel, Op, in_torch, register
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -138,12 +138,10 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",)),
-            "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
-            "triton": Implementation("triton", available(triton_router), TRITON_TARGETS),
-            "triton_fixed_rows": Implementation(
-                "triton", available(triton_fixed_router), TRITON_TARGETS, batch_invariant=True
-            ),
+            "torch": in_torch(reference),
+            "torch_fixed_rows": in_torch(by_fixed_rows, batch_invariant=True),
+            "triton": in_triton(triton_router),
+            "triton_fixed_rows": in_triton(triton_fixed_router, batch_invariant=True),
         },
         examples=_examples,
         peers={"torch": reference},

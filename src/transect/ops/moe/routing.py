@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ...costs.work import Cost
-from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, rows_of, tl
+from ..lang.jit import in_triton, kernel, next_power_of_2, require, rows_of, tl
 from ..numerics import sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Kernel, Op, in_torch, register
 from . import gating, ordering
 
 MOST = 1024
@@ -212,14 +212,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation(
-                "triton",
-                available(triton_route),
-                TRITON_TARGETS,
-                batch_invariant=True,
-                autograd=lambda: differentiable,
-            ),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(triton_route, batch_invariant=True, autograd=differentiable),
         },
         examples=_examples,
         peers={"torch": reference},

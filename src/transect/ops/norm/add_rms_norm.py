@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...costs.work import Cost
-from ..lang.jit import TRITON_TARGETS, available, runs_triton
+from ..lang.jit import in_triton, runs_triton
 from ..numerics import sample
 from ..peers import compiled
-from ..registry import Implementation, Op, register
+from ..registry import Op, in_torch, register
 from ..tuning import Config
 from . import norms, rms_norm
 from .norms import launch_backward, launch_forward
@@ -164,14 +164,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation(
-                "triton",
-                available(triton_add_rms_norm),
-                TRITON_TARGETS,
-                batch_invariant=True,
-                autograd=lambda: add_rms_norm,
-            ),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(triton_add_rms_norm, batch_invariant=True, autograd=add_rms_norm),
         },
         examples=_examples,
         peers={"torch": _peer, "torch.compile": compiled(_peer)},

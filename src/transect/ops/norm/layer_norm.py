@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...costs.work import Cost
-from ..lang.jit import TRITON_TARGETS, available, kernel, runs_triton, tl
+from ..lang.jit import in_triton, kernel, runs_triton, tl
 from ..lang.tiles import after_previous, let_next_begin, wait_for_previous
 from ..numerics import compute_dtype, sample
 from ..peers import compiled
-from ..registry import Implementation, Op, register
+from ..registry import Op, in_torch, register
 from ..tuning import Config
 from . import norms
 from .norms import launch_backward, launch_forward
@@ -230,14 +230,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation(
-                "triton",
-                available(triton_layer_norm),
-                TRITON_TARGETS,
-                batch_invariant=True,
-                autograd=lambda: layer_norm,
-            ),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(triton_layer_norm, batch_invariant=True, autograd=layer_norm),
         },
         examples=_examples,
         peers={"torch": _peer, "torch.compile": compiled(_peer)},

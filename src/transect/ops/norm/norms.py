@@ -21,7 +21,7 @@ from ..tuning import Config, choose, row_rule
 MAX_WIDTH = 65536
 """The longest row that a program holds."""
 STAGED_BYTES = 96 * 1024
-"""Shared memory that the rows on their way to one program may take."""
+"""Shared memory for the rows that a program has in flight."""
 
 
 def _row_stride(x: Tensor) -> int:

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from ...costs.work import Cost
 from ..cpu import gradients
-from ..lang.jit import TRITON_TARGETS, available, kernel, runs_triton, tl
+from ..lang.jit import in_triton, kernel, runs_triton, tl
 from ..lang.tiles import after_previous, let_next_begin, wait_for_previous
 from ..numerics import compute_dtype, sample
 from ..peers import compiled
-from ..registry import Implementation, Op, register
+from ..registry import Op, in_torch, register
 from ..tuning import Config
 from . import norms
 from .norms import launch_backward, launch_forward
@@ -220,11 +220,9 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
+            "torch": in_torch(reference, batch_invariant=True),
             "cpu": gradients.implementation(gradients.rms_norm, reference),
-            "triton": Implementation(
-                "triton", available(triton_rms_norm), TRITON_TARGETS, batch_invariant=True, autograd=lambda: rms_norm
-            ),
+            "triton": in_triton(triton_rms_norm, batch_invariant=True, autograd=rms_norm),
         },
         examples=_examples,
         peers={"torch": _peer, "torch.compile": compiled(_peer)},

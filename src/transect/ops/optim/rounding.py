@@ -34,7 +34,7 @@ from ..lang.philox import WORD, philox4x32, words_of
 from ..registry import Unavailable
 
 ROUND_STREAM = 2
-"""Philox's stream for rounding; ``philox.py`` has those of sampling."""
+"""Philox's stream for rounding; ``lang/philox.py`` has those of sampling."""
 WEIGHT, SECOND, FIRST = 0, 8, 16
 """First bit of the 16 taken from the word: for a weight, its second and its first moment."""
 

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from ...costs.work import Cost
 from .. import shapes
-from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, rows_of, tl
+from ..lang.jit import in_triton, kernel, next_power_of_2, require, rows_of, tl
 from ..lang.tiles import also, let_next_begin, wait_for_previous
 from ..numerics import sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Kernel, Op, in_torch, register
 
 
 def reference(
@@ -99,7 +99,7 @@ def triton_embed_tokens(
 
     ``dependent_launch``: begin while the kernel before still runs (Hopper), and let the next one begin when that one
     has ended. A kernel that reads the results before it waits must not begin by that; a kernel between them must wait
-    for these results before it lets others begin (``rms_norm.py``).
+    for these results before it lets others begin (``norm/rms_norm.py``).
 
     Raises:
         ValueError: tables that are not matrices, or a number of positions that is not that of the tokens.
@@ -201,8 +201,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation("triton", available(triton_embed_tokens), TRITON_TARGETS, batch_invariant=True),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(triton_embed_tokens, batch_invariant=True),
         },
         examples=_examples,
         peers={"torch": reference},

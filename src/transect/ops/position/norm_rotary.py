@@ -26,8 +26,7 @@ from ...costs.work import Cost
 from .. import shapes
 from ..attention.paged.kv_cache_write import side_by_side
 from ..lang.jit import (
-    TRITON_TARGETS,
-    available,
+    in_triton,
     kernel,
     multiprocessors,
     next_power_of_2,
@@ -38,7 +37,7 @@ from ..lang.jit import (
 from ..norm.rms_norm import reference as norm
 from ..numerics import sample
 from ..peers import compiled
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Kernel, Op, in_torch, register
 from . import rotary
 from .rotary import check_shapes, joined_projection, turned
 
@@ -329,14 +328,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation(
-                "triton",
-                available(triton_norm_rotary),
-                TRITON_TARGETS,
-                batch_invariant=True,
-                autograd=lambda: norm_rotary,
-            ),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(triton_norm_rotary, batch_invariant=True, autograd=norm_rotary),
         },
         examples=_examples,
         peers={"torch": reference, "torch.compile": compiled(reference)},

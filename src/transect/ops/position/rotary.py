@@ -29,11 +29,11 @@ from ...costs.work import Cost
 from .. import shapes
 from ..attention.paged.kv_cache_write import side_by_side
 from ..cpu import gradients
-from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, runs_triton, tl
+from ..lang.jit import in_triton, kernel, next_power_of_2, require, runs_triton, tl
 from ..lang.tiles import after_previous
 from ..numerics import compute_dtype, sample
 from ..peers import compiled
-from ..registry import Case, Implementation, Kernel, Knobs, Op, register
+from ..registry import Case, Kernel, Knobs, Op, in_torch, register
 from ..tuning import Config, choose
 
 
@@ -279,11 +279,9 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
+            "torch": in_torch(reference, batch_invariant=True),
             "cpu": gradients.implementation(gradients.rotary, reference),
-            "triton": Implementation(
-                "triton", available(triton_rotary), TRITON_TARGETS, batch_invariant=True, autograd=lambda: rotary
-            ),
+            "triton": in_triton(triton_rotary, batch_invariant=True, autograd=rotary),
         },
         examples=_examples,
         peers={"torch": reference, "torch.compile": compiled(reference)},

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from ...costs.work import Cost
 from .. import shapes
-from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, require, rows_of, tl
+from ..lang.jit import INTERPRETED, in_triton, kernel, next_power_of_2, require, rows_of, tl
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Kernel, Op, in_torch, register
 
 IN_PROMPT = -(2**15)
 """The bit in a token's count that marks it as part of the prompt."""
@@ -203,8 +203,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation("triton", available(triton_adjust), TRITON_TARGETS, batch_invariant=True),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(triton_adjust, batch_invariant=True),
         },
         examples=_examples,
         peers={"torch": reference},

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ...costs.work import Cost
 from .. import shapes
-from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, require, tl
+from ..lang.jit import INTERPRETED, in_triton, kernel, require, tl
 from ..numerics import sample
-from ..registry import Case, Implementation, Kernel, Op, register
+from ..registry import Case, Kernel, Op, in_torch, register
 
 
 def reference(logits: Tensor, mask: Tensor, index: Tensor, sound: Tensor | None = None) -> None:
@@ -127,8 +127,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation("triton", available(triton_mask), TRITON_TARGETS, batch_invariant=True),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(triton_mask, batch_invariant=True),
         },
         examples=_examples,
         peers={"torch": reference},

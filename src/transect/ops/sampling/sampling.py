@@ -1,6 +1,6 @@
 r"""Draw the next token of every row on the device: greedy, temperature, top-k, top-p, min-p, in one set of launches.
 
-For a row of logits x with temperature t, and noise G from ``philox.py`` that depends on (seed, choice, position, id):
+For a row of logits x, temperature t, and noise G (``lang/philox.py``), a function of (seed, choice, position, id):
 
     z_i = (x_i - max x) / t           kept: z_i >= log(min_p), z_i >= the k-th largest z, and of those the likeliest,
     token = argmax over kept (z_i + G_i)      equals in the order of their ids, until their mass reaches top_p
@@ -52,23 +52,20 @@ from ...costs.work import Cost
 from .. import shapes
 from ..lang.jit import (
     INTERPRETED,
-    TRITON_TARGETS,
-    available,
     has_dependent_launch,
+    in_triton,
     next_power_of_2,
     require,
     rows_of,
 )
-from ..lang.philox import GROUP_STREAM, TOKEN_STREAM, gumbel
+from ..lang.philox import GROUP, GROUP_STREAM, SMALLEST_TEMPERATURE, TOKEN_STREAM, gumbel
 from ..numerics import compute_dtype
 from ..numerics import sample as normal
-from ..registry import Case, Implementation, Knobs, Op, register
+from ..registry import Case, Knobs, Op, in_torch, register
 from ..tuning import Config
 from ..tuning import choose as tuned
 from .triton import CANDIDATES, _choose, _collect, _groups, _settle, kernels
 
-GROUP = 128
-SMALLEST_TEMPERATURE = 1e-30
 COLLECTORS = 512
 """Programs of ``_collect`` for all rows together, where a row has enough groups: as many as an H200 runs at once with
 128 registers a thread. Twice as many for more than MANY_ROWS rows, each of which would otherwise get too few."""
@@ -379,8 +376,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation("triton", available(sample), TRITON_TARGETS, batch_invariant=True),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(sample, batch_invariant=True),
         },
         examples=_examples,
         peers={"torch, sorted": _sorting},

@@ -39,7 +39,7 @@ class Comparison:
     torch_error: float
     allowed: float
     same_special: bool
-    """NaN and infinities stand where they do in float64 (or in torch's own result)."""
+    """True if NaN and infinities are at the same elements as in float64 (or in torch's result)."""
 
     @property
     def passed(self) -> bool:

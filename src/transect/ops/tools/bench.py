@@ -58,7 +58,7 @@ class Timing:
     method: str = ""
     """``graph``, ``eager`` (where a graph could not be captured; launches count) or ``host``."""
     peak_bytes: int | None = None
-    """Memory allocated on top of the inputs while it ran once; of it ``result_bytes`` are what it returned."""
+    """Memory allocated in one run in addition to the inputs; ``result_bytes`` of it are the results."""
     result_bytes: int | None = None
     error: float | None = None
     """Against float64, as in ``accuracy.py``; None where that was not asked for or is too large."""

@@ -1,4 +1,4 @@
-"""Runs a benchmark of many operators in a process of its own, and survives what goes wrong there.
+"""Runs a benchmark of many operators in a process of its own, and continues after a crash of that process.
 
 A case that takes longer than its limit, or that ends the process, is a row with its reason; the rest continues in a new
 process.

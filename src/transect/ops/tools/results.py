@@ -103,7 +103,7 @@ def rate(row: Timing) -> str:
     return f"{row.bytes / row.seconds / 1e9:.0f} GB/s"
 
 
-def time_text(seconds: float) -> str:
+def microseconds_text(seconds: float) -> str:
     """Format microseconds with their significant digits."""
     us = seconds * 1e6
     return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
@@ -113,14 +113,14 @@ def cells(row: Timing) -> tuple[str, ...]:
     """Return a row of the table: contender, direction, time, spread, floor, % of floor, rate, error over torch's,
     remarks."""
     who = f"{row.contender}{' *' if row.is_peer else ''}"
-    floor = "" if row.floor_seconds is None else time_text(row.floor_seconds)
+    floor = "" if row.floor_seconds is None else microseconds_text(row.floor_seconds)
     if row.seconds is None or row.fastest is None or row.slowest is None:
         return (who, row.direction, "", "", floor, "", "", error_text(row), row.reason)
     return (
         who,
         row.direction,
-        time_text(row.seconds),
-        f"{time_text(row.fastest)} - {time_text(row.slowest)}",
+        microseconds_text(row.seconds),
+        f"{microseconds_text(row.fastest)} - {microseconds_text(row.slowest)}",
         floor,
         "" if row.of_floor is None else f"{row.of_floor:.0%}",
         rate(row),
@@ -130,7 +130,7 @@ def cells(row: Timing) -> tuple[str, ...]:
 
 
 def error_text(row: Timing) -> str:
-    """Return the error against float64 as a multiple of torch's, marked where it is above what is allowed."""
+    """Return the error against float64 as a multiple of torch's error, marked if it exceeds the allowed one."""
     if row.error is None or row.torch_error is None:
         return ""
     text = f"{row.error / row.torch_error:.2f}x" if row.torch_error else f"{row.error:.1e}"

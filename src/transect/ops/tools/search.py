@@ -1,4 +1,4 @@
-"""Searches a launcher's knobs on the device at one shape, and says what each knob is worth.
+"""Searches a launcher's knobs on the device at one shape, and reports the gain of each knob.
 
 It tries the heuristic's configuration first, which every other is compared with, then the one in use. So the result is
 never slower than either. A candidate is rejected when it does not compile or run, when its result is not the
@@ -68,7 +68,7 @@ class Found:
 
     @property
     def best(self) -> Trial:
-        """The fastest that was not rejected: of the finals, where there were any."""
+        """The fastest configuration that was not rejected, of the finals if there were any."""
         return _fastest(self.finals or self.trials)
 
     @property

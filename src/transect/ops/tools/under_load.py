@@ -1,4 +1,4 @@
-"""Races under sustained load: what a call takes at the clock that its own work leaves the GPU.
+"""Races under sustained load: the time of a call at the clock rate that the call's own work causes.
 
 A board keeps within a limit of power, and lowers its clock for work that would draw more. That takes it some hundredths
 of a second, so for a few milliseconds every kernel runs at the full clock, where the one that takes less time wins. At

@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
+from starlette.responses import Response
 from starlette.types import Receive
 
 from .errors import ApiError
@@ -50,6 +51,10 @@ class Deadline:
         except TimeoutError:
             message = f"the request took longer than this server's limit of {self.limit_s:g} s: ask for fewer tokens"
             raise ApiError(504, message, code="request_timeout") from None
+
+
+GONE = Response(status_code=499)
+"""Response for a closed connection; no client reads it."""
 
 
 class ClientGone(Exception):

@@ -26,7 +26,7 @@ log = logging.getLogger("transect.server")
 DONE = b"data: [DONE]\n\n"
 PLACE = "<the text of this chunk>"
 CONTINUED = b": continued by another replica, whose numbers may differ in the last bits\n\n"
-"""A comment, which clients skip; ``usage.continued`` says the same to those that read on."""
+"""Comment of the stream, which clients ignore; ``usage.continued`` carries the same information."""
 
 
 def event(chunk: BaseModel) -> bytes:

@@ -23,7 +23,7 @@ bills = APIRouter(tags=["operations"], responses={404: {"description": "no such 
 
 
 def decision_rings(request: Request, past: bool = False) -> list[DecisionRing]:
-    """Return the decision log of each engine that has run a step. ``past``: those of replaced engines too."""
+    """Return the decision log of each engine that has run a step; ``past``: also the logs of replaced engines."""
     engine = request.app.state.serving.engine
     found = [each.decisions for each in _logged(engine)] + [*(getattr(engine, "past_decisions", ()) if past else ())]
     if not found:

@@ -105,7 +105,7 @@ class LiveReader:
         }
 
     def _tick(self, delta: LiveDelta) -> dict[str, Any]:
-        """Return what is new."""
+        """Build an event of type ``tick`` with the changes since the last one."""
         news = delta.news
         found: dict[str, Any] = {"type": "tick", "now": delta.now, **self._present()}
         for name, value in (

@@ -21,7 +21,7 @@ from ..capture.slips import RequestContent
 from ..generation import Prompt, whole_in_groups
 from ..http.body import JsonRoute
 from ..http.errors import ApiError, bad_value
-from ..http.lifetime import ClientGone, Deadline, unless_disconnected
+from ..http.lifetime import GONE, ClientGone, Deadline, unless_disconnected
 from ..openai.protocol import FIELDS
 from ..operations import request_log
 from ..prompts import check_length, completion_prompts, encode
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 MAX_INPUTS = 2048
 """Most texts or pairs in one request, as in OpenAI's API."""
-GONE = Response(status_code=499)
 NO_DATA = b'"data":[]'
 """Placeholder in a reply's JSON, before any text of a client."""
 

@@ -11,7 +11,7 @@ from ..model import ModelConfig
 from ..moe import MoEConfig
 
 Found = Mapping[str, Any]
-"""Fields of ``ModelConfig`` by name (``moe.`` before those of experts) that were read so far; or keys to write."""
+"""Fields of ``ModelConfig`` read so far, by name (experts' fields begin with ``moe.``); or keys to write."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: the actions of each stage, in order. Plain arithmetic, no torch.
 
 A schedule is a list of ``Action`` for each rank: the forward or the backward pass of one micro-batch through one of the
-rank's runs of layers. It can be printed, simulated, and run (``pipeline.py``); all three read the same list.
+rank's runs of layers. It can be printed, simulated, and run (``parallel/pipeline.py``); all three read the same list.
 
 ``schedules/`` has the kinds of schedules, one file each.
 

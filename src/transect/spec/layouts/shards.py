@@ -28,12 +28,12 @@ stay roughly equal."""
 CUT_OUTPUTS = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up", "mlp.shared_gate", "mlp.shared_up")
 CUT_INPUTS = ("attention.o", "mlp.down", "mlp.shared_down")
 CUT_HEADS = {"attention.sinks": False, "attention.q_norm": False, "attention.k_norm": True}
-"""Weights with a number for each head, or for each number of a head; True for those of key heads."""
+"""Weights with one number per head, or one per element of a head; True if their heads are key heads."""
 
 
 class WeightPart(NamedTuple):
-    """Rows and columns of a weight. ``stack``: number of equal matrices that the weight concatenates; ``rows`` are
-    those of each of them."""
+    """Rows and columns of a weight. ``stack``: number of matrices of equal size that the weight concatenates; ``rows``
+    are the rows of each matrix."""
 
     rows: slice
     columns: slice
@@ -128,7 +128,7 @@ class Shard:
         )
 
     def _own(self, layers: tuple[int, ...]) -> tuple[int, ...]:
-        """Return those of some layers that this stage has, by its own count."""
+        """Return the layers of ``layers`` that this stage has, numbered from its first layer."""
         return tuple(i - self.layers.start for i in layers if self.layers.start <= i < self.layers.stop)
 
     @property

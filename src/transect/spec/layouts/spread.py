@@ -10,19 +10,21 @@ class Spread:
     """Layout of a training run. The sizes of the axes multiply to the number of ranks.
 
     Attributes:
-        data: ranks that compute other micro-batches.
-        zero: level of sharding over ``data`` and ``context`` ranks, which have the same weights; see ``replicas.py``.
-        tensor: ranks that share each layer. sequence: they share the tokens of norms too.
+        data: ranks that share the micro-batches of a step.
+        zero: level of sharding over ``data`` and ``context`` ranks, which have the same weights; see
+            ``parallel/replicas.py``.
+        tensor: ranks that share each layer. sequence: these ranks share the tokens of norms too.
         pipeline: stages of layers.
-        schedule, chunks: pipeline schedule, see ``schedule.py``.
+        schedule: pipeline schedule, see ``schedule.py``. chunks: runs of layers of each rank, with ``interleaved``.
         context: ranks that share the tokens of a sequence.
         expert: the data ranks share the experts.
         reduce: bytes of a number while gradients are summed: 4 or 2.
-        tiles: number of parts in which matrices of sharded layers come to the device (``tiled.py``).
-        copies: gradients may be summed by copy engines, in memory that GPUs share (``peer_copies.py``). fused: and the
-            gradient of a table that the head shares travels in two parts (``table_rows.py``).
-        host_state: master weights and the optimizer's state are in the memory of the host. host_weights: the weights
-            too, with zero 3, on one rank or several.
+        tiles: number of parts in which matrices of sharded layers come to the device (``parallel/tiled.py``).
+        copies: copy engines may sum gradients, in memory that GPUs share (``parallel/peer_copies.py``).
+        fused: with copies, a sum, its copy and the norm are one launch, and the gradient of a tied embedding is sent in
+            two parts (``parallel/table_rows.py``).
+        host_state: master weights and the optimizer's state are in host memory. host_weights: with zero 3, the weights
+            too, on one rank or several.
 
     Raises:
         ValueError: a size is not at least 1, or settings exclude each other.

@@ -17,7 +17,8 @@ UNIT_ROWS, UNIT_COLUMNS = 16, 256
 
 @dataclass(frozen=True)
 class BlockUnits:
-    """A block type in GPU memory: the file's bits in units of 16 rows by 256 columns (``gguf_layout.py``)."""
+    """A block type in GPU memory: the file's bits in units of 16 rows by 256 columns
+    (``ops/linear/packed/gguf/gguf_layout.py``)."""
 
     name: str
     planes: tuple[int, ...]

@@ -11,8 +11,8 @@ SERVING_GROUP = 128
 """Numbers of a row that share a scale and a zero, in a model served in 4 bits."""
 NATIVE_GROUP = 32
 """Numbers of a row that share a scale and a zero in the C++ kernels."""
-GROUPS = (128, 64, 32)
-"""Group sizes of checkpoints that are written, the largest first."""
+GROUPS = (32, 64, 128)
+"""Numbers of a row that may share a scale and a zero, in checkpoints and in kernels of a GPU."""
 
 
 def int4_format(group: int = SERVING_GROUP, scale_bits: float = SCALE_BITS) -> WeightFormat:

@@ -25,7 +25,7 @@ from .vocabulary import Vocabulary
 EMPTY_BYTES, TEXT_FACTOR = 150 * 2**10, 80
 """Estimate of a compiled grammar's memory where it was not measured: some bytes, and as many for each of its text."""
 REFUSED_BYTES = 2**10
-"""Memory of a refusal that is kept beside its text."""
+"""Memory of a stored refusal, in addition to its text."""
 LEAST_THREADS, MOST_THREADS = 2, 4
 """Threads that compile; one of them is for short work."""
 BYTE_S = 5e-6

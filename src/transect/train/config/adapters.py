@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...checkpoints.peft_config import MATRICES
 from ...spec.numbers.registry import base_formats, listed
 from .parse import positive
 
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 TABLES = ("embed", "head")
 PEFT_NAMES = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "self_attn", "mlp", "c_attn", "c_proj",

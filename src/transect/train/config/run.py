@@ -167,7 +167,7 @@ class TrainConfig:
 
     @property
     def freezes(self) -> bool:
-        """True if the model's own weights stay as they are: adapters are trained, or a part beside it."""
+        """True if the model's own weights are frozen: only adapters, or a part such as a draft head, are trained."""
         kind = objective_kind(self.objective)
         return self.task in ("lora", "qlora") or (kind is not None and kind.part is not None)
 

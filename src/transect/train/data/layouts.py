@@ -196,7 +196,7 @@ def _preference(row: Mapping[str, Any]) -> Preference:
 
 
 def _before(messages: Messages) -> Messages:
-    """Return messages before an answer, none of which is trained on."""
+    """Return the messages before an answer, marked as not trained on."""
     return trained(messages, len(messages))[0]
 
 

@@ -17,7 +17,7 @@ WINDOW = 10
 LEVEL = 5
 """Last losses whose median is the normal loss: few, so that it follows the fall of the loss at a run's start."""
 LEAST = 3
-"""Losses needed before one can stand out."""
+"""Number of losses before a spike can be detected."""
 RISE = 2.0
 """Smallest rise in nats above the normal loss that counts as a spike; see also ``SPREADS``."""
 SPREADS = 8

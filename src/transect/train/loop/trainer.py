@@ -76,7 +76,7 @@ class StepRecord:
     peak_bytes: int
     """Peak memory of the GPU's allocator so far; 0 on the CPU."""
     flops: float = 0.0
-    """Useful FLOPs of the step (``flops.py``); 0 if they were not counted."""
+    """Useful FLOPs of the step (``costs/training.py``); 0 if they were not counted."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the objective, such as margins and rewards."""
 
@@ -222,7 +222,7 @@ class Trainer:
         self.best = Best()
         self.watch = LossWatch()
         self._calm: tuple[Batch, float] | None = None
-        """First micro-batch of the last step that did not stand out, and its loss."""
+        """First micro-batch of the last step without a loss spike, and its loss."""
         self._native = any(getattr(module, "native", None) is not None for module in self.model.modules())
         self.steps_done = 0
         self._written: Callable[[], None] = lambda: None

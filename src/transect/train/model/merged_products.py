@@ -31,14 +31,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from ...costs.memory.sizes import ADAPTER_COLUMNS
 from ...models.weights.weight import TrainingPart, Weight
 from ...ops.lang.jit import multiprocessors
 from ...ops.linear.many_rows import matmul
 from ...ops.linear.many_rows.tiling import cublas_is_quicker
-
-ROUND = 64
-"""Multiple of spare columns, equal to the k of one step of the product, which takes no more steps for fewer columns.
-Rows of 128 bytes and their multiples then begin with a line of the L2 cache, and a bulk copy of one reads one line."""
 
 
 class Scratch:
@@ -147,7 +144,7 @@ class AdaptedProduct(MergedProduct):
                 self.adapters.append((slice(start, start + part.outputs), slice(at, at + rank)))
                 self.parameters += [part.adapter.a, part.adapter.b]
                 at += rank
-        self.spare = -(-at // ROUND) * ROUND
+        self.spare = -(-at // ADAPTER_COLUMNS) * ADAPTER_COLUMNS
         self.low: Tensor | None = None  # all A's; the parameters become views
         self.example = parts[0].like
         self.relative: Tensor | None = None  # scale of each spare column over the first, where they differ

@@ -12,8 +12,8 @@ Gradients for u = z / temperature, with a = log p - log q (reverse) or (1 - b) (
     forward  p - q                      reverse, jsd  p (a - sum p a)
 
 As in ``ops/loss/linear_cross_entropy_torch.py`` both gradients are made with the loss, a few rows of logits at a time.
-Each of these rows is held about six times (both models' logits and log-probabilities, the loss's terms), so ``PARTS``
-times fewer rows exist at once than there. No factor temperature^2 is applied, as in TRL.
+Each of these rows is held about six times (both models' logits and log-probabilities, the loss's terms), so only a
+quarter as many exist at once (``DISTILLATION_PARTS``). No factor temperature^2 is applied, as in TRL.
 
 Sources: Hinton et al. 2015 (arXiv:1503.02531); the generalized Jensen-Shannon divergence of Agarwal et al. 2023
 (arXiv:2306.13649).
@@ -30,10 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.memory.sizes import DISTILLATION_PARTS, LOSS_ELEMENTS
 from ..data.batches import IGNORE
-from .logprobs import CHUNK_ELEMENTS
-
-PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ class _Distillation(torch.autograd.Function):
         shared = min(weight.shape[0], tweight.shape[0])
         used = (labels != IGNORE).nonzero()[:, 0]
         loss, total = x.new_zeros((), dtype=wide), x.new_zeros((), dtype=wide)
-        for part in used.split(max(1, CHUNK_ELEMENTS // weight.shape[0] // PARTS)) if len(used) else ():
+        for part in used.split(max(1, LOSS_ELEMENTS // weight.shape[0] // DISTILLATION_PARTS)) if len(used) else ():
             rows = x[part]
             z = (rows @ weight.mT).to(wide)
             log_p = (z[:, :shared] / how.temperature).log_softmax(-1)

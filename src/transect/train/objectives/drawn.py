@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...costs.memory.sizes import LOSS_ELEMENTS
 from ..data.batches import IGNORE
-from .logprobs import CHUNK_ELEMENTS, KeptTokens
+from .logprobs import KeptTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def kept_tokens(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, temperat
     counts = torch.zeros(len(labels_T), dtype=torch.int64, device=labels_T.device)
     used = (labels_T != IGNORE).nonzero()[:, 0]
     found = []
-    for part in used.split(max(1, CHUNK_ELEMENTS // weight_VD.shape[0])) if len(used) else ():
+    for part in used.split(max(1, LOSS_ELEMENTS // weight_VD.shape[0])) if len(used) else ():
         z_RV = (hidden_TD[part] @ weight_VD.mT).float() / temperature
         could = drawn_from(z_RV, labels_T[part], cut)
         counts[part] = could.sum(-1)

@@ -1,27 +1,20 @@
-"""Log-probabilities of given tokens: with gradients, for preference and reinforcement learning, and as computed in
-serving.
+"""Log-probabilities of given tokens with gradients, for preference and reinforcement learning.
 
 Shapes: T tokens, D model dim, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...engine.executors.sampler import token_logprobs as engine_logprobs
-from ...models.context import PagedContext, VarlenContext
+from ...costs.memory.sizes import LOSS_ELEMENTS
+from ...models.context import VarlenContext
 from ...models.decoder import Decoder
-from ...ops.opset import OpSet
 from ..data.batches import IGNORE, Batch
-
-CHUNK_ELEMENTS = 2**23
-BLOCK_SIZE = 16
-ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,38 +78,6 @@ def document_sums(values_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.zeros(len(lengths), dtype=values_T.dtype, device=values_T.device).index_add(0, document_T, values_T)
 
 
-@torch.inference_mode()
-def serving_logprobs(model: Decoder, documents: Sequence[Sequence[int]], ops: OpSet) -> list[list[float]]:
-    """Compute, for each document, the log-probability of every token but its first, as an engine with ``ops`` does.
-
-    The same model runs over a paged cache of its own, as it does when it serves. With a batch-invariant ``ops`` the
-    numbers equal the engine's prompt logprobs to the last bit, whatever the engine's batches were.
-    """
-    device, dtype = model.norm.weight.device, model.norm.weight.dtype
-    lengths = [len(document) for document in documents]
-    counts = [-(-length // BLOCK_SIZE) for length in lengths]
-    caches = model.new_kv_cache(sum(counts), BLOCK_SIZE, dtype)
-    tables = torch.zeros(len(documents), max(counts), dtype=torch.int32, device=device)
-    first = 0
-    for row, count in enumerate(counts):
-        tables[row, :count] = torch.arange(first, first + count)
-        first += count
-    sizes = torch.tensor(lengths, dtype=torch.int32, device=device)
-    starts = torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
-    context = PagedContext(*caches, tables, starts, sizes, ops)
-    flat = [token for document in documents for token in document]
-    hidden_TD = model(torch.tensor(flat, device=device), context.positions(), context)
-    found = []
-    for start, length in zip(starts.tolist(), lengths, strict=False):
-        values: list[float] = []
-        for at in range(start, start + length - 1, ROWS):
-            end = min(at + ROWS, start + length - 1)
-            entries = engine_logprobs(model.logits(hidden_TD[at:end]), flat[at + 1 : end + 1], [0] * (end - at))
-            values.extend(entry.logprob for entry in entries)
-        found.append(values)
-    return found
-
-
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -126,7 +87,7 @@ class _TokenLogprobs(torch.autograd.Function):
         out = torch.zeros(labels.shape, dtype=wide, device=labels.device)
         normalizer = torch.zeros_like(out)
         used = (labels != IGNORE).nonzero()[:, 0]
-        parts = used.split(max(1, CHUNK_ELEMENTS // weight.shape[0])) if len(used) else ()
+        parts = used.split(max(1, LOSS_ELEMENTS // weight.shape[0])) if len(used) else ()
         for part in parts:
             logits = _logits(hidden[part], weight, wide, temperature, kept, part)
             normalizer[part] = logits.logsumexp(-1)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ...costs.memory.sizes import WIDE
 from ...ops.optim.adamw import AdamWStep, FusedAdamW
 from ...ops.optim.rounding import FIRST, SECOND, WEIGHT
 from .base import Optimizer
@@ -24,8 +25,6 @@ from .base import Optimizer
 class AdamW(Optimizer):
     """State: ``m`` and ``v`` like the parameter. On a GPU a step is one launch over all parameters."""
 
-    WIDE = 2**22
-    """Number of elements of a 16-bit parameter that a step on the CPU holds in float32 at a time."""
     _fused: tuple[tuple[str, ...], FusedAdamW] | None = None
 
     @property
@@ -101,11 +100,11 @@ def adamw_update(
     decay = optimizer.decay(name) if decay is None else decay
     if weight.dtype != torch.float32:
         flat = (weight.detach().view(-1), gradient.reshape(-1), m.view(-1), v.view(-1))
-        for part, narrow in enumerate(zip(*(t.split(AdamW.WIDE) for t in flat), strict=True)):
+        for part, narrow in enumerate(zip(*(t.split(WIDE) for t in flat), strict=True)):
             wide = [narrow[0].float(), optimizer.widened(narrow[1], scale), narrow[2].float(), narrow[3].float()]
             adamw_update(optimizer, name, wide[0], wide[1], wide[2], wide[3], factor, None, decay)
             for index, shift in ((0, WEIGHT), (2, FIRST), (3, SECOND)):
-                optimizer.keep(name, narrow[index], wide[index], part * AdamW.WIDE, shift)
+                optimizer.keep(name, narrow[index], wide[index], part * WIDE, shift)
         return
     config = optimizer.config
     rate = config.learning_rate * factor

@@ -16,25 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...costs.memory.sizes import MOMENT_BLOCK, MOMENT_BLOCKS, SMALL_PARAMETER
 from .adamw import adamw_update
 from .base import Optimizer
-
-BLOCK = 256
-SMALL = 4096
-CHUNK = 2**14
-"""Number of blocks of a parameter that are in float32 at the same time."""
 
 
 class AdamW8bit(Optimizer):
     """State: ``m`` int8 and ``v`` uint8 ``[blocks, 256]`` with ``m_scale`` and ``v_scale`` ``[blocks, 1]``."""
 
     def new_state(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-        if parameter.numel() < SMALL:
+        if parameter.numel() < SMALL_PARAMETER:
             return {kind: torch.zeros_like(parameter, dtype=torch.float32) for kind in ("m", "v")}
-        blocks, device = -(-parameter.numel() // BLOCK), parameter.device
+        blocks, device = -(-parameter.numel() // MOMENT_BLOCK), parameter.device
         return {
-            "m": torch.zeros(blocks, BLOCK, dtype=torch.int8, device=device),
-            "v": torch.zeros(blocks, BLOCK, dtype=torch.uint8, device=device),
+            "m": torch.zeros(blocks, MOMENT_BLOCK, dtype=torch.int8, device=device),
+            "v": torch.zeros(blocks, MOMENT_BLOCK, dtype=torch.uint8, device=device),
             "m_scale": torch.zeros(blocks, 1, device=device),
             "v_scale": torch.zeros(blocks, 1, device=device),
         }
@@ -46,22 +42,22 @@ class AdamW8bit(Optimizer):
             return
         numbers, gradients = weight.detach().view(-1), gradient.reshape(-1)
         decay = self.decay(name)
-        for first in range(0, len(state["m"]), CHUNK):
-            part = {kind: tensor[first : first + CHUNK] for kind, tensor in state.items()}
+        for first in range(0, len(state["m"]), MOMENT_BLOCKS):
+            part = {kind: tensor[first : first + MOMENT_BLOCKS] for kind, tensor in state.items()}
             m, v = decode_signed(part["m"], part["m_scale"]), decode_positive(part["v"], part["v_scale"])
-            own = numbers[first * BLOCK : (first + CHUNK) * BLOCK]
+            own = numbers[first * MOMENT_BLOCK : (first + MOMENT_BLOCKS) * MOMENT_BLOCK]
             flat, grad = (
                 F.pad(values.float(), (0, m.numel() - len(own))).view_as(m)
-                for values in (own, gradients[first * BLOCK : (first + CHUNK) * BLOCK])
+                for values in (own, gradients[first * MOMENT_BLOCK : (first + MOMENT_BLOCKS) * MOMENT_BLOCK])
             )
             adamw_update(self, name, flat, grad, m, v, factor, scale, decay)
-            self.keep(name, own, flat.view(-1)[: len(own)], first * BLOCK)
+            self.keep(name, own, flat.view(-1)[: len(own)], first * MOMENT_BLOCK)
             part["m"].copy_(encode_signed(m, part["m_scale"]))
             part["v"].copy_(encode_positive(v, part["v_scale"]))
 
 
 def encode_signed(x: Tensor, scale: Tensor) -> Tensor:
-    """Encode float32 ``[blocks, BLOCK]`` to int8 codes, and set ``scale [blocks, 1]``."""
+    """Encode float32 ``[blocks, MOMENT_BLOCK]`` to int8 codes, and set ``scale [blocks, 1]``."""
     scale.copy_(x.abs().amax(-1, keepdim=True))
     share = x.abs().div_(scale.clamp(min=torch.finfo(torch.float32).tiny))
     return share.sqrt_().mul_(127).round_().mul_(x.sign()).to(torch.int8)
@@ -74,7 +70,7 @@ def decode_signed(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def encode_positive(x: Tensor, scale: Tensor) -> Tensor:
-    """Encode nonnegative float32 ``[blocks, BLOCK]`` to uint8 codes, and set ``scale [blocks, 1]``."""
+    """Encode nonnegative float32 ``[blocks, MOMENT_BLOCK]`` to uint8 codes, and set ``scale [blocks, 1]``."""
     scale.copy_(x.amax(-1, keepdim=True))
     share = x.div(scale.clamp(min=torch.finfo(torch.float32).tiny))
     codes = share.sqrt_().sqrt_().mul_(255).round_()

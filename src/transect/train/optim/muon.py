@@ -14,12 +14,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ...costs.training import ROUNDS
 from ...ops.optim.rounding import FIRST
 from .adamw import adamw_update
 from .base import Optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-ROUNDS = 5
 
 
 class Muon(Optimizer):

@@ -145,7 +145,7 @@ class OffloadedAdamW(Optimizer):
         parameter.grad = None
 
     def gather(self) -> None:
-        """Accumulate gradients like ``Optimizer``, unless they are taken as they are computed, and accumulated then."""
+        """Accumulate gradients like ``Optimizer``; does nothing if hooks take gradients during the backward pass."""
         if not self.offload.watch:
             super().gather()
 

@@ -1,13 +1,14 @@
 """Prompts of one client beside streams of others: they get their part of each step."""
 
 import itertools
+import statistics
 
 import pytest
 from msgspec import structs
 from small_engine import request
 from timed_device import Card, Processor, engine
 
-from transect.engine.scheduling.policies.budget import AUTO_RATIO
+from transect.engine.scheduling.policies.budget import AUTO_RATIO, LOOK
 from transect.engine.scheduling.policies.turns import FREE_STEPS, LEAST, RECENT_STEPS, Rooms, part_of_room
 
 
@@ -27,15 +28,17 @@ def beside_streams(clients, prompts, weight=1.0, **limits):
         core.step()
     for number, tokens in enumerate(prompts):
         core.add(of("heavy", f"heavy {number}", weight, first=200 + number, prompt=tokens, max_tokens=1))
-    ratios, left = [], sum(prompts)
+    ratios, left, since = [], sum(prompts), 0
     while len(core.scheduler.requests) > clients:
         core.step()
         load = core.executor.load
         taken = load.tokens - clients
-        if limit := core.scheduler.budget.rooms.limited.get("heavy"):
+        if taken and (limit := core.scheduler.budget.rooms.limited.get("heavy")):
             assert taken >= min(limit, left), "it gets its part"
         left -= taken
         keys = sum(row.start + 1 for row in core.executor.batches[-1][1].rows if row.num_tokens == 1)
+        since = since + 1 if load.chunks else 0
+        assert since <= LOOK, "a step without prompts shows the time of the decodes"
         ratios.append(core.executor.seconds(load.tokens) / (8e-3 + 1e-3 * clients + 3.7e-6 * keys))
     return ratios
 
@@ -155,3 +158,29 @@ def test_streams_beside_many_sequences_and_long_prompts_on_a_gpu():
     ratios = sorted((after[0] - before[0]) / 4.06e-3 for before, after in itertools.pairwise(later))
     assert sum(ratios) / len(ratios) < 1.5 and ratios[len(ratios) * 99 // 100] < 3.0, "a read takes as long as decodes"
     assert ended >= 3 and sum(len(batch.rows) for _, batch in later) > 15 * len(later)
+
+
+@pytest.mark.parametrize("kind", ["embeddings", "scores"])
+def test_streams_beside_embeddings_and_scores_after_a_slow_time(kind):
+    """Slow steps with prompts made decodes look slow, and steps grew to 3 times what decodes took. Scores count
+    towards their client's part with all their work."""
+
+    class Disturbed(Processor):
+        def seconds(self, tokens):
+            return super().seconds(tokens) * (2.0 if 400 < len(self.batches) < 480 else 1.0)
+
+    core = engine(device=Disturbed, itl_target=0.0, num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=256)
+    core.add(of("stream", "stream", first=100, max_tokens=3000))
+    for _ in range(200):
+        core.step()
+    asked = {"embeddings": {}, "scores": {"prompt_logprobs": 0}}[kind]
+    for number in range(64):
+        core.add(of("heavy", f"heavy {number}", first=200 + number, prompt=160, max_tokens=1, **asked))
+    ratios = []
+    while len(core.scheduler.requests) > 1:
+        core.step()
+        steps, tokens = len(core.executor.batches), core.executor.load.tokens
+        if steps > 480:
+            ratios.append(core.executor.seconds(tokens) / (9e-3 + 3.7e-6 * steps))
+    assert len(ratios) > 200 and statistics.mean(ratios) < 2.1, "half of the time is for each client"
+    assert sorted(ratios)[len(ratios) * 99 // 100] < 1.1 * AUTO_RATIO

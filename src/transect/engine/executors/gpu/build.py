@@ -45,7 +45,8 @@ class GPUParts:
     report: tuple[str, ...]
     """Use of the GPU's memory, and times of the start-up."""
     fill_tokens: int | None
-    """Most tokens of a step with chunked prefill (``filling.py``), if prompts are spread over steps."""
+    """Most tokens of a step with chunked prefill (``scheduling/policies/filling.py``), if prompts are spread over
+    steps."""
     head: GPUHeadRunner | None = None
     """Executor of a head that drafts."""
 

@@ -40,10 +40,10 @@ WHOLE_PROMPTS = (1536, 96)
 off (``ops/attention/packed/hopper.py``) with 16 heads and more."""
 
 FILL_BYTES, FILL_TOKENS = 8 << 30, 256
-"""Prompts are spread over decode steps (``filling.py``) for models with at least this many bytes of weights, up to this
-many tokens (or max_num_seqs) a step. On an H200 a step of an 8B model takes, without attention, 5.0 ms for 128 tokens
-and 7.3 for 256; 128 tokens of a long prompt take 2.8. If the weights are read faster than attention handles a few more
-queries, spreading gains nothing."""
+"""Prompts are spread over decode steps (``scheduling/policies/filling.py``) for models with at least this many bytes of
+weights, up to this many tokens (or max_num_seqs) a step. On an H200 a step of an 8B model takes, without attention, 5.0
+ms for 128 tokens and 7.3 for 256; 128 tokens of a long prompt take 2.8. If the weights are read faster than attention
+handles a few more queries, spreading gains nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,8 @@ class Setup:
     tricks: dict[str, Any]
     """Further options of ``GPURunner``, by argument name."""
     fill_tokens: int | None
-    """Most tokens of a step with chunked prefill (``filling.py``), if prompts are spread over steps."""
+    """Most tokens of a step with chunked prefill (``scheduling/policies/filling.py``), if prompts are spread over
+    steps."""
     stream: StreamPlan | None
     """Layers that are kept in host memory or in a file."""
     others: int

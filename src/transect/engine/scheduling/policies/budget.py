@@ -67,6 +67,9 @@ PROBE = 8
 """One of this many steps that a read makes longer has a chunk of two tokens. Chunks of about as many tokens as each
 other do not tell the time of a read from that of the tokens that attend to it, and a read that looks slow makes chunks
 grow, and steps with them."""
+LOOK = 32
+"""Most consecutive steps with prompts beside streams of other clients. Then a step without prompts shows the time of
+the decodes alone, of which the target is a multiple."""
 PAUSES = 32
 """Most steps without prompts for each step with prompts that is longer than the target: where the decodes alone take
 almost as long as the target, prompts would wait until they end."""
@@ -129,6 +132,8 @@ class StepBudget:
         self.times = times
         self._share = 0.0
         """Smoothed share of steps with prompts."""
+        self._since = 0
+        """Steps with prompts since the last one without."""
         self._lengthened = 0
         """Steps that a read of context made longer."""
         self._debt = 0.0
@@ -212,6 +217,7 @@ class StepBudget:
         self.rooms.planned({client: each / room for client, each in seconds.items()} if room > 0 else {})
         self.recent.planned()
         self._share += SMOOTHING * (prompts - self._share)
+        self._since = self._since + 1 if prompts else 0
         more, less = self._next
         if prompts:
             self._debt += more
@@ -227,7 +233,7 @@ class StepBudget:
         self.rooms.discard()
         self.rooms.decoded(steps)
         self.recent.planned(steps)
-        self._share, self._debt, self._next = share, 0.0, (0.0, math.inf)
+        self._share, self._since, self._debt, self._next = share, 0, 0.0, (0.0, math.inf)
 
     def coming(
         self,
@@ -273,12 +279,13 @@ class StepBudget:
             if not seq.request.spec.in_one_piece:
                 felt.append(count)
         decodes = StepLoad(rows, keys)
-        alone = self.times.predict(decodes._replace(tokens=rows + expected))
-        seconds = target or min(AUTO_RATIO * alone, self._turns.seconds)
+        alone = self.times.alone(decodes._replace(tokens=rows + expected))
+        ratio = AUTO_RATIO / self.times.late
+        seconds = target or min(ratio * alone, self._turns.seconds / self.times.late)
         parts: Mapping[str, float] = {}
         if not target and self._config.pipeline_depth == 1:
             clients = {client for client, _, _ in prompts}.union(waiting.new.by_client)
-            parts = self.rooms.of_step(_weights(running, waiting), clients, AUTO_RATIO, expected > 0)
+            parts = self.rooms.of_step(_weights(running, waiting), clients, ratio, expected > 0)
             self._room = decodes, seconds - alone
         here = [(count, done) for client, count, done in prompts if parts.get(client, 1.0) > 0.0]
         rows += sum(client not in parts for client, _, _ in prompts)
@@ -297,6 +304,8 @@ class StepBudget:
                 return Budget(decodes.tokens, self._chunk, pause=True)
             if seconds > usual and self._lengthened % PROBE == 0:
                 most = min(most, rows + 1)
+        if self._since >= LOOK and self.rooms.charged and decodes.tokens:
+            return Budget(decodes.tokens, self._chunk, pause=True)
         tokens = even(self.times.most_tokens(seconds, beside, context, most, scored=scored), rows)
         if self._share > MANY:
             cheap = self._cheap(tokens, beside, context, scored)
@@ -312,23 +321,23 @@ class StepBudget:
         long = LONG * (usual if usual > 0 else room)
         shares = self._shares(room, long, [count for count, _ in here], waiting, barred)
         contexts = {client: done for client, _, done in prompts}
-        rooms = {client: self._tokens_of(part, room, contexts.get(client, 0)) for client, part in parts.items()}
+        rooms = {client: self._tokens_of(part, room, contexts.get(client, 0), scored) for client, part in parts.items()}
         return Budget(tokens, self._chunk, shares, rooms=rooms, held=len(running) - rows)
 
-    def _tokens_of(self, part: float, room: int, done: int) -> int:
+    def _tokens_of(self, part: float, room: int, done: int, scored: bool) -> int:
         """Return the prompt tokens for ``part`` of a step's ``room``, in time. A chunk also reads its context of
         ``done`` tokens, and weights: it has at least as many tokens as take the time of that, and its client then
         waits."""
         if part <= 0.0:
             return 0
         decodes, seconds = self._room
-        alone = self.times.predict(decodes)
-        read = self.times.with_chunk(decodes, decodes.tokens + 2, done) - alone
+        alone = self.times.alone(decodes)
+        read = self.times.with_chunk(decodes, decodes.tokens + 2, done, scored=scored) - self.times.predict(decodes)
         wanted = max(part * seconds, READS * read)
         if wanted >= seconds:
             return room
-        tokens = self.times.most_tokens(alone + wanted, decodes, done, decodes.tokens + room) - decodes.tokens
-        return max(1, tokens)
+        most = decodes.tokens + room
+        return max(1, self.times.most_tokens(alone + wanted, decodes, done, most, scored=scored) - decodes.tokens)
 
     def _shares(
         self, room: int, long: int, prompts: Listed[int], waiting: WaitingQueue, barred: bool

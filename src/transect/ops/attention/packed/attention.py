@@ -35,7 +35,7 @@ from ....costs.work import Cost, visible_pairs
 from ...cpu import gradients
 from ...lang.jit import TRITON_TARGETS, available
 from ...numerics import compute_dtype, sample
-from ...registry import Implementation, Op, register
+from ...registry import Implementation, Op, in_torch, register
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None = None) -> Tensor:
@@ -179,7 +179,7 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: by_document, ("any",), batch_invariant=True),
+            "torch": in_torch(by_document, batch_invariant=True),
             "cpu": gradients.implementation(gradients.attention, by_document),
             "triton": Implementation(
                 "triton", _triton, TRITON_TARGETS, batch_invariant=True, autograd=_triton_autograd

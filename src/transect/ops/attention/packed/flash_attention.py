@@ -363,14 +363,8 @@ register(
                 batch_invariant=True,
                 autograd=available(flash_attention_autograd),
             ),
-            "cuda": Implementation(
-                "cuda",
-                cuda.available("flash_attention", by_cuda),
-                cuda.CUDA_TARGETS,
-                batch_invariant=True,
-                dtypes=("bfloat16",),
-                refusal=cuda_refusal,
-                source="flash_attention.cu",
+            "cuda": cuda.in_cuda(
+                "flash_attention", by_cuda, batch_invariant=True, dtypes=("bfloat16",), refusal=cuda_refusal
             ),
         },
         examples=_examples,

@@ -1,4 +1,4 @@
-"""The portable Triton kernel of ``flash_attention.py``, which says what it computes: its forward pass, by tiles."""
+"""The portable Triton kernel of the forward pass of ``flash_attention.py``, which has the math."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ragged batch of one engine step as paged operators see it: which tokens stand where in the KV cache.
+"""The ragged batch of one engine step for paged operators: the location of each token in the KV cache.
 
 ``kv_cache_write`` and ``paged_attention`` both take a ``PagedBatch``. What they derive from it (slots, tiles) is the
 same in every layer, so it is computed once, on first use, and kept with the batch.

@@ -48,7 +48,8 @@ class PagedTriton:
     """Sum spans of positions apart, in prefill chunks (by a tiling that does so) and in decode rows. A query's sums are
     then the same to the bit whatever the batch is, and however its prompt is cut into chunks."""
     spans: decode_spans.SpansTiling | None = None
-    """Tiling of decode rows whose spans are summed apart; None for that of ``decode_spans.choose_tiling``."""
+    """Tiling of decode rows whose spans are summed separately; None for the choice of
+    ``decode_spans.choose_tiling``."""
 
     def __call__(
         self,
@@ -137,7 +138,7 @@ def uniform() -> Callable[..., Any]:
 
 
 def uniform_on_hopper() -> Callable[..., Any]:
-    """Load those of ``uniform`` that are fastest on Hopper."""
+    """Load the kernels of ``uniform`` that are fastest on Hopper."""
     return available(PagedTriton(SPAN_TILING, decode=decode_spans.PagedSpans(), in_spans=True))()
 
 

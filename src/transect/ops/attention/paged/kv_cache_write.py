@@ -23,17 +23,17 @@ from torch import Tensor
 
 from ....costs.work import Cost
 from ... import shapes
-from ...lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, tl
+from ...lang.jit import in_triton, kernel, next_power_of_2, require, tl
 from ...lang.tiles import after_previous, also
 from ...numerics import sample
-from ...registry import Case, Implementation, Kernel, Op, register
+from ...registry import Case, Kernel, Op, in_torch, register
 from .batch import PagedBatch
 from .cache_codes import encode, store_heads
 
 
 def reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None:
-    """Copy k, v ``[T, K, d]`` into the slots of the batch's tokens, in the cache's dtype; in fp8 what is beyond its
-    largest number becomes that, and in int8 a head of a token has a scale (``cache_codes.py``)."""
+    """Copy k, v ``[T, K, d]`` into the slots of the batch's tokens, in the cache's dtype. fp8 saturates at its largest
+    number; in int8 each head of a token has a scale (``cache_codes.py``)."""
     blocks, offsets = batch.slots_T
     for x, cache in ((k, k_cache), (v, v_cache)):
         if cache.dtype == torch.int8:
@@ -252,8 +252,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation("triton", available(triton_kv_cache_write), TRITON_TARGETS, batch_invariant=True),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(triton_kv_cache_write, batch_invariant=True),
         },
         examples=_examples,
         peers={"torch": reference},

@@ -40,7 +40,7 @@ def arguments_of(
 
 
 def types_of(own: Mapping[str, str], cache: str = "*bf16") -> dict[str, str]:
-    """Return the types of all arguments by name, for builds ahead of time; ``own`` are those of one kernel."""
+    """Return the types of all arguments by name, for ahead-of-time builds; ``own``: arguments of this kernel alone."""
     tensors = dict.fromkeys(("q", "out", "sinks"), "*bf16") | dict.fromkeys(("k_cache", "v_cache"), cache)
     indices = dict.fromkeys(("tables", "starts", "lengths"), "*i32")
     ints = dict.fromkeys(("B", "window", *STRIDES, "table_b", "span"), "i32")

@@ -1,7 +1,7 @@
 r"""Causal attention of a ragged batch whose keys and values lie in a paged cache, read through the block table.
 
-The math is that of ``attention.py``. A row's queries are the last tokens of its sequence; a query at position i sees
-the positions j of its own sequence with i - window < j <= i. Inference only: no gradient.
+The math is that of ``packed/attention.py``. A row's queries are the last tokens of its sequence; a query at position i
+sees the positions j of its own sequence with i - window < j <= i. Inference only: no gradient.
 
 Some models change the scores s: with ``softcap`` c they become c tanh(s / c) (Gemma 2, arXiv:2408.00118); ``sinks``
 ``[H]`` are scores of their own, which take part in the softmax and have no value (gpt-oss, arXiv:2508.10925); with
@@ -42,7 +42,7 @@ from ....costs.work import Cost, visible_keys, visible_pairs
 from ... import shapes
 from ...lang.jit import TRITON_TARGETS, available
 from ...numerics import compute_dtype, sample
-from ...registry import Case, Implementation, Op, register
+from ...registry import Case, Implementation, Op, in_torch, register
 from .batch import PagedBatch
 from .cache_codes import values_of
 from .kv_cache_write import BLOCK_SIZE, example_batch
@@ -263,8 +263,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: tiled, ("any",)),
-            "torch_uniform": Implementation("torch", lambda: tiled_uniform, ("any",), batch_invariant=True),
+            "torch": in_torch(tiled),
+            "torch_uniform": in_torch(tiled_uniform, batch_invariant=True),
             "hopper": Implementation("triton", lambda: _dispatch().best_on_hopper(), ("sm_90",)),
             "triton": Implementation("triton", lambda: available(_dispatch().PagedTriton(bulk=True))(), TRITON_TARGETS),
             "cuda_hopper": Implementation(

@@ -138,7 +138,7 @@ SPAN = 256
 """Positions that ``decode_spans.py`` sums apart."""
 PREFILL_TILING = PrefillTiling()
 SPAN_TILING = PrefillTiling(bn=32, span=SPAN)
-"""The tiling whose sums are those of ``decode_spans.py``."""
+"""The tiling that sums in the same order as ``decode_spans.py``."""
 SPAN_WIDE_TILING = PrefillTiling(bm=16, bn=32, warps=1, stages=2, span=SPAN)
 """The same for heads of 256 on GPUs without products of warpgroups: there the warps of a program that has fewer rows
 than a head has numbers share the columns of a tile, and add in another order than the single warp of a decode row."""

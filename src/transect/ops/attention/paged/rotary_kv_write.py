@@ -1,6 +1,6 @@
 r"""Everything between the projections and paged attention in one launch: rotate q and k, write k and v to the cache.
 
-For token t of the step, with slot s(t) (``kv_cache_write.py``) and the rotation R of its position (``rotary.py``):
+For token t, with slot s(t) (``kv_cache_write.py``) and the rotation R of its position (``position/rotary.py``):
 
     q'_t = R_t norm(q_t)        K[s(t)] = R_t norm(k_t)        V[s(t)] = v_t
 
@@ -28,14 +28,14 @@ from torch import Tensor
 from ....costs.work import Cost
 from ....hardware.targets import FP8_TARGETS
 from ... import shapes
-from ...lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, runs_triton, tl
+from ...lang.jit import in_triton, kernel, next_power_of_2, require, runs_triton, tl
 from ...lang.tiles import also, let_next_begin, wait_for_previous
 from ...norm import rms_norm
 from ...numerics import sample
 from ...position import rotary
 from ...position.rotary import CHOICES, check_shapes, joined_projection, turned_by
 from ...position.rotary import rule as plain_rule
-from ...registry import Case, Implementation, Kernel, Knobs, Op, register
+from ...registry import Case, Kernel, Knobs, Op, in_torch, register
 from ...tuning import Config, choose
 from . import kv_cache_write
 from .batch import PagedBatch
@@ -402,8 +402,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation("triton", available(triton_rotary_kv_write), TRITON_TARGETS, batch_invariant=True),
+            "torch": in_torch(reference, batch_invariant=True),
+            "triton": in_triton(triton_rotary_kv_write, batch_invariant=True),
         },
         examples=_examples,
         peers={"torch": reference},

@@ -35,7 +35,7 @@ from ....costs.work import Cost
 from ... import shapes
 from ...lang.jit import TRITON_TARGETS, available_from, tl
 from ...numerics import sample
-from ...registry import Case, Implementation, Kernel, Op, register
+from ...registry import Case, Implementation, Kernel, Op, in_torch, register
 from ..linear import fixed_rows
 
 KERNELS = f"{__package__}.triton"
@@ -176,8 +176,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",)),
-            "torch, fixed rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
+            "torch": in_torch(reference),
+            "torch, fixed rows": in_torch(by_fixed_rows, batch_invariant=True),
             "triton": Implementation("triton", available_from(KERNELS, "triton_add_low_rank"), TRITON_TARGETS),
             "triton, rows alone": Implementation(
                 "triton", available_from(KERNELS, "triton_each_row"), TRITON_TARGETS, batch_invariant=True

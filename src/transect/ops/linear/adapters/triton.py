@@ -16,12 +16,12 @@ from ...lang.jit import INTERPRETED, kernel, kernel_of_numbers, require, tl
 from ...lang.tiles import also, dot, let_next_begin, wait_for_previous
 
 FEW = 256
-"""Rows up to which each is a program of its own."""
+"""Most rows for which each row is a program of its own."""
 MOST_SPLITS = 16
 SPAN = 512
 """Fewest inputs of a part of the sum."""
 A_TILE, B_TILE = 16384, 16384
-"""Numbers of a factor that a program has at a time, where a row is a program of its own."""
+"""Elements of a factor that a program loads at a time, where a row is a program."""
 COLUMNS = 256
 """Outputs of a warp there: a thread has all ranks of eight outputs, so that no sum crosses threads."""
 MANY = 2048

@@ -61,9 +61,9 @@ class Choice:
 def key(
     m: int, n: int, k: int, gated: bool = False, stream: bool = False, alone: bool = False, invariant: bool = False
 ) -> str:
-    """Return the name of a size in a file of choices: rows rounded up to one of ``ROWS``, the weight's size as it is.
-    ``stream``: for ``stream_products.py``. ``alone``: by itself, not in a chain of layers. ``invariant``: for
-    ``invariant.py``."""
+    """Return the key of a size in a file of choices: rows rounded up to one of ``ROWS``, and the exact size of the
+    weight. ``stream``: for ``stream_products.py``. ``alone``: for products outside a chain of layers. ``invariant``:
+    for ``invariant.py``."""
     of = f"{' gated' * gated}{' stream' * stream}{' alone' * alone}{' invariant' * invariant}"
     return f"{_rounded(m)}x{n}x{k}{of}"
 

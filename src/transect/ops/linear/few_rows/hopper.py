@@ -93,7 +93,7 @@ INVARIANT: tuple[Compiled, ...] = (
     (0, 0, 192, 2, 1, 2, 1),
     (1, 0, 256, 2, 1, 2, 1),
 )
-"""Those that are compiled for ``invariant.py`` besides."""
+"""Further tilings, which are compiled for ``invariant.py``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ Tiling = HopperTiling | CudaTiling
 
 
 class InvariantRows:
-    """Products of any number of rows. Launches share counters, so those of one instance must be on one stream."""
+    """Products of any number of rows. Launches of one instance share counters, so they must be on one stream."""
 
     def __init__(self) -> None:
         self._kernels: dict[torch.device, tuple[CudaRows, HopperRows] | None] = {}

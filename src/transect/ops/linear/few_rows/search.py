@@ -105,8 +105,8 @@ def cuda_tilings(m: int, n: int, k: int, gated: bool, units: int = 132) -> list[
 
 
 def hopper_tilings(m: int, n: int, k: int, gated: bool, units: int = 132) -> list[Choice]:
-    """List those of ``hopper.candidates``, and the same with smaller rings that leave shared memory for another
-    kernel's."""
+    """List the tilings of ``hopper.candidates``, and the same with smaller rings that leave shared memory to another
+    kernel."""
     found = []
     columns = n // 2 if gated else n
     for tiling in hopper.candidates(m, columns, k, gated=gated, units=units):
@@ -276,7 +276,7 @@ def _calls(multiply: Multiply, choice: Choice, x: Tensor, weights: Iterable[Tens
 
 
 def entries(found: Iterable[ProductTimes]) -> dict[str, dict[str, Any]]:
-    """Build the lines of a file of choices. A gate with a launch of its own follows the product that was measured with
+    """Build the lines of a file of choices. A gate in its own launch belongs to the product that was measured with
     it."""
     lines: dict[str, dict[str, Any]] = {}
     for each in found:

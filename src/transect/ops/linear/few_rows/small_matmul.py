@@ -3,7 +3,7 @@ r"""Product of 1 to 256 rows with a weight: a linear layer in decode.
     Y = X W^T + b
 
 Shapes: x ``[M, K]``, weight ``[N, K]`` with neighbouring k side by side, bias ``[N]``, result ``[M, N]``; float32
-inside. Inference only; training has enough rows for ``matmul.py``, which has the gradient.
+inside. Inference only; training has enough rows for ``many_rows/matmul.py``, which has the gradient.
 
 Bound by bytes for few rows: 2 M N K FLOPs against 2 N K bytes of weights in bfloat16 is M FLOPs per byte, where an H200
 needs about 185. So the weights must be read once, at the full bandwidth of memory. This leads to the design:
@@ -55,7 +55,7 @@ from ....hardware.device import target_of
 from ....hardware.targets import PLAIN_TARGETS, TARGETS
 from ... import shapes
 from ...lang import cuda
-from ...lang.jit import TRITON_TARGETS, available
+from ...lang.jit import TRITON_TARGETS, available, in_triton
 from ...numerics import compute_dtype, sample
 from ...registry import Case, Implementation, Kernel, Op, Unavailable, register
 from . import choices
@@ -304,7 +304,7 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "triton": Implementation("triton", available(by_triton), TRITON_TARGETS),
+            "triton": in_triton(by_triton),
             "cuda": Implementation(
                 "cuda",
                 lambda: CudaRows(),

@@ -276,7 +276,8 @@ class Counters:
 
 
 class TritonRows:
-    """``small_matmul(x, weight, bias=None, *, tiling=None)`` by the kernels here, with counters of its own."""
+    """``small_matmul(x, weight, bias=None, *, tiling=None)`` by these kernels. Each instance has counters of its
+    own."""
 
     def __init__(self) -> None:
         self._counters = Counters()

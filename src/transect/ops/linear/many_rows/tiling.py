@@ -78,8 +78,8 @@ def tiling_of(config: Config) -> ManyRowsTiling:
 
 
 def choose(x: Tensor, weight: Tensor, gated: bool, residual: bool) -> ManyRowsTiling:
-    """Return the tiling of a product on the device of ``x``: tuned where the operands lie as they were when it was
-    tuned."""
+    """Return the tiling of a product on the device of ``x``: the tuned one if the operands have the layout it was tuned
+    for."""
     m, k = x.shape
     if INTERPRETED:
         return SMALL

@@ -1,9 +1,9 @@
 """``block_tiles.cuh``: the product of many rows with a packed weight on Hopper. Tiles of the weight are decoded in
 registers, which Hopper's own tensor-core products (wgmma) read. How a product is cut, and the call.
 
-Shapes as in ``gguf_matmul.py`` and ``int4_matmul.py``; x bfloat16. A weight is rounded to bfloat16, and so are its
-group's scale and minimum before. Sums in float32. Bound by the bytes of the weight for the fewest rows, by the tensor
-cores from about 200 on.
+Shapes as in ``gguf/gguf_matmul.py`` and ``int4/int4_matmul.py``; x bfloat16. A weight is rounded to bfloat16, and so
+are its group's scale and minimum before. Sums in float32. Bound by the bytes of the weight for the fewest rows, by the
+tensor cores from about 200 on.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def refusal(outputs: int, bias: Tensor | None, gated: bool) -> str | None:
 
 
 class Tiles:
-    """A launcher of ``block_tiles.cuh``. Launches share counters, so those of one instance must be on one stream.
+    """A launcher of ``block_tiles.cuh``. Launches of one instance share counters, so they must be on one stream.
 
     Raises:
         Unavailable: not a Hopper GPU, or no nvcc to build the kernels with.

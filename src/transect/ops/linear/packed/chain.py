@@ -1,5 +1,5 @@
 r"""``chain.cuh``: the four products between the attention of a layer and that of the next, for one row, in one launch.
-``scaled8_chain.py``, ``int4_chain.py`` and ``gguf_chain.py`` say how weights are held.
+``eight_bit/scaled8_chain.py``, ``int4/int4_chain.py`` and ``gguf/gguf_chain.py`` say how weights are held.
 
     t = a O^T + r                          h = (t s / rms(t)) [G; U]^T
     u = (silu(h_G) h_U) W^T + t            y = (u s' / rms(u)) Q^T + b

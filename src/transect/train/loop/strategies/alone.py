@@ -38,7 +38,7 @@ class Alone:
     writers = 1
     """Number of ranks that write a part of the state to a checkpoint."""
     wide = False
-    """True if gradients have the dtype of their sums, not that of the weights."""
+    """True if gradients have the dtype of their sums instead of the weights' dtype."""
     units: Sharded | None = None
     """Layers of a model whose weights are sharded, after ``take``."""
     upload: FileUpload | None = None

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from .....costs.work import Cost
 from .... import shapes
-from ....lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, require, rows_of, tl
+from ....lang.jit import INTERPRETED, in_triton, kernel, require, rows_of, tl
 from ....lang.tiles import dot
 from ....numerics import compute_dtype, sample
-from ....registry import Case, Implementation, Kernel, Op, register
+from ....registry import Case, Implementation, Kernel, Op, in_torch, register
 from . import scaled8_rows
 
 
@@ -143,8 +143,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",)),
-            "triton": Implementation("triton", available(triton_scaled8), TRITON_TARGETS),
+            "torch": in_torch(reference),
+            "triton": in_triton(triton_scaled8),
             "cuda": Implementation(
                 "cuda",
                 lambda: scaled8_rows.CudaRows8(),

@@ -4,7 +4,7 @@ streamed once, a byte a number, and decoded in registers. x stays bfloat16 (W8A1
 GPUs other than Hopper that convert fp8 in hardware multiply 9 to 16 rows by the Triton kernel of
 ``few_rows/triton.py``, whose tiles are quicker than deep rings of each warp where a block has 99 KiB.
 
-The kernels are those of ``small_matmul.cu`` (``few_rows/small_rows.cuh``), so a norm may stand on either side
+The kernels are those of ``few_rows/small_matmul.cu`` (``few_rows/small_rows.cuh``), so a norm may stand on either side
 (``stream_products.py``) and a gate behind. Shapes as in ``scaled8_tiles.py``; x bfloat16 below 2^64, whose digits below
 2^-57 are lost. Sums in float32.
 """

@@ -30,7 +30,7 @@ from .... import shapes
 from ....lang.jit import INTERPRETED, available, kernel, multiprocessors, tl
 from ....lang.tiles import INTERPRETS, after_previous, describe
 from ....numerics import compute_dtype, sample
-from ....registry import Case, Implementation, Kernel, Op, register
+from ....registry import Case, Implementation, Kernel, Op, in_torch, register
 from ...few_rows.triton import Counters, add_parts
 from ...many_rows.triton import tile_of
 from . import scaled8_hopper, scaled8_rounding
@@ -48,7 +48,7 @@ def dense(codes: Tensor, scale: Tensor, fp8: bool, dtype: torch.dtype = torch.fl
 
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = True) -> Tensor:
-    """Compute the product by torch; shapes as above. Codes are those of x in float32."""
+    """Compute the product by torch; shapes as above. x is rounded to codes from float32."""
     wide = compute_dtype(x.dtype)
     a, s = rounded(x, fp8, scale.ndim == 2)
     shares = (a.view(torch.float8_e4m3fn) if fp8 else a).to(wide)
@@ -417,7 +417,7 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",)),
+            "torch": in_torch(reference),
             "triton": Implementation("triton", available(Tiles8()), FP8_TARGETS, refusal=_refusal),
             "cuda": _hopper_implementation(scaled8_hopper.FP8),
             "cuda_int8": _hopper_implementation(scaled8_hopper.WHOLE),

@@ -166,7 +166,7 @@ def _plane(part: Tensor, width: int) -> Tensor:
 
 
 def dense(arranged: Tensor, kind: BlockUnits, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values ``[O, I]`` of arranged bytes; to the bit those of the file in float32."""
+    """Return the values ``[O, I]`` of arranged bytes, bit-identical to the file's values in float32."""
     down, across, _ = arranged.shape
     codes = torch.zeros((), dtype=torch.uint8, device=arranged.device)
     first = below = 0

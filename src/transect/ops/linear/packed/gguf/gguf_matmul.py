@@ -31,9 +31,9 @@ from .....formats.ggml_blocks import BLOCK_TYPES
 from .....hardware.device import target_of
 from .....spec.numbers.gguf import UNITS, BlockUnits
 from .... import shapes
-from ....lang.jit import TRITON_TARGETS, available, kernel, require, rows_of, runs_triton, tl
+from ....lang.jit import TRITON_TARGETS, in_triton, kernel, require, rows_of, runs_triton, tl
 from ....numerics import compute_dtype, sample
-from ....registry import Case, Implementation, Kernel, Op, Unavailable, register
+from ....registry import Case, Implementation, Kernel, Op, Unavailable, in_torch, register
 from ... import gate_up
 from .. import block_tiles
 from . import gguf_chain, gguf_row, gguf_rows, gguf_tiles
@@ -313,8 +313,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": Implementation("torch", lambda: reference, ("any",)),
-            "triton": Implementation("triton", available(triton_gguf_matmul), TRITON_TARGETS),
+            "torch": in_torch(reference),
+            "triton": in_triton(triton_gguf_matmul),
             "cuda": Implementation(
                 "cuda",
                 lambda: gguf_rows.GGUFRows(),

@@ -1,4 +1,4 @@
-r"""4-bit codes in groups back to the weights they stand for; training over a frozen 4-bit base multiplies by these.
+r"""Dequantize 4-bit codes in groups; training over a frozen 4-bit base multiplies by the result.
 
     W[n, k] = scale[n, k // G] * code[n, k] + zero[n, k // G]
 
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from .....costs.work import Cost
 from .... import shapes
-from ....lang.jit import TRITON_TARGETS, available, kernel, require, tl
+from ....lang.jit import in_triton, kernel, require, tl
 from ....numerics import compute_dtype, sample
-from ....registry import Case, Implementation, Kernel, Op, register
+from ....registry import Case, Kernel, Op, register
 from .int4_packing import pack, unpack
 
 ROWS, WARPS = 8, 4
@@ -124,7 +124,7 @@ register(
         name="int4_dequantize",
         reference=reference,
         cost=cost,
-        implementations={"triton": Implementation("triton", available(triton_dequantize), TRITON_TARGETS)},
+        implementations={"triton": in_triton(triton_dequantize)},
         examples=_examples,
         peers={"torch": reference},
         cases=_cases,

@@ -35,8 +35,8 @@ a chain of launches (``benchmarks/ops/int4.py``):
 * The Triton kernel of ``triton.py`` runs other dtypes and GPUs.
 
 Source: the formats of GPTQ (Frantar et al. 2022, arXiv:2210.17323) and AWQ (Lin et al. 2023, arXiv:2306.00978), with
-the or-trick of Kim et al. 2022, arXiv:2211.10017; split sums as in ``small_matmul.py``. What bounds 16 rows, and what
-was tried and lost, is in ``docs/lab-notes/int4.md``.
+the or-trick of Kim et al. 2022, arXiv:2211.10017; split sums as in ``few_rows/small_matmul.py``. What bounds 16 rows,
+and what was tried and lost, is in ``docs/lab-notes/int4.md``.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ from .....hardware.device import target_of
 from .....hardware.targets import NVIDIA_TARGETS
 from .... import shapes
 from ....lang.jit import (
-    TRITON_TARGETS,
-    available,
+    in_triton,
 )
 from ....numerics import compute_dtype, sample
 from ....registry import Case, Implementation, Knobs, Op, Unavailable, register
@@ -193,7 +192,7 @@ def cost(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Cost:
 
 
 class Prepared:
-    """A peer that keeps a weight in an order of its own: made at the first call, dropped with the weight."""
+    """A peer that converts a weight to its own order at the first call; the copy is dropped with the weight."""
 
     def __init__(self, make: Callable[[Tensor, int, torch.dtype], Any], call: Callable[..., Tensor]) -> None:
         self._make, self._call = make, call
@@ -308,7 +307,7 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "triton": Implementation("triton", available(by_triton), TRITON_TARGETS),
+            "triton": in_triton(by_triton),
             "cuda": _in_cuda(int4_rows.CudaCodes, "int4_matmul.cu", dependent_launch=False),
             "cuda_dependent": _in_cuda(int4_rows.CudaCodes, "int4_matmul.cu", dependent_launch=True),
             "hopper": _in_cuda(int4_hopper.HopperCodes, "int4_matmul_hopper.cu", dependent_launch=False),

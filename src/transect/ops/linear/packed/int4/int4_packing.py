@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GROUPS = (32, 64, 128)
+from .....spec.numbers.int4 import GROUPS as GROUPS
+
 CHUNK = 128
 """k in a tile of ``arrange``."""
 

@@ -29,7 +29,7 @@ TILE_COLUMNS, TILE_SIXTEENS = 256, 16
 COLUMNS = (1, 2, 3, 4)
 """The compiled numbers of sixteens of W for a warp at a time."""
 ENOUGH = 24
-"""Spans of 128 k (1 KiB of codes) of a block on their way that keep memory busy: a guess."""
+"""Spans of 128 k (1 KiB of codes) that a block must have in flight to keep memory busy: a guess."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from .int4_packing import CHUNK, group_of, is_arranged
 SHARED = 227 * 1024
 """Bytes of shared memory of a block."""
 BESIDE = 113 * 1024
-"""Shared memory of a block that leaves room for one of the next launch beside it."""
+"""Shared memory of a block with which a block of the next launch still fits on the multiprocessor."""
 BESIDE_ROWS = 16
 """Up to this many rows of X at a time, a block's registers leave that room too."""
 ROWS = (8, 16, 32)

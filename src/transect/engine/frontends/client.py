@@ -1,5 +1,5 @@
-"""``Generates``: the methods that users call, on top of a stream of updates. ``AsyncEngine`` and ``Replicas`` share
-it."""
+"""``EngineClient``: the methods that users call, on top of a stream of updates; the base of ``AsyncEngine`` and
+``Replicas``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from ...checkpoints.peft_config import AdapterFiles, adapter_folder
-from ...text.output_processor import Given, Update
+from ...text.output_processor import Update
 from ...text.outputs import RequestOutput
 from ..executors.pooling import PARAMS, EmbeddingOutput, Pooling, PoolingParams, embedding_output
 from ..scheduling.sampling_params import SamplingParams
@@ -19,8 +19,8 @@ from . import wire
 from .inputs import LoRARequest, check_params, prompt_token_ids, truncated
 
 
-class Generates(ABC):
-    """Texts and embeddings of prompts."""
+class EngineClient(ABC):
+    """An engine that generates text and embeddings for prompts, as an asyncio object."""
 
     tokenizer: Any
     default_pooling: Pooling
@@ -45,21 +45,10 @@ class Generates(ABC):
 
     @abstractmethod
     def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str,
-        *,
-        prompt: str | None = None,
-        priority: int = 0,
-        pooling: Pooling | None = None,
-        client: str = "",
-        weight: float = 1.0,
-        adapter: AdapterFiles | None = None,
-        output_token_ids: Given | None = None,
-        session: str = "",
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[Update, None]:
-        """Yield deltas of all choices until each has had its terminal update. Raises as ``generate`` does."""
+        """Yield deltas of all choices until each has had its terminal update; ``options`` are the fields of
+        ``RequestOptions``. Raises as ``generate`` does."""
 
     @abstractmethod
     async def abort(self, request_id: str, choice: int | None = None) -> None:
