@@ -279,13 +279,15 @@ class StepBudget:
             if not seq.request.spec.in_one_piece:
                 felt.append(count)
         decodes = StepLoad(rows, keys)
-        alone = self.times.alone(decodes._replace(tokens=rows + expected))
-        ratio = AUTO_RATIO / self.times.late
-        seconds = target or min(ratio * alone, self._turns.seconds / self.times.late)
+        weights = {} if target or self._config.pipeline_depth > 1 else _weights(running, waiting)
+        shared, counted = len(weights) > 1 or expected > 0, decodes._replace(tokens=rows + expected)
+        alone = self.times.alone(counted) if shared else self.times.predict(counted)
+        late = self.times.late if shared else 1.0
+        seconds = target or min(AUTO_RATIO * alone, self._turns.seconds) / late
         parts: Mapping[str, float] = {}
-        if not target and self._config.pipeline_depth == 1:
+        if weights:
             clients = {client for client, _, _ in prompts}.union(waiting.new.by_client)
-            parts = self.rooms.of_step(_weights(running, waiting), clients, ratio, expected > 0)
+            parts = self.rooms.of_step(weights, clients, AUTO_RATIO / late, expected > 0)
             self._room = decodes, seconds - alone
         here = [(count, done) for client, count, done in prompts if parts.get(client, 1.0) > 0.0]
         rows += sum(client not in parts for client, _, _ in prompts)
