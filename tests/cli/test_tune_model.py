@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from transect.cli import main, tune_model
+from transect.hardware.device import own_target
 from transect.ops.linear.few_rows import choices, search
 from transect.ops.linear.few_rows.choices import Choice
 
@@ -21,7 +22,7 @@ SIZES = {
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A folder with a model's sizes, on a GPU that pretends: at 48 rows another kernel than cuBLAS wins."""
     monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path))
     for name, value in {
@@ -41,9 +42,13 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
     monkeypatch.setattr(search, "search", measured)
     monkeypatch.setattr(search, "multiplier", lambda: None)
-    choices.choices.cache_clear(), choices.chosen.cache_clear()
+    caches = (choices.choices, choices.chosen, own_target)
+    for cached in caches:
+        cached.cache_clear()
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
-    return tmp_path
+    yield tmp_path
+    for cached in caches:
+        cached.cache_clear()
 
 
 def tune(*arguments: str) -> None:
