@@ -263,7 +263,8 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "torch": in_torch(tiled),
+            # Looked up at each load: a rung of ``transect learn`` replaces it.
+            "torch": Implementation("torch", lambda: tiled, ("any",)),
             "torch_uniform": in_torch(tiled_uniform, batch_invariant=True),
             "hopper": Implementation("triton", lambda: _dispatch().best_on_hopper(), ("sm_90",)),
             "triton": Implementation("triton", lambda: available(_dispatch().PagedTriton(bulk=True))(), TRITON_TARGETS),
