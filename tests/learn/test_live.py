@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,15 @@ def python(script: str, *arguments: str, **environment: str) -> str:
 
 def put_in(here: Placed) -> dict[str, str]:
     return {"PYTHONPATH": here.environment["PYTHONPATH"]}
+
+
+PLACES = [target for rung in all_rungs().values() if rung.live for target in rung.live.pieces if ":" in target]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_product_has_the_place_of_each_piece(place: str) -> None:
+    name, _, path = place.partition(":")
+    assert attrgetter(path)(importlib.import_module(name))
 
 
 @pytest.mark.parametrize("blocks", [40, 9])
