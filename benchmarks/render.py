@@ -650,6 +650,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "beside-heavy-work": lambda: fair_sharing.beside_table(_load("cpu/fair_sharing.json")),
     "virtual-soak": lambda: virtual_soak.table(_load("cpu/virtual_soak.json")),
     "soak": once_recorded("cpu/soak.json", "benchmarks/server/soak.py --minutes 10 --window 30", soak.table),
+    "soak-hour": once_recorded("cpu/soak_hour.json", "benchmarks/server/soak.py", soak.table),
     "server-threads": once_recorded(
         "cpu/server_threads.json", "benchmarks/server/engine_threads.py", engine_threads.table
     ),
