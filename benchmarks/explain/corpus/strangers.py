@@ -175,7 +175,7 @@ def healthy_compiled_transformer(fast):
             return self.head(self.blocks(x))
 
     data = torch.randint(0, 512, (20000,))
-    model = torch.compile(TinyGPT())
+    model: nn.Module = torch.compile(TinyGPT())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
     def get_batch(batch_size=8, block_size=128):
