@@ -183,39 +183,3 @@ def test_one_step_that_seemed_short_does_not_undo_what_was_learned():
         times.learn(work, 4.8e-3)
     assert times.predict(work) == pytest.approx(4.8e-3, rel=0.15)
     assert times.predict(StepLoad(500)) == pytest.approx(54e-3, rel=0.15)
-
-
-def test_decodes_take_at_most_what_they_took_last():
-    """Chunks of like sizes do not tell the time of any step from that of their tokens: after some slow steps and small
-    chunks, decodes of 10 ms were predicted to take 26."""
-    times, decode = StepTimes(), StepLoad(1, 800, 0, 1)
-    for _ in range(300):
-        times.learn(decode, 10e-3)
-    for tokens, seconds, count in ((9, 22e-3, 200), (9, 53e-3, 130), (1, 26e-3, 100), (15, 30e-3, 100)):
-        for _ in range(count):
-            times.learn(StepLoad(1 + tokens, 800, 100 * tokens, 2, 1, context=100), seconds)
-    assert times.predict(decode) > 15e-3
-    assert times.alone(decode) == pytest.approx(10e-3, rel=0.05)
-    assert times.alone(StepLoad(2, 1600, 0, 2)) > times.alone(decode)
-    for _ in range(60):
-        times.learn(decode, 18e-3)
-    assert times.alone(decode) == pytest.approx(18e-3, rel=0.1), "a device that is slower is followed"
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.05, 0.12])
-def test_the_time_that_few_steps_with_prompts_exceed(noise):
-    rng, times = random.Random(0), StepTimes()
-    beyond = []
-    for number in range(4000):
-        tokens = rng.randint(2, 40)
-        mixed = StepLoad(1 + tokens, 500, tokens * 100, 2, 1, context=100 + tokens)
-        work = mixed if number % 4 else StepLoad(1, 500, 0, 1)
-        seconds = (5e-3 + 1e-3 * work.tokens) * rng.lognormvariate(0, noise)
-        if number > 1000 and work.chunks:
-            beyond.append(seconds > times.late * times.predict(work))
-        times.learn(work, seconds)
-    assert statistics.mean(beyond) < 0.03
-    assert 1.0 <= times.late < 1.1 + 3 * noise
-    copy = StepTimes()
-    copy.restore(times.state())
-    assert copy.late == times.late and copy.alone(StepLoad(1, 500)) == times.alone(StepLoad(1, 500))

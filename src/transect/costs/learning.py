@@ -44,11 +44,6 @@ tokens, and steps deep in a long prompt be too long."""
 FEW_TOKENS, FEW_SMOOTHING = 2, 0.25
 """Most tokens of a chunk whose time is mainly that of reading its context, and the weight of the newest measurement in
 ``_few``."""
-RARELY, LATER, MOST_LATE = 0.01, 0.05, 1.35
-"""Share of steps with prompts that take longer than ``StepTimes.late`` predictions, the largest correction of ``late``
-by such a step, and its largest value: where steps vary more, prompts still need a part of each."""
-USUAL_SMOOTHING, USUAL_MOST = 1 / 8, 1.5
-"""Weight of the newest step without prompts in their usual time, and its largest value in units of that time."""
 SHORTEST = 1e-7
 """Seconds below which a step is shorter than the resolution of clocks, and is not learned from."""
 SURPRISE = 3.0
@@ -60,7 +55,7 @@ Part = tuple[int, float]
 """A part of the time, and the amount of it in a step."""
 _BASE, _KEYS, _PAIRS, _SCORED, _CONTEXT = 0, *range(len(KNOTS), len(KNOTS) + 4)
 """Indices of the parts; those of the tokens are between, one for each stretch between two knots."""
-_STATE = ("steps", "error", "late", "measured", "predicted", "_parts", "_unknown", "_first", "_few", "_usual")
+_STATE = ("steps", "error", "measured", "predicted", "_parts", "_unknown", "_first", "_few")
 _WHOLE = [(part, 1.0) for part in range(len(KNOTS))]
 """Parts of ``base`` and whole stretches."""
 
@@ -73,8 +68,6 @@ class StepTimes:
         """Number of steps learned from."""
         self.error = 0.0
         """Smoothed mean of the relative errors of predictions."""
-        self.late = 1.0
-        """Measured time over predicted that ``RARELY`` is exceeded by a step with prompts; at least 1."""
         self.measured = self.predicted = 0.0
         """Total seconds of those steps: measured, and as predicted before each."""
         self._parts = [0.0] * (_CONTEXT + 1)
@@ -87,8 +80,6 @@ class StepTimes:
         self._few = 0.0
         """Smoothed seconds per context position in chunks of few tokens; 0 before the first. If all chunks have similar
         sizes, the times of positions and of pairs cannot be separated."""
-        self._usual = 0.0, 0, 0
-        """Smoothed seconds of steps without prompts, and the tokens and keys of the newest one."""
         self._ends = [0.0] * len(KNOTS)
         """Predicted seconds of a step without attention, at each knot."""
         self._keys = self._pairs = self._scored = self._context = 0.0
@@ -99,13 +90,6 @@ class StepTimes:
         """Predict the seconds of a step; 0 before the first measurement. More work never takes less time: a part with
         little data may be negative, and then counts as zero."""
         return self._seconds(load[0], load[1], load[2], load.scored, load.context)
-
-    def alone(self, decodes: StepLoad) -> float:
-        """Predict the seconds of a step without prompts: at most what such steps took lately. Beside prompts in chunks
-        of about the same size, the time of any step cannot be told from that of their tokens."""
-        seconds, tokens, keys = self._usual
-        known = self.predict(StepLoad(tokens, keys)) if tokens else 0.0
-        return self.predict(decodes) * (min(seconds / known, 1.0) if known > 0 else 1.0)
 
     def with_chunk(self, beside: StepLoad, tokens: int, context: int = 0, *, scored: bool = False) -> float:
         """Predict the seconds of a step like ``beside`` with ``tokens`` in all; arguments as of ``most_tokens``."""
@@ -151,23 +135,13 @@ class StepTimes:
         self.steps += count
         self.measured += count * seconds
         self.predicted += count * expected
-        beyond = seconds - self.late * expected
         seconds = min(seconds, SURPRISE * expected) if expected > 0 else seconds
         if load.chunks and load.pairs <= FEW_TOKENS * load.context:
             beside = self._seconds(load.rows - load.chunks, load.keys, 0, 0, 0)
             each = max(seconds - beside, SHORTEST) / load.context
             self._few += (each - self._few) * (FEW_SMOOTHING if self._few else 1.0)
-        if not load.chunks:
-            usual = self._usual[0] or seconds
-            weight = 1 - (1 - USUAL_SMOOTHING) ** count
-            usual += weight * (min(seconds, USUAL_MOST * usual) - usual)
-            self._usual = usual, load.tokens, load.keys
         spread = self._spread(parts)
-        deviation = math.sqrt(max(sum(share * spread[part] for part, share in parts), 0.0))
-        if load.chunks and deviation < NOISE * expected:
-            more = min(max(beyond / expected, 0.0), LATER)
-            self.late = min(max(self.late + more - RARELY * LATER, 1.0), MOST_LATE)
-        sure = expected - DEVIATIONS * deviation
+        sure = expected - DEVIATIONS * math.sqrt(max(sum(share * spread[part] for part, share in parts), 0.0))
         before, self._short = self._short, SURPRISE * seconds < sure
         if not self._short:
             weight = SMOOTHING if count == 1 else 1 - (1 - SMOOTHING) ** count
@@ -194,8 +168,7 @@ class StepTimes:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what another instance has learned: its ``state``."""
         for name in _STATE:
-            if name in state:  # it may be that of an earlier version
-                setattr(self, name, deepcopy(state[name]))
+            setattr(self, name, deepcopy(state[name]))
         self._sum_up()
 
     def most_tokens(self, seconds: float, beside: StepLoad, context: int, limit: int, *, scored: bool = False) -> int:

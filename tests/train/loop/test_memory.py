@@ -76,7 +76,7 @@ def test_a_tiny_run_says_what_it_takes(tmp_path):
 
 def test_eight_bit_moments_do_not_depend_on_how_many_blocks_go_together(monkeypatch):
     def run(chunk):
-        monkeypatch.setattr(adamw8bit, "CHUNK", chunk)
+        monkeypatch.setattr(adamw8bit, "MOMENT_BLOCKS", chunk)
         generator = torch.Generator().manual_seed(0)
         weight = torch.nn.Parameter(torch.randn(73, 91, generator=generator).bfloat16())
         made = adamw8bit.AdamW8bit(OptimizerConfig(name="adamw8bit"), {"w": weight})

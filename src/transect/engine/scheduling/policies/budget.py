@@ -67,9 +67,6 @@ PROBE = 8
 """One of this many steps that a read makes longer has a chunk of two tokens. Chunks of about as many tokens as each
 other do not tell the time of a read from that of the tokens that attend to it, and a read that looks slow makes chunks
 grow, and steps with them."""
-LOOK = 32
-"""Most consecutive steps with prompts beside streams of other clients. Then a step without prompts shows the time of
-the decodes alone, of which the target is a multiple."""
 PAUSES = 32
 """Most steps without prompts for each step with prompts that is longer than the target: where the decodes alone take
 almost as long as the target, prompts would wait until they end."""
@@ -132,8 +129,6 @@ class StepBudget:
         self.times = times
         self._share = 0.0
         """Smoothed share of steps with prompts."""
-        self._since = 0
-        """Steps with prompts since the last one without."""
         self._lengthened = 0
         """Steps that a read of context made longer."""
         self._debt = 0.0
@@ -217,7 +212,6 @@ class StepBudget:
         self.rooms.planned({client: each / room for client, each in seconds.items()} if room > 0 else {})
         self.recent.planned()
         self._share += SMOOTHING * (prompts - self._share)
-        self._since = self._since + 1 if prompts else 0
         more, less = self._next
         if prompts:
             self._debt += more
@@ -233,7 +227,7 @@ class StepBudget:
         self.rooms.discard()
         self.rooms.decoded(steps)
         self.recent.planned(steps)
-        self._share, self._since, self._debt, self._next = share, 0, 0.0, (0.0, math.inf)
+        self._share, self._debt, self._next = share, 0.0, (0.0, math.inf)
 
     def coming(
         self,
@@ -279,15 +273,12 @@ class StepBudget:
             if not seq.request.spec.in_one_piece:
                 felt.append(count)
         decodes = StepLoad(rows, keys)
-        weights = {} if target or self._config.pipeline_depth > 1 else _weights(running, waiting)
-        shared, counted = len(weights) > 1 or expected > 0, decodes._replace(tokens=rows + expected)
-        alone = self.times.alone(counted) if shared else self.times.predict(counted)
-        late = self.times.late if shared else 1.0
-        seconds = target or min(AUTO_RATIO * alone, self._turns.seconds) / late
+        alone = self.times.predict(decodes._replace(tokens=rows + expected))
+        seconds = target or min(AUTO_RATIO * alone, self._turns.seconds)
         parts: Mapping[str, float] = {}
-        if weights:
+        if not target and self._config.pipeline_depth == 1:
             clients = {client for client, _, _ in prompts}.union(waiting.new.by_client)
-            parts = self.rooms.of_step(weights, clients, AUTO_RATIO / late, expected > 0)
+            parts = self.rooms.of_step(_weights(running, waiting), clients, AUTO_RATIO, expected > 0)
             self._room = decodes, seconds - alone
         here = [(count, done) for client, count, done in prompts if parts.get(client, 1.0) > 0.0]
         rows += sum(client not in parts for client, _, _ in prompts)
@@ -306,8 +297,6 @@ class StepBudget:
                 return Budget(decodes.tokens, self._chunk, pause=True)
             if seconds > usual and self._lengthened % PROBE == 0:
                 most = min(most, rows + 1)
-        if self._since >= LOOK and self.rooms.charged and decodes.tokens:
-            return Budget(decodes.tokens, self._chunk, pause=True)
         tokens = even(self.times.most_tokens(seconds, beside, context, most, scored=scored), rows)
         if self._share > MANY:
             cheap = self._cheap(tokens, beside, context, scored)
@@ -333,8 +322,8 @@ class StepBudget:
         if part <= 0.0:
             return 0
         decodes, seconds = self._room
-        alone = self.times.alone(decodes)
-        read = self.times.with_chunk(decodes, decodes.tokens + 2, done, scored=scored) - self.times.predict(decodes)
+        alone = self.times.predict(decodes)
+        read = self.times.with_chunk(decodes, decodes.tokens + 2, done, scored=scored) - alone
         wanted = max(part * seconds, READS * read)
         if wanted >= seconds:
             return room
