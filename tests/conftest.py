@@ -60,7 +60,7 @@ left_out = pytest.StashKey[int]()
 MANY = 1000
 """After so many tests the dearest of them are named."""
 STAYING = 100_000
-"""Limit of old objects; more are excluded from garbage collection, in which a pass over so many takes 0.1 s."""
+"""Most old objects for garbage collection to scan, which takes 0.1 s; beyond that they are excluded from it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -155,7 +155,7 @@ class FusedStack:
             last = None if layer is not self._layers[-1] else wanted
             attended_THd = self._attend(layer, layer.qkv(normed_TD), (cos, sin), context, last)
             if last is not None:
-                if self._rows is not None:  # the next kernel may read these during the gather
+                if self._rows is not None:  # while this gathers, the next kernel may read them
                     self._rows.only(last.tokens_R)
                 x_TD = x_TD.index_select(0, last.tokens_R)
                 if not len(x_TD):

@@ -43,8 +43,7 @@ class Plan:
         """Give a prompt the tokens that it may take, one to ``most``. Returns how many."""
         count, client = seq.length - seq.scheduled, seq.request.spec.client
         taken = max(1, min(self.allows(count, client), most))
-        scored = seq.request.spec.params.prompt_logprobs is not None and not seq.request.prompt_done
-        load = StepLoad.of([(seq.scheduled, taken)], taken if scored else 0)
+        load = StepLoad.of([(seq.scheduled, taken)], taken if seq.request.scored else 0)
         self.taken[client] = joined(self.taken[client], load) if client in self.taken else load
         if client in self.rooms:
             self.rooms[client] = max(0, self.rooms[client] - taken)

@@ -312,6 +312,11 @@ class RequestState:
             self.prompt_logprobs = [None] * len(spec.prompt_token_ids)
 
     @property
+    def scored(self) -> bool:
+        """True while the prompt has tokens whose log-probabilities are to be computed."""
+        return self.spec.params.prompt_logprobs is not None and not self.prompt_done
+
+    @property
     def computed_tokens(self) -> int:
         """Tokens that were computed and drawn so far, for the client's account."""
         if self.first_scheduled is None:

@@ -326,7 +326,7 @@ class ServingInt4(Weight):
 
     def stream_product(self, products: StreamProducts) -> Int4Stream | None:
         kernel = self._products.rows
-        if self._spare or self.order is not None:  # a norm is as wide as the model, which is not padded to whole groups
+        if self._spare or self.order is not None:  # the norm has no columns of padding
             return None
         if kernel is not None:
             return Int4Stream(self, kernel)

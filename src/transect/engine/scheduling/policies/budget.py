@@ -431,7 +431,7 @@ def _scored(running: Listed[Sequence], waiting: WaitingQueue) -> bool:
     head = waiting.head()
     if head is not None and head.request.spec.params.prompt_logprobs is not None:
         return True
-    return any(not seq.request.prompt_done and seq.request.spec.params.prompt_logprobs is not None for seq in running)
+    return any(seq.request.scored for seq in running)
 
 
 def even(tokens: int, rows: int) -> int:
