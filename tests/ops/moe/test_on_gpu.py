@@ -14,13 +14,12 @@ from transect.ops.moe import (
     gating,
     grouped_blocks,
     grouped_gate_up,
-    grouped_linear,
     grouped_scaled8,
     ordering,
     router,
     routing,
 )
-from transect.ops.moe.triton import triton_grouped_gate_up
+from transect.ops.moe.triton import triton_grouped_gate_up, triton_grouped_linear
 from transect.ops.opset import resolve_ops
 from transect.spec.moe import MoEConfig
 from transect.spec.numbers.gguf import UNITS
@@ -81,7 +80,7 @@ def test_products_at_the_sizes_of_a_model(tokens, skewed):
     order, places, starts = ordering.triton_order(experts, 128)
     x, weight = drawn(tokens, 2048), drawn(128 * 768, 2048, seed=1, scale=0.02)
     down = drawn(128 * 2048, 768, seed=2, scale=0.02)
-    inner = grouped_linear.triton_grouped_linear(x, weight, starts, order)
+    inner = triton_grouped_linear(x, weight, starts, order)
     apart = x[torch.arange(tokens, device="cuda").repeat_interleave(8)][order.long()]
     for e in experts.unique().tolist():
         own = slice(int(starts[e]), int(starts[e + 1]))
@@ -94,7 +93,7 @@ def test_products_at_the_sizes_of_a_model(tokens, skewed):
         g, u = (apart[own].double() @ each[rows].double().T for each in (weight, up))
         want = g * g.sigmoid() * u
         assert (both[own] - want).abs().max() <= 2 * (want.bfloat16() - want).abs().max() + 1e-3
-    y = grouped_linear.triton_grouped_linear(inner, down, starts)
+    y = triton_grouped_linear(inner, down, starts)
     for e in experts.unique().tolist()[:5]:
         own = slice(int(starts[e]), int(starts[e + 1]))
         want = inner[own].double() @ down[e * 2048 : (e + 1) * 2048].double().T

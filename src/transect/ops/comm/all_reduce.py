@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -186,6 +187,12 @@ def played_by_one(ranks: int, device: torch.device, lines: int) -> tuple[Peers, 
     return Peers([each.data_ptr() for each in memory], 0, lines, stop, played=ranks), memory
 
 
+@cache
+def _played(ranks: int, device: torch.device, lines: int) -> tuple[Peers, list[Tensor]]:
+    """Return the ranks of ``played_by_one`` for all launches of a size: also those that a CUDA graph repeats."""
+    return played_by_one(ranks, device, lines)
+
+
 def _refusal(
     parts: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, eps: float = 0.0
 ) -> str | None:
@@ -205,14 +212,12 @@ def cuda_all_reduce(
     """
     if reason := _refusal(parts, residual, weight, eps):
         raise ValueError(reason)
-    peers, memory = played_by_one(len(parts), parts.device, lines_for(len(parts), parts[0].nbytes))
+    peers, _ = _played(len(parts), parts.device, lines_for(len(parts), parts[0].nbytes))
     if residual is None or weight is None:
         found: Any = peers.sum(parts.contiguous())
     else:
         stream = residual.expand(parts.shape).contiguous()
         found = peers.add_norm(parts.contiguous(), stream, weight.contiguous(), eps)
-    torch.cuda.current_stream(parts.device).synchronize()
-    memory.clear()
     return found
 
 

