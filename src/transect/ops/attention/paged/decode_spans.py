@@ -256,11 +256,12 @@ class SpansHopperTiling:
     """Division of a batch into work items of ``paged_spans_hopper.cu``."""
 
     ranks: int = 0
-    """Blocks of a cluster, at least 2, that share a row and a key head; 0: an even cut, by blocks of one warp."""
-    warps: int = 4
-    """Warps of a block, each of which takes one span; for an even cut, warps for each multiprocessor."""
-    stages: int = 3
-    """Buffers of a warp, of 32 positions each."""
+    """Blocks of a cluster, at least 2, that share a row and a key head; 0: an even cut, by a block for each
+    multiprocessor."""
+    warps: int = MOST_WARPS
+    """Warps of a block, each of which takes one span; of an even cut equally many, one after another."""
+    buffers: int = 4
+    """Buffers of a warp, of 32 keys or 32 values each; the numbers in ``choose`` are compiled."""
     together: bool = False
     """True if the warps of a block of a cluster share one span after another."""
 
@@ -281,8 +282,8 @@ def choose(items: int, spans: int, d: int) -> SpansHopperTiling:
         warps = -(-spans // ranks)
         at_once = AT_ONCE[ranks] * (2 if ranks == 2 and warps <= 2 else 1)
         if items <= at_once and ranks < 2 * spans and warps <= MOST_WARPS:
-            return SpansHopperTiling(ranks, warps, 6 if d < 128 else 8 if warps == 1 else 3)
-    return SpansHopperTiling(stages=6 if d < 128 else 3)
+            return SpansHopperTiling(ranks, warps, 12 if d < 128 else 16 if warps == 1 else 6)
+    return SpansHopperTiling(buffers=8 if d < 128 else 4)
 
 
 class PagedSpans:
@@ -331,15 +332,14 @@ class PagedSpans:
         kept = 0 if whole or tiling.ranks else items * longest
         parts = q.new_empty((kept, group, d), dtype=torch.float32)
         parts_ml = q.new_empty((kept, group, 2), dtype=torch.float32)
-        blocks, warps = (1, tiling.warps) if tiling.ranks else (tiling.warps * multiprocessors(q.device), 1)
         tables = batch.block_tables
         code = self._launch(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tables.data_ptr(),
             0 if batch.decodes_only(tokens) else batch.query_starts.data_ptr(), batch.seq_lens.data_ptr(),
             out.data_ptr(), parts.data_ptr(), parts_ml.data_ptr(), batch.arrivals(items).data_ptr(), rows,
             tables.shape[1], tables.stride(0), kv_heads, group, d, q.stride(0), q.stride(1),
-            k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, blocks, warps, tiling.stages, tiling.ranks,
-            -(-longest // tiling.ranks) if tiling.together else 0, int(whole),
+            k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, multiprocessors(q.device), tiling.warps,
+            tiling.buffers, tiling.ranks, -(-longest // tiling.ranks) if tiling.together else 0, int(whole),
             2 if dependent_launch and not batch.fresh else 1, int(beside),
             torch.cuda.current_stream(q.device).cuda_stream,
         )  # fmt: skip

@@ -3,15 +3,17 @@
 // for the launcher.
 //
 // * A span is 256 positions of a row for one key head, an item a row with a key head.
-//   Even cut (ranks = 0): the spans of all items are numbered, item after item. A block is one warp, and takes equally
-//   many consecutive spans. Each warp sums up the lengths for itself, while the kernel before this one still runs.
+//   Even cut (ranks = 0): the spans of all items are numbered, item after item. Every warp takes equally many consecutive
+//   spans. Each block sums up the lengths for itself, while the kernel before this one still runs. There is one block for
+//   each multiprocessor, too large for two, so that all have as many warps.
 //   By clusters (ranks > 0): the warps of a cluster's blocks take one span each of an item, or the warps of a block share
 //   one span after another (``paged_spans_together``). They send their sums to the block that adds those of a head, in its
 //   shared memory.
-// * A warp streams its tiles of 32 positions through its own ring of S buffers in shared memory. The maximum changes
-//   from tile to tile, as in the Triton kernels. Products have keys, then the dimensions of a head, on the left: neither
-//   this nor the instruction changes bits. Sums of weights, products, multiply-adds and exponentials are those that
-//   Triton's compiler makes of ``tile.py``, in its order: a quad's thread adds columns 2 c, 2 c + 1, 2 c + 8, ...
+// * A warp streams its tiles of 32 positions through its own ring of S buffers in shared memory, each of a tile's keys or
+//   of its values. The maximum changes from tile to tile, as in the Triton kernels. Products have keys, then the dimensions
+//   of a head, on the left: neither this nor the instruction changes bits. Sums of weights, products, multiply-adds and
+//   exponentials are those that Triton's compiler makes of ``tile.py``, in its order: a quad's thread adds columns 2 c,
+//   2 c + 1, 2 c + 8, ...
 // * Of an even cut, spans of an item that its first warp has are added in registers. It leaves the sum in memory, as the
 //   other warps leave each of their spans. The warp that arrives last adds them in order.
 
@@ -26,6 +28,7 @@ namespace {
 constexpr int kBlock = 16, kTile = 32, kSpan = 256;  // positions of a cache block, of a tile, of a span
 constexpr int kTiles = kSpan / kTile;
 constexpr int kMostRows = 1024;
+constexpr int kMostWarps = 4;
 constexpr int kAtOnce = 4;  // parts of an item that are asked for before the first is added
 constexpr int kPitch = 20;  // of 16 dimensions of a head
 constexpr float kInfinity = INFINITY;
@@ -83,7 +86,7 @@ __device__ __forceinline__ void add_scores(float (&s)[NT][2][4], uint32_t from, 
 template <int D, int NT, int COUNT>
 __device__ __forceinline__ void add_values(float (&o)[NT][COUNT][4], int to, int t, uint32_t from, int half, int lane,
                                            const uint32_t (&p)[NT][2][2]) {
-  const uint32_t value_at = 2 * kPiece<D> + (lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16;
+  const uint32_t value_at = (lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16;
   uint32_t a[4];
   read_transposed(a, (from + half * kPiece<D> + value_at + t / 4 * 2048) ^ (t % 4 * 32));
 #pragma unroll
@@ -188,21 +191,21 @@ struct Place {  // of a span
 };
 
 template <int D, int NT, int S>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(kMostWarps * 32, 1)
     paged_spans(const __nv_bfloat16* q, const unsigned char* keys, const unsigned char* values, Batch batch,
                 __nv_bfloat16* out, float* parts, float* parts_ml, int* arrivals, int K, int G, float scale2,
                 long long q_t, int q_h, int pieces, int ranks, int whole_items, int ahead, int late) {
 #ifdef TRANSECT_HOPPER
-  constexpr int T = D / 16, PIECE = kBlock * D * 2, TILE = 4 * PIECE;
+  constexpr int T = D / 16, PIECE = kBlock * D * 2, BUFFER = 2 * PIECE;
   extern __shared__ __align__(1024) unsigned char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  unsigned char* own_ring = memory + warp * S * TILE;
+  unsigned char* own_ring = memory + warp * S * BUFFER;
   const uint32_t ring = shared_address(own_ring);
-  int* prefix = (int*)(memory + S * TILE);  // [rows + 1] spans before a row, and [rows] lengths; even cut
+  int* prefix = (int*)(memory + warps * S * BUFFER);  // [rows + 1] spans before a row, and [rows] lengths; even cut
   int* row_lengths = prefix + batch.rows + 1;
   // [spans of an item][heads that this block adds][D + 4]: sums, m and l; of clusters
   constexpr int SENT = D + 4;
-  float* gathered = (float*)(memory + warps * S * TILE);
+  float* gathered = (float*)(memory + warps * S * BUFFER);
   __shared__ __align__(8) uint64_t sent[1];
   const int rank = ranks ? blockIdx.x % ranks : 0, heads_here = ranks ? (G - rank + ranks - 1) / ranks : 0;
   const Sent to_cluster = {G, ranks};
@@ -258,32 +261,44 @@ __global__ void __launch_bounds__(128)
     arrive_in_cluster();
     if (at.spans == 0 && rank == 0 && warp == 0 && batch.decodes(at.row)) zeros(at.row, at.head * G * D, G * D);
   } else {
-#pragma unroll 8
-    for (int row = lane; row < batch.rows; row += 32)
+    __shared__ int sums[kMostWarps];
+    const int each = (batch.rows + blockDim.x - 1) / blockDim.x, from = threadIdx.x * each;
+    const int to = min(batch.rows, from + each);
+    auto spans_of = [](int length) { return (max(length, 0) + kSpan - 1) / kSpan; };
+    int mine = 0;
+    for (int row = from; row < to; row++) {
       row_lengths[row] = batch.decodes(row) ? __ldcg(batch.lengths + row) : 0;
-    for (int base = 0; base < batch.rows; base += 32) {
-      const int row = base + lane, mine = row < batch.rows ? (max(row_lengths[row], 0) + kSpan - 1) / kSpan : 0;
-      int upto = mine;
-#pragma unroll
-      for (int far = 1; far < 32; far *= 2) {
-        const int other = __shfl_up_sync(~0u, upto, far);
-        if (lane >= far) upto += other;
-      }
-      if (row < batch.rows) prefix[row] = total + upto - mine;
-      total += __shfl_sync(~0u, upto, 31);
+      mine += spans_of(row_lengths[row]);
     }
-    if (lane == 0) prefix[batch.rows] = total;
-    __syncwarp();
+    int before = mine;
+#pragma unroll
+    for (int far = 1; far < 32; far *= 2) {
+      const int other = __shfl_up_sync(~0u, before, far);
+      if (lane >= far) before += other;
+    }
+    if (lane == 31) sums[warp] = before;
+    before -= mine;
+    __syncthreads();
+    for (int i = 0; i < warps; i++) {
+      if (i < warp) before += sums[i];
+      total += sums[i];
+    }
+    for (int row = from; row < to; row++) {
+      prefix[row] = before;
+      before += spans_of(row_lengths[row]);
+    }
+    if (threadIdx.x == 0) prefix[batch.rows] = total;
+    __syncthreads();
     total *= K;
-    // Up to a 32nd of the warps stay out where every other then has as many spans: cuts of rows of one length then
-    // mostly fall between items.
-    const bool even = lane * 32 <= gridDim.x && total % (gridDim.x - lane) == 0;
-    const int fewer = max(__ffs(__ballot_sync(~0u, even)) - 1, 0);
-    takers = min((int)gridDim.x - fewer, total);
-    for (int row = blockIdx.x; row < batch.rows; row += gridDim.x)
+    // Up to a 32nd of the blocks stay out where every warp of the others then has as many spans: cuts of rows of one length
+    // then mostly fall between items.
+    const bool even = lane * 32 <= gridDim.x && total % ((gridDim.x - lane) * warps) == 0;
+    const int fewer = max(__ffs(__ballot_sync(~0u, even)) - 1, 0), taker = blockIdx.x * warps + warp;
+    takers = min((int)(gridDim.x - fewer) * warps, total);
+    for (int row = taker; row < batch.rows; row += gridDim.x * warps)
       if (prefix[row + 1] == prefix[row] && batch.decodes(row)) zeros(row, 0, K * G * D);
-    if (blockIdx.x < takers) {
-      begin = cut(blockIdx.x), end = cut(blockIdx.x + 1);
+    if (taker < takers) {
+      begin = cut(taker), end = cut(taker + 1);
       at = find(begin);
       if (whole_items) {  // an item is its first span's taker's
         if (at.span) begin += at.spans - at.span;
@@ -313,7 +328,7 @@ __global__ void __launch_bounds__(128)
   Place in = at, then = at;
   if (!ranks) advance(then);
   int blocks = look_up(in), coming = ranks ? 0 : look_up(then), in_tile = 0, in_left = end - begin, in_slot = 0;
-  auto fetch = [&] {
+  auto fetch = [&](bool of_values) {  // keys of a tile, then its values
     if (in_left > 0) {
       const int rest = in.length - in.span * kSpan - in_tile * kTile;
       if (!waited && rest <= kTile) {
@@ -323,17 +338,15 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int block = __shfl_sync(~0u, blocks, in_tile * 2 + half);
-        const size_t from = (size_t)(block * pieces + in.head) * PIECE + lane * 16;
-        const uint32_t to = ring + in_slot * TILE + half * PIECE;
+        const unsigned char* from =
+            (of_values ? values : keys) + (size_t)(block * pieces + in.head) * PIECE + lane * 16;
+        const uint32_t to = ring + in_slot * BUFFER + half * PIECE;
 #pragma unroll
-        for (int j = 0; j < kBlock / ROWS; j++) {
-          const uint32_t there = to + ((copy_first + j * ROWS * 128) ^ (j * ROWS % 8 * 16));
-          const bool inside = copy_row + j * ROWS < rest - half * kBlock;
-          copy16_once(there, keys + from + j * 512, inside);
-          copy16_once(there + 2 * PIECE, values + from + j * 512, inside);
-        }
+        for (int j = 0; j < kBlock / ROWS; j++)
+          copy16_once(to + ((copy_first + j * ROWS * 128) ^ (j * ROWS % 8 * 16)), from + j * 512,
+                      copy_row + j * ROWS < rest - half * kBlock);
       }
-      if (++in_tile == kTiles || rest <= kTile) {
+      if (of_values && (++in_tile == kTiles || rest <= kTile)) {
         in_tile = 0, in_left--;
         in = then, blocks = coming;
         if (in_left > 1) {
@@ -345,7 +358,8 @@ __global__ void __launch_bounds__(128)
     in_slot = in_slot + 1 == S ? 0 : in_slot + 1;
     end_group();
   };
-  for (int s = 0; s < S - 1; s++) fetch();
+#pragma unroll
+  for (int s = 0; s < S - 1; s++) fetch(s % 2);
   if (!waited) wait_for_previous();
   waited = true;
   if (late) let_next_begin();
@@ -356,6 +370,14 @@ __global__ void __launch_bounds__(128)
   float whole[NT][T][4], whole_m[NT][2], whole_l[NT];  // the spans so far of an item that this warp began, or one
   Parts joining = {0, 0, 0}, joining_too = {0, 0, 0};
   int slot = 0;
+  auto next_buffer = [&](bool fetches_values) {
+    wait_groups<S - 2>();
+    __syncwarp();  // the copies of all lanes have landed, and all lanes have read the buffer that is filled again now
+    fetch(fetches_values);
+    const uint32_t from = ring + slot * BUFFER;
+    slot = slot + 1 == S ? 0 : slot + 1;
+    return from;
+  };
   for (int span = begin; span < end; span++) {
     if (span == begin || at.span == 0) {
       const int token = batch.starts ? __ldcg(batch.starts + at.row) : at.row;
@@ -375,13 +397,9 @@ __global__ void __launch_bounds__(128)
     for (int n = 0; n < NT; n++) m[n][0] = m[n][1] = -kInfinity, l[n] = 0;
     const int positions = min(kSpan, at.length - at.span * kSpan);
     for (int first = 0; first < positions; first += kTile) {
-      wait_groups<S - 2>();
-      __syncwarp();  // the copies of all lanes have landed, and all lanes have read the buffer that is filled again now
-      fetch();
-      const uint32_t from = ring + slot * TILE;
-      slot = slot + 1 == S ? 0 : slot + 1;
+      const uint32_t its_keys = next_buffer(S % 2 == 0);
       float s[NT][2][4] = {};
-      add_scores<D, NT>(s, from, lane, query);
+      add_scores<D, NT>(s, its_keys, lane, query);
       uint32_t p[NT][2][2];
 #pragma unroll
       for (int n = 0; n < NT; n++) {
@@ -400,10 +418,11 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
           for (int j = 0; j < 4; j++) o[n][t][j] *= fade[j % 2];
       }
+      const uint32_t its_values = next_buffer(S % 2);
 #pragma unroll
       for (int half = 0; half < 2; half++)
 #pragma unroll
-        for (int t = 0; t < T; t++) add_values<D, NT>(o, t, t, from, half, lane, p);
+        for (int t = 0; t < T; t++) add_values<D, NT>(o, t, t, its_values, half, lane, p);
     }
     if (ranks) {
       __syncwarp();  // the sums go where the ring was
@@ -699,7 +718,7 @@ __global__ void __launch_bounds__(kTiles * 32, 1)
         }
 #pragma unroll
         for (int half = 0; half < 2; half++)
-          add_values<D, NT>(o, 0, warp, shared_address(memory) + tile * TILE, half, lane, p);
+          add_values<D, NT>(o, 0, warp, shared_address(memory) + tile * TILE + 2 * PIECE, half, lane, p);
       }
 #pragma unroll
       for (int n = 0; n < NT; n++)
@@ -740,27 +759,27 @@ __global__ void __launch_bounds__(kTiles * 32, 1)
 
 }  // namespace
 
-#define TRANSECT_TOGETHER(DIM, TILES)                                                                                \
-  if (together && d == DIM && (G <= 8) == (TILES == 1)) {                                                           \
-    const int sums = ranks * together * ((G + (ranks ? ranks : 1) - 1) / (ranks ? ranks : 1)) * (DIM + 4);          \
-    const int shared = kTiles * (4 * kPiece<DIM> + TILES * (512 + 8 * kPitch * 4 + 64)) + sums * 4;                 \
-    if (!ranks || shared > kMostShared - 1024) return -1;                                                           \
-    return (int)launch(paged_spans_together<DIM, TILES>, rows * K * ranks, kTiles * 32, shared, ranks,              \
-                       dependent > 0, stream, (const __nv_bfloat16*)q, (const unsigned char*)keys,                  \
-                       (const unsigned char*)values, batch, (__nv_bfloat16*)out, K, G, scale2, q_t, q_h, pieces,    \
-                       ranks, (int)(dependent > 1), late);                                                          \
+#define TRANSECT_TOGETHER(DIM, TILES)                                                                              \
+  if (together && d == DIM && (G <= 8) == (TILES == 1)) {                                                          \
+    const int sums = ranks * together * ((G + (ranks ? ranks : 1) - 1) / (ranks ? ranks : 1)) * (DIM + 4);         \
+    const int shared = kTiles * (4 * kPiece<DIM> + TILES * (512 + 8 * kPitch * 4 + 64)) + sums * 4;                \
+    if (!ranks || shared > kMostShared - 1024) return -1;                                                          \
+    return (int)launch(paged_spans_together<DIM, TILES>, rows * K * ranks, kTiles * 32, shared, ranks,             \
+                       dependent > 0, stream, (const __nv_bfloat16*)q, (const unsigned char*)keys,                 \
+                       (const unsigned char*)values, batch, (__nv_bfloat16*)out, K, G, scale2, q_t, q_h, pieces,   \
+                       ranks, (int)(dependent > 1), late);                                                         \
   }
 
-#define TRANSECT_SPANS(DIM, TILES, STAGES)                                                                          \
-  if (d == DIM && (G <= 8) == (TILES == 1) && stages == STAGES) {                                                   \
-    const int sums = ranks * warps * ((G + ranks - 1) / (ranks ? ranks : 1)) * (DIM + 4);                           \
-    const int shared = warps * STAGES * DIM * kTile * 4 + (ranks ? sums : 2 * rows + 1) * 4;                        \
-    if (shared > kMostShared) return -1;                                                                            \
-    return (int)launch(paged_spans<DIM, TILES, STAGES>, ranks ? rows * K * ranks : blocks, warps * 32, shared,      \
-                       ranks ? ranks : 1, dependent > 0, stream,                                                    \
-                       (const __nv_bfloat16*)q, (const unsigned char*)keys, (const unsigned char*)values, batch,    \
-                       (__nv_bfloat16*)out, (float*)parts, (float*)parts_ml, (int*)arrivals, K, G, scale2, q_t, q_h, \
-                       pieces, ranks, whole_items, (int)(dependent > 1), late);                                         \
+#define TRANSECT_SPANS(DIM, TILES, BUFFERS)                                                                        \
+  if (d == DIM && (G <= 8) == (TILES == 1) && buffers == BUFFERS) {                                                \
+    const int sums = ranks * warps * ((G + ranks - 1) / (ranks ? ranks : 1)) * (DIM + 4);                          \
+    const int shared = warps * BUFFERS * DIM * kTile * 2 + (ranks ? sums : 2 * rows + 1) * 4;                      \
+    if (shared > kMostShared) return -1;                                                                           \
+    return (int)launch(paged_spans<DIM, TILES, BUFFERS>, ranks ? rows * K * ranks : blocks, warps * 32, shared,    \
+                       ranks ? ranks : 1, dependent > 0, stream,                                                   \
+                       (const __nv_bfloat16*)q, (const unsigned char*)keys, (const unsigned char*)values, batch,   \
+                       (__nv_bfloat16*)out, (float*)parts, (float*)parts_ml, (int*)arrivals, K, G, scale2, q_t, q_h,\
+                       pieces, ranks, whole_items, (int)(dependent > 1), late);                                    \
   }
 
 // q [T, K G, d] with strides q_t and q_h, keys and values [blocks, K, 16, d] bfloat16: block b of key head h begins at
@@ -768,9 +787,9 @@ __global__ void __launch_bounds__(kTiles * 32, 1)
 // of several tokens are left alone; lengths [rows]. out [T, K G, d]. parts, parts_ml: of an even cut G d and 2 G numbers
 // for each span. arrivals: zeros for each row and key head, and again afterwards. scale2: of the scores, times log2(e).
 // blocks: of an even cut. ranks: blocks of a cluster, at least 2 (a launch without clusters knows no instructions for
-// them). warps of a block: of clusters, whose ranks times warps are as many as the longest row's spans or more. stages:
-// one of those compiled. together: 0, or of clusters, the most spans of a block, whose 8 warps share each. whole_items: an
-// even cut falls between items only, and parts are not used.
+// them). warps of a block: of clusters, whose ranks times warps are as many as the longest row's spans or more. buffers
+// of a warp: a number that is compiled. together: 0, or of clusters, the most spans of a block, whose 8 warps share each.
+// whole_items: an even cut falls between items only, and parts are not used.
 // ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that reads the batch and old keys and values before the
 // kernel before has ended. ``late``: the next kernel begins when the one before has ended. Returns a cudaError_t, or -1
 // for what it does not take.
@@ -778,21 +797,25 @@ extern "C" int transect_paged_spans(const void* q, const void* keys, const void*
                                     const void* starts, const void* lengths, void* out, void* parts, void* parts_ml,
                                     void* arrivals, int rows, int columns, int table_stride, int K, int G, int d,
                                     long long q_t, int q_h, int pieces, float scale2, int blocks, int warps,
-                                    int stages, int ranks, int together, int whole_items, int dependent, int late,
+                                    int buffers, int ranks, int together, int whole_items, int dependent, int late,
                                     void* stream) {
   if (rows < 1 || rows > kMostRows || G < 1 || G > 16 || blocks < 1 || ranks < 0 || ranks == 1 || ranks > 8 ||
-      warps < 1 || warps > 4 || together < 0 || (!ranks && warps > 1))
+      warps < 1 || warps > kMostWarps || together < 0)
     return -1;
   const Batch batch = {(const int*)tables, (const int*)starts, (const int*)lengths, rows, columns, table_stride};
   TRANSECT_TOGETHER(128, 1)
   TRANSECT_TOGETHER(128, 2)
   TRANSECT_TOGETHER(64, 1)
   TRANSECT_TOGETHER(64, 2)
-  TRANSECT_SPANS(128, 1, 3)
-  TRANSECT_SPANS(128, 2, 3)
-  TRANSECT_SPANS(128, 1, 8)
-  TRANSECT_SPANS(128, 2, 8)
-  TRANSECT_SPANS(64, 1, 6)
-  TRANSECT_SPANS(64, 2, 6)
+  TRANSECT_SPANS(128, 1, 4)
+  TRANSECT_SPANS(128, 2, 4)
+  TRANSECT_SPANS(128, 1, 6)
+  TRANSECT_SPANS(128, 2, 6)
+  TRANSECT_SPANS(128, 1, 16)
+  TRANSECT_SPANS(128, 2, 16)
+  TRANSECT_SPANS(64, 1, 8)
+  TRANSECT_SPANS(64, 2, 8)
+  TRANSECT_SPANS(64, 1, 12)
+  TRANSECT_SPANS(64, 2, 12)
   return -1;
 }
