@@ -37,6 +37,7 @@ import _paths  # noqa: F401
 from benchmarks import record
 from benchmarks.server.clients import BUILTIN, server
 from benchmarks.server.fair_sharing import HOSTILE, WORDS, of
+from transect.engine.frontends.async_engine import AsyncEngine
 
 PATIENCE_S = 300
 WINDOW_S = 60.0
@@ -152,13 +153,15 @@ def all_attackers(url: str, names: list[str], on: Any, over: Any, counts: Any) -
     over.wait()
 
 
-def memory(process: psutil.Process) -> int:
-    """Return the resident bytes of a process and of all its descendants."""
-    total = 0
+def memory(process: psutil.Process) -> tuple[int, int]:
+    """Return the resident bytes of a server's process and all its descendants, and those of its engine alone."""
+    total = engine = 0
     for each in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
-            total += each.memory_info().rss
-    return total
+            nbytes = each.memory_info().rss
+            total += nbytes
+            engine += nbytes if AsyncEngine.process_module in each.cmdline() else 0
+    return total, engine
 
 
 def percentiles(values: list[float]) -> dict[str, float | int]:
@@ -200,7 +203,7 @@ def soak(
             for thread in threads:
                 thread.daemon = True
                 thread.start()
-            began, seconds, samples = time.perf_counter(), 60 * minutes, list[tuple[float, int]]()
+            began, seconds, samples = time.perf_counter(), 60 * minutes, list[tuple[float, int, int]]()
             pairs = 0
 
             def keep_all(passed: float) -> None:
@@ -212,7 +215,7 @@ def soak(
                 (active.set if attacked else active.clear)()
                 times.attacked = attacked if within > SETTLE * window_s else None
                 if times.attacked:
-                    samples.append((passed, memory(process)))
+                    samples.append((passed, *memory(process)))
                 felt = (*times.first.values(), *times.between.values())
                 if passed >= (pairs + 1) * 2 * window_s and all(felt):
                     pairs += 1
@@ -231,11 +234,13 @@ def soak(
 
 
 def figures(
-    seconds: float, users: int, window_s: float, times: Times, samples: list[tuple[float, int]]
+    seconds: float, users: int, window_s: float, times: Times, samples: list[tuple[float, int, int]]
 ) -> dict[str, Any]:
     """Sum up the first ``seconds``."""
-    late = [nbytes for passed, nbytes in samples if passed >= SETTLED * seconds]
+    late = [nbytes for passed, *nbytes in samples if passed >= SETTLED * seconds]
     third = max(1, len(late) // 3)
+    first, last = (map(max, zip(*part, strict=True)) for part in (late[:third], late[-third:]))
+    total, engine = ({"first_third": one, "last_third": two} for one, two in zip(first, last, strict=True))
     return {
         "minutes": seconds / 60,
         "users": users,
@@ -245,7 +250,8 @@ def figures(
             name: percentiles(times.between[on]) for name, on in (("quiet", False), ("attacked", True))
         },
         "users_refused": times.refused,
-        "memory_bytes": {"first_third": max(late[:third]), "last_third": max(late[-third:])},
+        "memory_bytes": total,
+        "engine_memory_bytes": engine,
     }
 
 
@@ -256,16 +262,24 @@ def table(result: dict[str, Any]) -> str:
         quiet, attacked = (result[name][each] for each in ("quiet", "attacked"))
         cells = [f"{1e3 * each['p50']:.0f} and {1e3 * each['p99']:.0f} ms" for each in (quiet, attacked)]
         lines.append(f"| {title} | {' | '.join(cells)} | {attacked['p99'] / quiet['p99']:.2f} |")
-    machine, memory = result["environment"], {name: each / 1e6 for name, each in result["memory_bytes"].items()}
+    machine = result["environment"]
     total, own = machine["cores"], result["server_cores"]
+    memory = _thirds(result["memory_bytes"])
+    if "engine_memory_bytes" in result:
+        memory += f"; of its engine alone {_thirds(result['engine_memory_bytes'])}"
     made = result.get("attacks")
     who = f"{sum(made.values()):,} attacks ({', '.join(made)})" if made else "all attackers"
     cores = f"{own} cores for the server and {total - own} for users and attackers" if own else f"{total} cores for all"
     return "\n".join(lines) + (
         f"\n\n`{result['command']}`: {result['users']} users and {who} in {result['minutes']:.3g} minutes, in turns "
-        f"of {result['window_s']:g} s. Largest memory of the server {memory['first_third']:.0f} MB in the first "
-        f"third and {memory['last_third']:.0f} MB in the last. {BUILTIN}, {machine['processor']}, {cores}, "
-        f"{record.made_at([machine])}.\n"
+        f"of {result['window_s']:g} s. Largest memory of the server {memory}. {BUILTIN}, {machine['processor']}, "
+        f"{cores}, {record.made_at([machine])}.\n"
+    )
+
+
+def _thirds(nbytes: dict[str, int]) -> str:
+    return (
+        f"{nbytes['first_third'] / 1e6:.0f} MB in the first third and {nbytes['last_third'] / 1e6:.0f} MB in the last"
     )
 
 

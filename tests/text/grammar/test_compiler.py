@@ -3,6 +3,7 @@
 import random
 import signal
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -135,6 +136,31 @@ def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(checked):
         assert sum(nbytes for _, nbytes in compiler._known.values()) == compiler.kept_bytes
     finally:
         compiler.close()
+
+
+def test_a_refusal_keeps_no_text_of_the_grammar():
+    """Hostile schemas fill no memory, and are not compiled again."""
+    compiled, refused, size = [], 30, 100_000
+    compiler = GrammarCompiler(vocabulary, checked=False)
+    inner = compiler._compile
+    compiler._compile = lambda *arguments: compiled.append(0) or inner(*arguments)
+
+    def refuse_all():
+        for number in range(refused):
+            with pytest.raises(ValueError, match="it uses the rule nowhere"):
+                compiler.compile(StructuredOutputsParams(grammar=f"start: nowhere // {number}{' ' * size}"))
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        compiler.compile(StructuredOutputsParams(regex="a"))
+        before = tracemalloc.get_traced_memory()[0]
+        kept = refuse_all() - before
+        assert kept < refused * size / 10 and compiler.kept_bytes < refused * size / 10
+        refuse_all()
+        assert len(compiled) == 1 + refused
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_took_long_is_expected_to():

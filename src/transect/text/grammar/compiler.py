@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from .vocabulary import Vocabulary
 EMPTY_BYTES, TEXT_FACTOR = 150 * 2**10, 80
 """Estimate of a compiled grammar's memory where it was not measured: some bytes, and as many for each of its text."""
 REFUSED_BYTES = 2**10
-"""Memory of a stored refusal, in addition to its text."""
+"""Memory of a stored refusal."""
 LEAST_THREADS, MOST_THREADS = 2, 4
 """Threads that compile; one of them is for short work."""
 BYTE_S = 5e-6
@@ -52,8 +53,9 @@ class GrammarCompiler:
         """Processor seconds that a thread is charged for beside its own."""
         self._tokenizer: Any = None
         self._vocabulary: Vocabulary | None = None
-        self._known: OrderedDict[str, tuple[Any | str, int]] = OrderedDict()
-        """llguidance's matcher of each grammar, or the reason why there is none; and its bytes."""
+        self._known: OrderedDict[bytes, tuple[Any | str, int]] = OrderedDict()
+        """llguidance's matcher of each grammar, or the reason why there is none; and its bytes. By hash of the grammar:
+        a refused one may have a megabyte of text."""
         self.kept_bytes = 0
         """Memory of all that is kept."""
         self._seconds: OrderedDict[int, float] = OrderedDict()
@@ -113,16 +115,17 @@ class GrammarCompiler:
         if params.grammar is not None and is_ebnf(params.grammar):
             params = dataclasses.replace(params, grammar=self._translate(params.grammar, params.field, vocabulary))
         grammar = grammar_of(params, vocabulary.special_names)
+        key = blake2b(grammar.encode(errors="surrogatepass")).digest()
         with self._lock:
-            found, _ = self._known.get(grammar, (None, 0))
+            found, _ = self._known.get(key, (None, 0))
             if found is not None:
-                self._known.move_to_end(grammar)
+                self._known.move_to_end(key)
         if found is None:
             try:
                 found, nbytes = self._compile(grammar, vocabulary, tokenizer, long)
             except Busy as error:
                 raise Busy(f"{params.field} cannot be used: {error}") from None
-            self._keep(grammar, found, nbytes)
+            self._keep(key, found, nbytes)
         if isinstance(found, str):
             raise ValueError(f"{params.field} cannot be used: {found}")
         return GrammarConstraint(found.deep_copy(), params.field)
@@ -159,12 +162,12 @@ class GrammarCompiler:
                     self._add_work(checker.spent)
                 nbytes = checker.nbytes
             if problem is not None:
-                return problem, REFUSED_BYTES + len(grammar)
+                return problem, REFUSED_BYTES
         try:
             matcher = compile_matcher(tokenizer, grammar)
         except ValueError as error:
-            return str(error), REFUSED_BYTES + len(grammar)
-        return matcher, len(grammar) + (nbytes or EMPTY_BYTES + TEXT_FACTOR * len(grammar))
+            return str(error), REFUSED_BYTES
+        return matcher, nbytes or EMPTY_BYTES + TEXT_FACTOR * len(grammar)
 
     def _ready(self) -> tuple[Vocabulary, Any]:
         with self._lock:
@@ -173,11 +176,11 @@ class GrammarCompiler:
                 self._tokenizer = self._vocabulary.make()
             return self._vocabulary, self._tokenizer
 
-    def _keep(self, grammar: str, found: Any | str, nbytes: int) -> None:
+    def _keep(self, key: bytes, found: Any | str, nbytes: int) -> None:
         with self._lock:
-            if grammar in self._known:  # two requests compiled it at the same time
+            if key in self._known:  # two requests compiled it at the same time
                 return
-            self._known[grammar] = found, nbytes
+            self._known[key] = found, nbytes
             self.kept_bytes += nbytes
             while self.kept_bytes > self._most_bytes:
                 _, (_, old) = self._known.popitem(last=False)
