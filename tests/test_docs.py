@@ -32,6 +32,12 @@ LONG = (
     'transect generate smollm2-135m "What is 3 + 4?" --chat --search majority --n 8 --budget 400 --max-tokens 24',
     "transect eval smollm2-135m --text docs/measure/eval.md --window 256",
     "transect inspect softmax --target sm_90",
+    "transect inspect vector_add --target sm_120",
+    *(
+        f"transect plan serving llama-3.2-1b --gpu l4 --rate {rate} --tp 1 --quantization bf16 "
+        "--output-tokens uniform:10-20 --requests 50"
+        for rate in (4, 8)
+    ),
     "transect plan training llama-3.1-8b --gpus 8 --gpu h100-80gb",
     "transect bench ops kv_cache_write --device cpu",
     "transect bench latency --batch 1 --batch 4 --prompt-tokens 32 --new-tokens 8 --runs 1",

@@ -107,11 +107,13 @@ def calls(template: str, operands: list[str]) -> str:
 
 def translated(text: str) -> str:
     """A source, once it is preprocessed, without asm and without CUDA's ways to name shared memory."""
-    while found := STATEMENT.search(text):
+    done, at = [], 0
+    while found := STATEMENT.search(text, at):
         fields, end = _fields(text, found.end(), ":")
         operands = [each for field in fields[1:3] for each in _operands(field)]
-        text = text[: found.start()] + calls(_strings(fields[0]), operands) + text[end + 2 :]
-    text = DYNAMIC.sub(r"unsigned char* \1 = machine::dynamic();", text)
+        done += [text[at : found.start()], calls(_strings(fields[0]), operands)]
+        at = end + 2
+    text = DYNAMIC.sub(r"unsigned char* \1 = machine::dynamic();", "".join([*done, text[at:]]))
     number = itertools.count()
     return FIXED.sub(lambda m: f"auto& {m[2]} = machine::fixed<{m[1]}{m[3]}, {next(number)}>();", text)
 

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -148,16 +149,22 @@ def own_capability() -> int:
     return 10 * parts[0].value + parts[1].value
 
 
-def compile_source(source: Path, target: str, output: Path) -> str:
+def part_options(source: Path, part: int, parts: int | None = None) -> list[str]:
+    """Return the options for one part of a source, of ``parts`` or as many as it names; none if it names none."""
+    named = _PARTS.search(source.read_text())
+    return [f"-DTRANSECT_PART={part}", f"-DTRANSECT_OF={parts or named[1]}"] if named else []
+
+
+def compile_source(source: Path, target: str, output: Path, options: Sequence[str] = ()) -> str:
     """Compile for ``target`` (``sm_80``, ...) to a cubin, or where ``output`` ends in ``.o`` to an object with the
-    host's half; returns ptxas's report of registers, spills and shared memory.
+    host's half; returns ptxas's report of registers, spills and shared memory. ``options``: further ones of nvcc.
 
     Raises:
         Unavailable: there is no nvcc.
         RuntimeError: the source does not compile; the message is the compiler's.
     """
     kind = ["-c", "-Xcompiler", "-fPIC"] if output.suffix == ".o" else ["-cubin"]
-    return _nvcc([_code(target), "-Xptxas", "-v", *kind, "-o", str(output), str(source)], source, target)
+    return _nvcc([_code(target), "-Xptxas", "-v", *kind, *options, "-o", str(output), str(source)], source, target)
 
 
 def compile_library(source: Path, target: str, output: Path) -> None:
@@ -180,8 +187,7 @@ def compile_library(source: Path, target: str, output: Path) -> None:
         Path(asks).write_text("".join(_asks(name, parameters, parts) for name, parameters in launchers))
 
         def compile_part(part: int) -> None:
-            named = [f"-DTRANSECT_PART={part}", f"-DTRANSECT_OF={parts}"]
-            named += [f"-D{name}={name}_{part}" for name, _ in launchers]
+            named = [*part_options(source, part, parts), *(f"-D{name}={name}_{part}" for name, _ in launchers)]
             _nvcc([*code, *named, "-c", "-o", objects[part], str(source)], source, target)
 
         with ThreadPoolExecutor(parts) as pool:

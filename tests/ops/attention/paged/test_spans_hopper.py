@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import cuda_host
 import pytest
 import torch
+from effort import proving
 
 from transect.ops.attention.paged import decode_spans
 from transect.ops.attention.paged.batch import PagedBatch
@@ -54,10 +55,10 @@ def test_bits_do_not_depend_on_who_sums_which_spans(monkeypatch, group, d):
     ways += [(1, 1 << 24, Tiling(ranks, 4 // ranks, shared)) for ranks in (2, 4)]
     ways += [(1, 1 << 24, Tiling(8, 1, alone))]
     ways += [(1, 1 << 24, Tiling(ranks, together=True)) for ranks in (2, 4, 8)]
-    for units, room, tiling in ways:
+    for number, (units, room, tiling) in enumerate(ways):
         run = kernel(monkeypatch, units)
         monkeypatch.setattr(decode_spans.PagedSpans, "ROOM", room)
-        for seed in (1, 2):
+        for seed in (1, 2) if proving() else (number,):
             run._launch.draw(seed)
             out = torch.full_like(q, float("nan"))
             assert run(q, *caches, batch, d**-0.5, out=out, tiling=tiling) is out

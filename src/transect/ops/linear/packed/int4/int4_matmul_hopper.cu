@@ -18,7 +18,10 @@
 
 #include "../../../lang/few_rows.cuh"
 #include "../../../lang/hopper.cuh"
+#include "../../../lang/parts.cuh"
 #include "int4_codes.cuh"
+
+#define TRANSECT_PARTS 3
 
 using namespace few_rows;
 using namespace hopper;
@@ -328,8 +331,8 @@ extern "C" int transect_int4_hopper(const void* x, const void* weight, const voi
     return -1;
 #define TRANSECT_INT4(GROUP, RB, NT)                                                                                  \
   if (group == GROUP && rows == NT * 8 && columns == RB)                                                              \
-    return start<GROUP, RB, NT>(x, weight, bias, out, M, N, K, x_stride, warps, teams, stages, per, ranks, dependent, \
-                                stream);
+    return TRANSECT_HERE(start<GROUP, RB, NT>(x, weight, bias, out, M, N, K, x_stride, warps, teams, stages, per,     \
+                                              ranks, dependent, stream));
 #ifdef TRANSECT_TRY
   TRANSECT_TRY
 #else

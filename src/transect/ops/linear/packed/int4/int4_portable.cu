@@ -10,7 +10,10 @@
 // * GATE: sixteens of a gate's rows and of the other factor's are in turn; Y [M, N / 2] is silu(one) times the other.
 
 #include "../../../lang/few_rows.cuh"
+#include "../../../lang/parts.cuh"
 #include "int4_codes.cuh"
+
+#define TRANSECT_PARTS 3
 
 using namespace few_rows;
 
@@ -398,8 +401,8 @@ extern "C" int transect_int4_portable(const void* x, const void* weight, const v
     return -1;
 #define TRANSECT_START(GROUP, RB, NT)                                                                             \
   if (group == GROUP && columns == RB && tiles == NT)                                                             \
-    return start_portable<GROUP, RB, NT>(x, weight, bias, out, M, N, K, x_stride, per, warps, stages, gate,       \
-                                         dependent, stream);
+    return TRANSECT_HERE(start_portable<GROUP, RB, NT>(x, weight, bias, out, M, N, K, x_stride, per, warps,       \
+                                                       stages, gate, dependent, stream));
 #define TRANSECT_SIZES(GROUP)   \
   TRANSECT_START(GROUP, 1, 1)   \
   TRANSECT_START(GROUP, 2, 1)   \
@@ -426,8 +429,8 @@ extern "C" int transect_int4_portable_tiles(const void* x, const void* weight, c
     return -1;
 #define TRANSECT_TILES(GROUP, NT)                                                                                  \
   if (group == GROUP && tiles == NT)                                                                               \
-    return start_tiles<GROUP, NT>(x, weight, bias, out, parts, counters, M, N, K, x_stride, split, stages, gate,   \
-                                  dependent, stream);
+    return TRANSECT_HERE(start_tiles<GROUP, NT>(x, weight, bias, out, parts, counters, M, N, K, x_stride, split,   \
+                                                stages, gate, dependent, stream));
 #define TRANSECT_ROWS(GROUP) \
   TRANSECT_TILES(GROUP, 1)   \
   TRANSECT_TILES(GROUP, 2)   \
