@@ -155,6 +155,11 @@ def user_stack(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     return tuple(f for f in itertools.takewhile(lambda f: not f.file.endswith(RUNS), stack) if OURS not in f.file)
 
 
+def is_users(frame: Frame) -> bool:
+    """Return True if a line is in no library."""
+    return not any(part in frame.file for part in LIBRARY)
+
+
 def in_loader(stack: tuple[Frame, ...]) -> bool:
     """Return True if a stack is in a ``DataLoader``."""
     return any(each.function == "__next__" and each.file.endswith("/utils/data/dataloader.py") for each in stack)
@@ -163,7 +168,7 @@ def in_loader(stack: tuple[Frame, ...]) -> bool:
 @functools.lru_cache(maxsize=10_000)
 def calls_itself(stack: tuple[Frame, ...]) -> bool:
     """Return True if the user's line calls operators itself, not through a model, an optimizer or a backward pass."""
-    inner = itertools.takewhile(lambda frame: any(part in frame.file for part in LIBRARY), stack)
+    inner = itertools.takewhile(lambda frame: not is_users(frame), stack)
     elsewhere = "_engine_run_backward", "synchronize"
     return not any(MODELS.search(frame.file) or frame.function in elsewhere for frame in inner)
 
@@ -173,7 +178,7 @@ def in_hook(stack: tuple[Frame, ...]) -> bool:
     for index in range(1, len(stack)):
         inner, caller = stack[index - 1], stack[index]
         if caller.function in ("_call_impl", "inner") and caller.file.endswith("/torch/nn/modules/module.py"):
-            if any(part in inner.file for part in LIBRARY) or inner.function == "forward":
+            if not is_users(inner) or inner.function == "forward":
                 continue
             return all(frame.function != "forward" or frame.file != inner.file for frame in stack[:index])
     return False
@@ -188,7 +193,7 @@ def waits_for_gpu(stack: tuple[Frame, ...]) -> bool:
 def doing_of(stack: tuple[Frame, ...]) -> Doing:
     """Classify a stack, given innermost frame first."""
     stack = tuple(itertools.takewhile(lambda frame: not frame.file.endswith(RUNS), stack))
-    user = next((frame for frame in stack if not any(part in frame.file for part in LIBRARY)), None)
+    user = next(filter(is_users, stack), None)
     if stack and NATIVE in stack[0].file:
         return Doing("unrated", "native", user)
     inner = list(stack) if user is None else list(stack[: stack.index(user)])
@@ -303,7 +308,7 @@ def _over_layers(node: ast.AST) -> bool:
 
 def loop_around(stack: tuple[Frame, ...]) -> tuple[str, int]:
     """Return file and first line of the innermost loop of the user that a stack is in; ("", 0) if there is none."""
-    mine = (frame for frame in user_stack(stack) if not any(part in frame.file for part in LIBRARY))
+    mine = filter(is_users, user_stack(stack))
     return next((loop for frame in mine if (loop := loop_at(frame))[0]), ("", 0))
 
 

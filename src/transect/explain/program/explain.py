@@ -265,10 +265,9 @@ def waiting_share(split: Split, samples: StackSamples | None, plain: StackSample
         return f"{sample.stack[0].file}:{sample.stack[0].function}"
 
     trace, calls = split.trace, split.calls(WAITS)
-    begins, ends = trace.ts[calls], np.maximum.accumulate(trace.ts[calls] + trace.dur[calls])
     profiled = samples.samples if samples is not None else []
-    before = np.searchsorted(begins, [each.at for each in profiled], side="right") - 1
-    works = [each for each, i in zip(profiled, before.tolist(), strict=True) if i < 0 or ends[i] < each.at]
+    waiting = trace.during(calls, np.array([each.at for each in profiled]))
+    works = [each for each, waits in zip(profiled, waiting.tolist(), strict=True) if not waits]
     usual = Counter(map(name, works))
     shares = weighed(plain.samples, name)
     waits = {f"{each.stack[0].file}:{each.stack[0].function}" for each in plain.samples if waits_for_gpu(each.stack)}

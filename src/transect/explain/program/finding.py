@@ -69,6 +69,16 @@ class Material:
     """Samples of steps without profiling."""
 
     @property
+    def trains(self) -> bool:
+        """True if a backward pass ran."""
+        return bool(self.facts.get("backward", True))
+
+    @property
+    def steps(self) -> int:
+        """Number of explained steps; 1 if none were found."""
+        return int(self.facts.get("steps") or 1)
+
+    @property
     def stacks(self) -> list[Sample]:
         """Samples that show how a step's time is spent: without profiling if there are enough, else with it."""
         plain = self.plain_samples.samples if self.plain_samples is not None else []

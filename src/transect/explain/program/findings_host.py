@@ -77,6 +77,8 @@ RARELY = 4
 """Steps for each evaluation from which evaluation is rare enough."""
 UPDATES = ("addcdiv_", "addcmul_", "lerp_", "mul_", "add_", "sqrt", "div_")
 """Operators of an optimizer update."""
+IDLE_CORE = 0.7
+"""Share of the time for which a core must be idle to count as free."""
 IDLE = ("wait", "sleep")
 """Kinds in which the main thread has nothing to do."""
 
@@ -87,28 +89,26 @@ def host(material: Material) -> Iterator[Finding]:
     for each in material.named:
         totals.setdefault(each.doing.kind, []).append(each)
     plain, split = material.shares(_kind), material.split
-    for kind in dict.fromkeys([*totals, *(each for each in plain if each in EVERYWHERE or each == "python")]):
+    for kind, (title, advice) in HOST_ADVICE.items():
+        if kind in WHOLE:
+            continue  # ``library`` has them
         every = totals.get(kind, [])
         seconds = sum(each.seconds for each in every)
         if plain and kind in EVERYWHERE:
             shown = plain.get(kind, 0.0) * split.own
             # A GPU may compute meanwhile: the rest of its time is needed in any case.
-            seconds = max(seconds, min(shown, split.own - split.busy)) if split.on_gpu else shown
+            seconds = max(seconds, min(shown, split.idle)) if split.on_gpu else shown
         where = max(every, key=lambda each: each.seconds).doing.frame if every else None
         place = f"in {where}" if where else "outside of its own lines"
         evidence = f"{1e3 * seconds:.1f} ms between operators, most of it {place}"
         if not every:
             evidence = f"{plain.get(kind, 0.0):.0%} of the samples without profiling"
-        if kind == "compile" or kind in WHOLE:
-            continue  # other detectors have them
-        if kind in HOST_ADVICE:
-            title, advice = HOST_ADVICE[kind]
-            # Beside a thread that holds the lock it is unknown how long the same Python would take.
-            alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
-            apply = "no collection" if kind == "collection" else ""
-            # Samples show Python too seldom: what they show is certain.
-            least = plain.get(kind, 0.0) * split.own if plain and kind == "python" else math.inf
-            yield Finding(kind, title, evidence, seconds * alone, advice, apply, least=least)
+        # Beside a thread that holds the lock it is unknown how long the same Python would take.
+        alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
+        apply = "no collection" if kind == "collection" else ""
+        # Samples show Python too seldom: what they show is certain.
+        least = plain.get(kind, 0.0) * split.own if plain and kind == "python" else math.inf
+        yield Finding(kind, title, evidence, seconds * alone, advice, apply, least=least)
 
 
 def restarted(found: list[Finding], material: Material) -> list[Finding]:
@@ -152,7 +152,7 @@ def library(material: Material) -> Iterator[Finding]:
     """Find work of library functions, including the operators that they call."""
     split = material.split
     for kind, (count, line) in whole_shares(material).items():
-        if kind == "adapters" and material.facts.get("backward", True):
+        if kind == "adapters" and material.trains:
             continue
         if kind == "building" and not material.facts.get("steps"):
             continue  # a program without steps builds its models once
@@ -164,7 +164,7 @@ def library(material: Material) -> Iterator[Finding]:
         elif kind == "optimizer":
             seconds -= _fused_update(split)
         if split.on_gpu:  # beside what the GPU computes it costs nothing
-            seconds = min(seconds, max(0.0, split.issuing - split.busy))
+            seconds = min(seconds, split.uncovered)
         title, advice = HOST_ADVICE[kind]
         apply = {"optimizer": "fused optimizer", "stacks": "no anomaly detection"}.get(kind, "")
         yield Finding(kind, title, f"{count:.0%} of the time, most of it in {line}", max(0.0, seconds), advice, apply)
@@ -181,7 +181,7 @@ def _fused_update(split: Split) -> float:
 
 def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
     """Return for each kind in ``WHOLE`` its share of the samples, and the user's line that is most of them."""
-    samples, steps = material.stacks, max(1, int(material.facts.get("steps") or 1))
+    samples, steps = material.stacks, material.steps
     joined = sum(op.calls for op in material.split.ops if op.name.startswith(("aten::_foreach_", "aten::_fused_")))
 
     def name(sample: Sample) -> str:
@@ -200,7 +200,7 @@ def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
         lines.pop("stacks", None)  # other code wrote a stack down
     if RARELY * episodes(samples, "evaluation") < steps:
         lines.pop("evaluation", None)
-    if not material.facts.get("backward", True):
+    if not material.trains:
         lines.pop("preparing", None)  # a batch replaces it together with the calls of the model
     return {kind: (shares.get(kind, 0.0), seen.most_common(1)[0][0]) for kind, seen in lines.items()}
 
@@ -246,10 +246,7 @@ def _operators_elsewhere(split: Split, moments: Sequence[float]) -> list[int]:
     ops = trace.where(OP)
     counts = np.zeros(len(moments), dtype=int)
     for lane in set(trace.lane[ops].tolist()) - {split.lane}:
-        mine = ops[trace.lane[ops] == lane]
-        ends = np.maximum.accumulate(trace.ts[mine] + trace.dur[mine])
-        before = np.searchsorted(trace.ts[mine], moments, side="right") - 1
-        counts += (before >= 0) & (ends[before] >= moments)
+        counts += trace.during(ops[trace.lane[ops] == lane], moments)
     return counts.tolist()
 
 
@@ -282,10 +279,10 @@ def threads(material: Material) -> Iterator[Finding]:
     if material.split.on_gpu or not used or not cores:
         return
     left = float(material.facts.get("idle_cores", cores))  # other programs may be using them
-    cores = min(cores, used + int(left + 0.3))
+    cores = min(cores, used + int(left + 1 - IDLE_CORE))
     if used >= cores:
         return
-    large = [op for op in material.split.ops if op.seconds / op.calls > 200e-6 and op.key.name not in SYNC]
+    large = [op for op in material.split.ops if op.seconds > op.calls * SLOW_CALL_S and op.key.name not in SYNC]
     seconds = sum(op.seconds for op in large)
     yield Finding(
         "threads",

@@ -61,6 +61,8 @@ SYNC = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_no
 COPIES = {"aten::copy_", "aten::contiguous", "aten::clone", "aten::cat", "aten::_to_copy", "aten::stack", "aten::roll"}
 WAITS = r"Synchronize$|(?:cuda|hip)Memcpy$|hipMemcpyWithStream$"
 """Driver calls in which the host waits for the GPU."""
+ALLOCATES = r"Malloc$|Free$|HostAlloc"
+"""Driver calls that allocate or free memory."""
 IDLE = 0.1
 """Least idle share of a GPU that shows a host which issues too little."""
 BLOCKED_S = 100e-6
@@ -85,8 +87,6 @@ class OpStat:
     seconds: float = 0.0
     floor: float | None = None
     """Floor of one call, in seconds."""
-    first: float = 0.0
-    last: float = 0.0
     operator: str = ""
     """Operator that launched the kernel; empty for an operator."""
     usual: float = math.inf
@@ -203,6 +203,16 @@ class Split:
         return self.wall - idle_seconds(self.gaps) - self.held
 
     @property
+    def idle(self) -> float:
+        """Seconds of the program in which the GPU was idle."""
+        return max(0.0, self.own - self.busy)
+
+    @property
+    def uncovered(self) -> float:
+        """Seconds in which the host issued work, beyond those in which the GPU was busy."""
+        return max(0.0, self.issuing - self.busy)
+
+    @property
     def issuing(self) -> float:
         """Seconds in which the main thread did not wait for the GPU, without the cost of profiling."""
         return self.issued(math.inf)
@@ -217,7 +227,7 @@ class Split:
         launches = self.trace.dur[self.calls("Launch")]
         waited += float((launches[launches > blocked] - blocked).sum())
         seen = (1.0 - self.waiting) * self.own
-        if self.measured and self.own - self.busy > IDLE * self.own:
+        if self.measured and self.idle > IDLE * self.own:
             return min(max(0.0, self.own - waited), seen)
         profiling = max(self.profiling, self.recording) if self.measured else self.profiling
         issuing = max(0.0, self.wall - waited - profiling - self.held_host)
@@ -226,9 +236,8 @@ class Split:
     def calls(self, pattern: str) -> np.ndarray:
         """Return the driver calls whose names match a pattern, in the explained time."""
         trace = self.trace
-        numbers = [number for number, key in enumerate(trace.keys) if re.search(pattern, key.name)]
         inside = (trace.ts + trace.dur > self.begin) & (trace.ts < self.begin + self.wall)
-        return np.flatnonzero((trace.kind == RUNTIME) & np.isin(trace.key, numbers) & inside)
+        return np.flatnonzero((trace.kind == RUNTIME) & trace.named(re.compile(pattern).search) & inside)
 
     def named(self, *names: str) -> list[OpStat]:
         """Return the operators with these names, and the kernels that they launched."""
@@ -288,8 +297,8 @@ def _window(trace: Trace) -> tuple[float, float, int]:
     lane = -1
     if len(ops):
         if trace.on_gpu:  # the backward pass of what is on a GPU has a thread of its own
-            engines = [number for number, key in enumerate(trace.keys) if key.name.startswith("autograd::engine")]
-            others = ops[~np.isin(trace.lane[ops], np.unique(trace.lane[ops[np.isin(trace.key[ops], engines)]]))]
+            engines = trace.named(lambda name: name.startswith("autograd::engine"))[ops]
+            others = ops[~np.isin(trace.lane[ops], np.unique(trace.lane[ops[engines]]))]
             ops = others if len(others) else ops
         lanes, where = np.unique(trace.lane[ops], return_inverse=True)
         lane = int(lanes[np.argmax(np.bincount(where, weights=trace.dur[ops]))])
@@ -319,9 +328,8 @@ def _host(
         stat = stats[owner].get(number)
         if stat is None:
             known = None if least[index] != least[index] else 0.0
-            stat = stats[owner][number] = OpStat(trace.keys[number], first=first, floor=known)
+            stat = stats[owner][number] = OpStat(trace.keys[number], floor=known)
         subjects.append((owner, stat))
-        stat.last = last
         if index not in seen:
             seen.add(index)
             stat.calls += 1
@@ -395,7 +403,7 @@ def _device(
     A kernel's shapes are those of the operator that launched it. If an operator launched several kernels, its floor is
     divided between them in proportion to their times.
     """
-    launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
+    launcher = trace.launchers
     alike = {int(trace.key[i]): op for i in trace.where(KERNEL) if (op := launcher.get(int(trace.link[i]))) is not None}
     marks: list[tuple[float, int, int]] = []
     for kind in (KERNEL, COPY, SET):
@@ -437,13 +445,12 @@ def _device(
         if stat is None:
             key = trace.key_of(op) if op is not None and rank == 0 else trace.key_of(index)
             key = replace(key, name=name, bytes=trace.key_of(index).bytes)
-            stat = stats[mark] = OpStat(key, first=float(trace.ts[index]))
+            stat = stats[mark] = OpStat(key)
             if op is not None and rank == 0:
                 stat.operator = trace.key_of(op).name
                 stat.floor = floor(trace.key_of(op), ceilings, name)
         stat.calls += 1
         stat.seconds += seconds
-        stat.last = float(trace.ts[index])
         if op is not None:
             ops_seen[mark[1]].add(op if int(trace.link[index]) in launcher else -index)
             if rank == 0:
