@@ -261,7 +261,7 @@ def transfers(material: Material) -> Iterator[Finding]:
         seconds = sum(op.seconds * (1 - 1 / op.calls) for op in again)
         evidence = f"{again[0].calls} copies of {again[0].key.bytes} bytes each"
         advice = "upload once what stays the same; new batches in a stream of their own, beside the computing"
-        yield Finding("upload", "as many bytes go to the GPU again and again", evidence, seconds, advice)
+        yield Finding("upload", "copies of the same size go to the GPU again and again", evidence, seconds, advice)
 
 
 def _to_host(op: OpStat) -> bool:
@@ -276,7 +276,7 @@ def allocation(material: Material) -> Iterator[Finding]:
     if len(calls) >= MANY:
         seconds = min(float(split.trace.dur[calls].sum()), split.idle)
         advice = "remove torch.cuda.empty_cache(); keep shapes alike; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        title, evidence = "the allocator asks the driver", f"{len(calls)} calls"
+        title, evidence = "the driver allocates and frees GPU memory in the loop", f"{len(calls)} calls"
         yield Finding("allocation", title, evidence, seconds, advice, apply="no empty_cache")
 
 
@@ -291,7 +291,9 @@ def fallback(material: Material) -> Iterator[Finding]:
         names = sorted({split.trace.key_of(i).name for i in slow})
         seconds += sum(op.seconds for op in split.ops if _to_host(op))  # their inputs
         advice = "move their inputs to the GPU, or use an operator that has a kernel there"
-        yield Finding("fallback", "operators compute on the host", ", ".join(names[:5]), seconds, advice)
+        yield Finding(
+            "fallback", "operators compute on the CPU between GPU kernels", ", ".join(names[:5]), seconds, advice
+        )
 
 
 DETECTORS: tuple[Callable[[Material], Iterator[Finding]], ...] = (

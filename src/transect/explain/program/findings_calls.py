@@ -207,7 +207,7 @@ def _compiled(material: Material, fused: float, share: float, certain: float) ->
     return Finding(
         "eager",
         "modules call small operators one by one",
-        f"{share:.0%} of the calls are in modules, or in their backward passes",
+        f"{share:.0%} of the calls of operators are in modules, or in their backward passes",
         gain,
         "torch.compile(model), or a larger batch: it makes the same calls for more rows",
         apply="compile",
@@ -342,8 +342,8 @@ def small_batch(material: Material) -> Iterator[Finding]:
         seconds = material.split.parts["launch"] + material.split.parts["host"]
         yield Finding(
             "small batch",
-            "the batches that train are too small",
-            f"products have {most} rows at most, while calls of operators take as long for {MANY} times as many",
+            "the batches of training are too small",
+            f"matrix products have {most} rows at most; {MANY} times as many rows take about as long",
             seconds * (1 - 1 / MANY),
             f"batch_size={MANY * most} or more: calls, Python and the optimizer's step are then needed once for all",
         )

@@ -29,8 +29,8 @@ HOST_ADVICE = {
     ),
     "process": ("processes are started", "start them once and keep them: a pool, DataLoader(persistent_workers=True)"),
     "stacks": (
-        "a Python stack is written down for each operator",
-        "switch autograd's anomaly detection off: set_detect_anomaly(False)",
+        "anomaly detection records the Python stack of each operator",
+        "switch it off: torch.autograd.set_detect_anomaly(False)",
     ),
     "printing": ("tensors are printed in the loop", "print a few numbers every N steps, not whole tensors"),
     "saving": (
@@ -38,20 +38,20 @@ HOST_ADVICE = {
         "save every N steps, or copy the data and write it in a thread",
     ),
     "building": ("models are built or loaded in the loop", "build and load them once, before the loop"),
-    "copying": ("objects are copied deep in the loop", "keep one copy and write into it: tensor.copy_()"),
+    "copying": ("objects are deep-copied in the loop", "keep one copy and write into it: tensor.copy_()"),
     "optimizer": (
-        "the optimizer goes from parameter to parameter",
+        "the optimizer updates one parameter at a time",
         "fused=True, or foreach=True, and one group for all parameters with the same options",
     ),
     "hooks": (
-        "hooks of modules compute beside the model",
-        "remove them (handle.remove()), or let them return at once but for every N steps",
+        "hooks of modules compute in each call of the model",
+        "remove them (handle.remove()), or compute only every N steps",
     ),
     "preparing": (
         "inputs are prepared in the training loop",
         "prepare them once before the loop, or in the workers of a DataLoader",
     ),
-    "adapters": ("adapters compute beside the weights", "merge them: model.merge_and_unload() for inference"),
+    "adapters": ("adapters are not merged into the weights", "model.merge_and_unload() for inference"),
     "evaluation": (
         "the model is evaluated every few steps of training",
         "evaluate once an epoch or every N steps (eval_steps=500, val_check_interval)",
@@ -221,10 +221,10 @@ def other_threads(material: Material) -> Iterator[Finding]:
     python = max(0.0, parts["host"] - waited) + parts["launch"] + parts["sync"]
     yield Finding(
         "gil",
-        "another thread runs Python and holds the interpreter's lock",
-        f"it ran Python in {share:.0%} of the samples in which this one had work",
+        "another thread runs Python, and only one can at a time (the interpreter's lock, GIL)",
+        f"the other thread ran Python in {share:.0%} of the samples in which the main thread had work",
         python * share / 2,
-        "move it to another process",
+        "move its work to another process",
     )
 
 

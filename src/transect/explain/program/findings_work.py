@@ -137,7 +137,7 @@ def dense_gradients(material: Material) -> Iterator[Finding]:
         largest = max(tables, key=math.prod)
         yield Finding(
             "dense gradients",
-            "gradients and updates of whole tables, of which a step reads a few rows",
+            "whole embedding tables get gradients and updates, though a step reads a few rows",
             f"{tables[largest]} of {largest[0]} rows of {largest[1]} numbers are read in a call",
             seconds,
             "nn.Embedding(..., sparse=True) with SGD or SparseAdam",
@@ -192,7 +192,7 @@ def prefix(material: Material) -> Iterator[Finding]:
         seconds += spent - needed
     yield Finding(
         "prefix",
-        "each call computes the sequence of the call before again",
+        "each call computes the sequence of the previous call again",
         f"calls get one more element each, {length:.0f} on average",
         seconds,
         "keep keys and values of attention: use_cache=True and past_key_values, or generate(); only the new element is "
@@ -264,7 +264,7 @@ def pairs(material: Material) -> Iterator[Finding]:
         needed = (floor(key, material.ceilings) or 0.0) / REACHED if cost(key) is not None else 0.0
         yield Finding(
             "broadcast",
-            "a tensor of all pairs is written, and summed",
+            "a tensor with an element for each pair of rows is written, and then summed",
             f"{op.name} makes {list(whole)} of {shapes_of(op.key)}, {op.calls} times: {1e3 * spent:.1f} ms in all",
             spent - op.calls * needed,
             "torch.cdist for distances, a matrix product for sums of products",

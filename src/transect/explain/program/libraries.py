@@ -241,7 +241,7 @@ def attention(material: Material) -> Iterator[Finding]:
         advice = "from_pretrained(..., attn_implementation='sdpa'), or flash_attention_2 on a GPU"
     elif layer:
         advice = "need_weights=False in calls of nn.MultiheadAttention"
-    title = "attention writes all of its scores to memory"
+    title = "attention writes the scores of all pairs of tokens to memory"
     yield Finding("attention", title, evidence, seconds, advice, apply="fused attention" if eager else "")
 
 
