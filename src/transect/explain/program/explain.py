@@ -132,6 +132,7 @@ class Explain:
             "unused": steady.watch.unused,
             "steps": steady.steps.explained if steady.steps is not None else 0,
             "memory": memory_share(trace.on_gpu),
+            "delayed": steady.recording.delayed,
             "fused": {},
         }
         if self._all_cores and steady.recording.idle_cores is not None:
@@ -228,10 +229,12 @@ def explain_trace(
     facts = dict(facts or {})
     facts.setdefault("backward", ran_backward(trace))
     padded = float(facts.get("padding", 0.0))
-    share = steps.plain_share if steps is not None and steps.plain_s else None
-    wall = trace_seconds(trace)
-    plain = min(wall, plain_s) if plain_s else None if share is None else wall * share
-    split = split_trace(trace, ceilings, profiler_s=profiler_s, padding=padded, plain=plain)
+    whole = trace_seconds(trace)
+    delayed = 0.0 if trace.on_gpu else whole * float(facts.get("delayed", 0.0))
+    share = min(1.0, plain_s / whole) if plain_s else steps.plain_share if steps is not None and steps.plain_s else None
+    wall = whole - delayed
+    plain = None if share is None else wall * share
+    split = split_trace(trace, ceilings, profiler_s=profiler_s, padding=padded, plain=plain, delayed=delayed)
     named = name_gaps(split, samples, steady=steps is not None)
     if steps_s:
         split.rate(steps_s)

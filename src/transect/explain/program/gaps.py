@@ -111,23 +111,25 @@ def _find_python(split: Split, samples: StackSamples | None, groups: list[list[I
 def _leave_interruptions_out(split: Split, samples: StackSamples | None, groups: list[list[IdleGap]]) -> None:
     """Count what other programs and the sampler add to gaps as cost of profiling.
 
-    Gaps between the same two operators are usually as long as their median. A longer one was interrupted, unless a
-    sample shows work that does not recur in each step, or it holds several samples.
+    Gaps between the same two operators are usually as long as their median. A longer one was interrupted, as far as the
+    system says that the thread waited for a core. Else it was interrupted unless a sample shows work that does not
+    recur in each step, or it holds several samples.
     """
     if samples is None:
         return
-    times = [sample.at for sample in samples.samples]
+    times, left, found = [sample.at for sample in samples.samples], split.delayed, list[tuple[float, IdleGap]]()
     for group in groups:
         usual = float(np.median([gap.seconds for gap in group]))
         long = [gap for gap in group if gap.seconds > INTERRUPTED * usual + SHORT_GAP_S]
-        for gap in long if len(long) <= len(group) / 3 else ():
-            inside = samples.samples[bisect_left(times, gap.begin) : bisect_right(times, gap.end)]
-            # In a longer gap there would be more samples, if the program had not waited for a core.
-            loose = ("calls", "python") if gap.seconds < 2.5 * samples.period else ("calls",)
-            if len(inside) < 2 and all(doing_of(sample.stack).kind in loose for sample in inside):
-                extra = gap.seconds - usual
-                gap.cost += extra
-                split.parts["profiler"] += extra
+        found += [(gap.seconds - usual, gap) for gap in long if len(long) <= len(group) / 3]
+    for extra, gap in sorted(found, key=lambda each: -each[0]):
+        inside = samples.samples[bisect_left(times, gap.begin) : bisect_right(times, gap.end)]
+        # In a longer gap there would be more samples, if the program had not waited for a core.
+        loose = ("calls", "python") if gap.seconds < 2.5 * samples.period else ("calls",)
+        if extra <= left or (len(inside) < 2 and all(doing_of(sample.stack).kind in loose for sample in inside)):
+            gap.cost += extra
+            split.parts["profiler"] += extra
+            left -= extra
 
 
 def _communicating(split: Split, samples: StackSamples | None) -> Iterator[IdleGap]:

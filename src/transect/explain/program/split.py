@@ -163,6 +163,8 @@ class Split:
     notes: list[str] = field(default_factory=list)
     loading: list[OpStat] = field(default_factory=list)
     """Operators that a loader calls in the main thread of a host."""
+    delayed: float = 0.0
+    """Seconds between operators in which the main thread of a host waited for a core."""
     profiling: float = 0.0
     """Seconds that the profiler added to the main thread's driver calls and the operators around them."""
     recording: float = 0.0
@@ -245,7 +247,13 @@ class Split:
 
 
 def split_trace(
-    trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, padding: float = 0.0, plain: float | None = None
+    trace: Trace,
+    ceilings: Ceilings,
+    *,
+    profiler_s: float = 0.0,
+    padding: float = 0.0,
+    plain: float | None = None,
+    delayed: float = 0.0,
 ) -> Split:
     """Split a trace; gaps are still all called "host" (``gaps.name_gaps`` says more).
 
@@ -254,8 +262,9 @@ def split_trace(
         profiler_s: seconds that the profiler adds to each operator, if known.
         padding: the share of tokens that are padding, if that is known.
         plain: seconds of the same work without profiling, if they are known.
+        delayed: seconds in which the main thread waited for a core.
     """
-    begin, end, lane = _window(trace)
+    begin, end, lane = window = _window(trace)
     loading: list[OpStat] = []
     if trace.on_gpu:
         ops, gaps, parts = _device(trace, ceilings, begin, end)
@@ -263,12 +272,12 @@ def split_trace(
         spans = sorted([*stopped, *late_start(trace, begin)])
         idle, gaps = idle_seconds(gaps), [piece for gap in gaps for piece in without(gap, spans)]
     else:
-        ops, loading, gaps, parts = _host(trace, ceilings, begin, end, lane, profiler_s, plain)
+        ops, loading, gaps, parts, delayed = _host(trace, ceilings, window, profiler_s, plain, delayed)
     computed = parts["floor"] + parts["inefficiency"]
     for part in ("floor", "inefficiency"):
         parts[part] -= parts[part] * padding
     parts["padding"] = computed * padding
-    split = Split(end - begin, begin, parts, ops, gaps, trace.on_gpu, lane, trace, loading=loading)
+    split = Split(end - begin, begin, parts, ops, gaps, trace.on_gpu, lane, trace, loading=loading, delayed=delayed)
     if trace.on_gpu:
         inside = (trace.ts >= begin) & (trace.ts < end)
         split.profiling = profiler_s * int((inside & (trace.kind == RUNTIME) & (trace.lane == lane)).sum())
@@ -306,9 +315,13 @@ def _window(trace: Trace) -> tuple[float, float, int]:
 
 
 def _host(
-    trace: Trace, ceilings: Ceilings, begin: float, end: float, lane: int, profiler_s: float, plain: float | None
-) -> tuple[list[OpStat], list[OpStat], list[IdleGap], dict[str, float]]:
-    """Split the time of the main thread, if no kernel ran on a GPU. Operators of a loader are listed apart."""
+    trace: Trace, ceilings: Ceilings, window: tuple[float, float, int], adds: float, plain: float | None, delayed: float
+) -> tuple[list[OpStat], list[OpStat], list[IdleGap], dict[str, float], float]:
+    """Split the time of the main thread, if no kernel ran on a GPU. Operators of a loader are listed apart.
+
+    ``adds``: seconds that profiling adds to an operator. The last result is the part of ``delayed`` between operators.
+    """
+    begin, end, lane = window
     mine = np.flatnonzero((trace.kind == OP) & (trace.lane == lane)).tolist()
     stats: dict[str, dict[int, OpStat]] = {"": {}, "loading": {}, "recompilation": {}}
     parts = dict.fromkeys(PARTS, 0.0)
@@ -335,7 +348,9 @@ def _host(
             stat.calls += 1
             stat.floor = stat.floor + least[index] if stat.floor is not None else None
     lost = _interrupted(subjects, np.array(lengths))
-    costs = (lost + segment_costs(np.array(lengths) - lost, profiler_s / 2, plain)).tolist()
+    delayed = max(0.0, delayed - float(lost.sum()))
+    plain = None if plain is None else plain + delayed  # waiting for a core is no cost of profiling
+    costs = (lost + segment_costs(np.array(lengths) - lost, adds / 2, plain)).tolist()
     own: dict[int, list[float]] = defaultdict(list)
     for (owner, subject), length, cost in zip(subjects, lengths, costs, strict=True):
         parts["profiler"] += cost
@@ -352,7 +367,7 @@ def _host(
         stat.floor = stat.floor / (stat.calls or 1) if stat.floor is not None else None
     for stat in stats[""].values():
         _add_op(parts, stat)
-    return list(stats[""].values()), list(stats["loading"].values()), gaps, parts
+    return list(stats[""].values()), list(stats["loading"].values()), gaps, parts, delayed
 
 
 def _interrupted(subjects: Sequence[tuple[str, OpStat | IdleGap]], lengths: np.ndarray) -> np.ndarray:

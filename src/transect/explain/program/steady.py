@@ -244,7 +244,7 @@ class Steady:
         self._state = "sampled" if self._stacks else "after"
         if self._stacks:
             self._sampling = time.perf_counter()
-            self._sampler = StackSampler()
+            self._sampler = StackSampler(own_time=True)
             self._sampler.__enter__()
         self._after.restart()
 
