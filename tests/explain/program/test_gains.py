@@ -85,6 +85,19 @@ def test_what_one_batch_replaces_is_one_finding(source, backward, kinds):
     assert merged[0].where.startswith("script.py:8 in work")
 
 
+def test_calls_of_a_loop_inside_of_a_step_are_one_finding_with_its_python(tmp_path):
+    """Most samples show the loop of training, which a batch does not replace."""
+    path = tmp_path / "train.py"
+    path.write_text("for x in batches:\n    for row in x:\n        make(row)\n    y.backward()\n    opt.step()\n")
+    step, backward = Frame("/x/torch/optim/sgd.py", "step", 1), Frame("graph.py", "_engine_run_backward", 1)
+    stacks = [(*inner, Frame(str(path), "train", line)) for inner, line in (((), 3), ((backward,), 4), ((step,), 5))]
+    samples = [Sample(0.002 * i, stack, 0) for i, stack in enumerate(stacks * 40)]
+    found = [Finding("launch", "calls", "", 0.4, "", share=0.4), Finding("python", "Python", "", 0.2, "", share=0.2)]
+    (merged,) = placed(found, Material(None, None, plain_samples=StackSamples(samples=samples)))
+    assert merged.kind == "launch" and merged.share == pytest.approx(0.6)
+    assert merged.where.startswith("train.py:3")
+
+
 @pytest.mark.parametrize(
     ("kind", "place", "words"),
     [

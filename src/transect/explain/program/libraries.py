@@ -116,6 +116,8 @@ def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
     rest: list[Finding] = []
     for each in found:
         chosen = [sample for sample in samples if _belongs(sample, each.kind)] or list(samples)
+        if each.kind == "launch" and material.trains:  # of loops inside of a step
+            chosen = [sample for sample in chosen if loop_around(sample.stack) not in training] or chosen
         words = next(_switches(each.kind, chosen), "")
         advice = f"{words}. Else: {each.advice}" if words else each.advice
         each = replace(each, where=_where(chosen), advice=advice)
