@@ -152,6 +152,18 @@ def test_own_time_leaves_out_waits_for_a_core():
     assert own_times(times, delays) == [-1.0, 0.0, 1.5, 1.5, 1.5, 2.5]
 
 
+@pytest.mark.parametrize(("waits", "share"), [((3.0, 3.0, 3.0), 0.0), ((3.0, 1e6, 1e6), 1.0)])
+def test_a_recording_knows_how_long_its_thread_waited_for_a_core(monkeypatch, waits, share):
+    seconds = iter(waits)
+    monkeypatch.setattr("transect.explain.program.recording.delayed_seconds", lambda: next(seconds))
+    recording = Recording(stacks=False)
+    recording.start()
+    own = recording.own_seconds
+    recording.stop()
+    recording.finish()
+    assert recording.delayed == share and (own > 0) is (share < 1)
+
+
 @pytest.mark.parametrize(("delayed", "python"), [(0.0, True), (0.75, False)])
 def test_waits_for_a_core_are_no_python(tmp_path, source, delayed, python):
     """One of 400 gaps lasts 300 of 400 ms, with samples in it: the thread waited for a core if the system says so."""

@@ -119,6 +119,11 @@ class Recording:
         self._ended.close()
 
     @property
+    def own_seconds(self) -> float:
+        """Seconds since the start, without those in which the recorded thread waited for a core."""
+        return time.perf_counter() - self.began - (delayed_seconds() - self._delayed)
+
+    @property
     def sampled(self) -> list[Sample]:
         """Samples of the Python stack, with times of ``time.perf_counter()``."""
         return [] if self._sampler is None else self._sampler.found.samples
