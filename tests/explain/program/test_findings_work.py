@@ -206,7 +206,7 @@ def test_a_batch_replaces_only_loops_inside_of_a_step(tmp_path):
     file, backward = str(path), Frame(ENGINE, "_engine_run_backward", 1)
     assert loop_at(Frame(file, "train", 4)) == (file, 3)
     assert loop_at(Frame(file, "train", 6)) == (file, 2), "a loop over layers is none"
-    trace = types.SimpleNamespace(named=lambda chosen: np.zeros(0, dtype=bool))
+    trace = types.SimpleNamespace(having=lambda chosen: np.zeros(0, dtype=bool))
     split = types.SimpleNamespace(
         trace=trace, ops=[types.SimpleNamespace(calls=500, name="mm", key=types.SimpleNamespace(name="mm", nodes=True))]
     )

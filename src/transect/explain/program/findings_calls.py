@@ -13,28 +13,15 @@ from .findings_work import NODES, REACHED, rows_of, with_rows
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, floor
 from .sampler import Frame, Sample
 from .split import COPIES, LAUNCH_S, PLUMBING, SLOW_CALL_S, SMALL_S, SYNC, WAITS, Split
-from .trace import COPY, KERNEL, OP
+from .trace import COPY, KERNEL
 
 FOR_VALUES = {
     f"aten::{name}"
     for name in (
         *("item", "_local_scalar_dense", "is_nonzero", "select", "unbind", "as_strided", "_to_copy", "to", "copy_"),
         *("max", "min", "amax", "amin", "sum", "mean", "norm", "linalg_vector_norm", "argmax", "argmin", "any", "all"),
-        *(
-            "eq",
-            "ne",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-            "isnan",
-            "isfinite",
-            "isinf",
-            "equal",
-            "empty",
-            "empty_strided",
-            "detach",
-        ),
+        *("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isfinite", "isinf", "equal"),
+        *("empty", "empty_strided", "detach"),
     )
 }
 """Operators that programs call to read a single value."""
@@ -42,8 +29,8 @@ RECURRENT = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
 """Operators that call others for each element of a sequence."""
 FEW_ROWS, FEWEST_ROWS = 8, 2
 """Most rows of a product in a batch that is too small, and in one that is too small for training."""
-COMPILED_S, TRAINED_S = 15e-6, 110e-6
-"""Seconds that a call of a compiled module takes beside its operators, without a backward pass and with it."""
+COMPILED_S = 110e-6
+"""Seconds that a step of training of a compiled module takes beside its operators."""
 LARGE_WORK = 0.7
 """Share of the time in operators, apart from calling them, from which their inputs count as large."""
 REACHED_ALONE = 0.3
@@ -93,7 +80,7 @@ def _value_loops(material: Material) -> tuple[float, frozenset[tuple[str, int]]]
     All of their operators make values, and they contain neither a backward pass nor an optimizer.
     """
     split, samples = material.split, material.stacks
-    count = int(split.trace.named("aten::item".__eq__).sum())
+    count = int(split.trace.having(lambda key: key.name == "aten::item").sum())
     often = {op.name for op in split.ops if 2 * op.calls >= count and not op.name.startswith("Memcpy")}
     others = often - FOR_VALUES - SYNC
     if count < MANY * material.steps or others or not samples:
@@ -203,7 +190,7 @@ def _compiled(material: Material, fused: float, share: float, certain: float) ->
         share: share of these calls that is in modules.
         certain: share of the time of calls that is certain.
     """
-    gain = max(0.0, share * fused - (TRAINED_S if material.trains else COMPILED_S) * material.steps)
+    gain = max(0.0, share * fused - COMPILED_S * material.steps)
     return Finding(
         "eager",
         "modules call small operators one by one",
@@ -293,32 +280,27 @@ def _fusible(split: Split, of_modules: bool = False) -> float:
     trace = split.trace
     if split.on_gpu:
         launcher = trace.launchers
-        called = [launcher[link] for i in trace.where(KERNEL) if (link := int(trace.link[i])) in launcher]
+        links = trace.link[trace.where(KERNEL)].tolist()
+        ops = np.array([launcher[link] for link in links if link in launcher], dtype=int)
     else:
-        ops = np.flatnonzero((trace.kind == OP) & (trace.lane == split.lane))
-        nodes = ops[trace.named(lambda name: name.startswith(NODES))[ops]]
+        ops = trace.ops(split.lane)
+        nodes = ops[trace.having(lambda key: key.name.startswith(NODES))[ops]]
         if of_modules and len(nodes):
-            recorded = np.array([bool(key.nodes) for key in trace.keys])[trace.key[ops]]
-            ops = ops[recorded | trace.during(nodes, trace.ts[ops])]
-        called = ops.tolist()
-    products = [_is_product(key.name) for key in trace.keys]
-    counted = [key.name not in FREE | SYNC for key in trace.keys]
-    numbers = [number for i in called if counted[number := int(trace.key[i])]]
-    alone = [products[number] for number in numbers]
-    left = sum(each or before for before, each in zip([True, *alone], alone, strict=False))
-    return 1 - left / len(numbers) if numbers else 0.0
+            ops = ops[trace.having(lambda key: key.nodes)[ops] | trace.during(nodes, trace.ts[ops])]
+    ops = ops[trace.having(lambda key: key.name not in FREE | SYNC)[ops]]
+    alone = trace.having(lambda key: _is_product(key.name))[ops]
+    left = alone | np.append(True, alone[:-1])
+    return 1 - float(left.mean()) if len(ops) else 0.0
 
 
 def _recurrent(split: Split) -> float:
     """Return the share of the calls that are inside of recurrent operators, which a module for sequences makes too."""
     trace = split.trace
-    ops = np.flatnonzero((trace.kind == OP) & (trace.lane == split.lane))
-    spans = ops[trace.named(RECURRENT.__contains__)[ops]]
-    if not len(spans):
-        return 0.0
-    ops = ops[trace.named(lambda name: _computes(name) and "Backward" not in name)[ops]]
-    recorded = np.array([bool(key.nodes) for key in trace.keys], bool)
-    ops = ops[recorded[trace.key[ops]]] if recorded[trace.key[ops]].any() else ops
+    ops = trace.ops(split.lane)
+    spans = ops[trace.having(lambda key: key.name in RECURRENT)[ops]]
+    ops = ops[trace.having(lambda key: _computes(key.name) and "Backward" not in key.name)[ops]]
+    recorded = trace.having(lambda key: key.nodes)[ops]
+    ops = ops[recorded] if recorded.any() else ops
     return float(trace.during(spans, trace.ts[ops]).mean()) if len(ops) else 0.0
 
 

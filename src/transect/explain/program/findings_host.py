@@ -121,26 +121,21 @@ def restarted(found: list[Finding], material: Material) -> list[Finding]:
         return "order" if order else doing_of(sample.stack).kind if inside else ""
 
     shares = weighed(material.stacks, name)
-    shares.pop("", None)
-    if (order := shares.get("order", 0.0)) >= RESTARTS:
-        known = next((each for each in found if each.kind == "loading"), None)
+    order, starting = shares.get("order", 0.0), shares.get("process", 0.0)
+    kinds: tuple[str, ...] = ("loading",)
+    if order >= RESTARTS:
+        share, title = order, "a DataLoader starts again and again"
         evidence = f"{order:.0%} of the time is spent on the order of all samples, which an epoch needs once"
-        gain = max(order * material.split.own, known.gain if known is not None else 0.0)
         advice = "keep the iterator of a DataLoader for an epoch: for batch in loader, not next(iter(loader))"
-        one = Finding("loading", "a DataLoader starts again and again", evidence, gain, advice)
-        return [one, *(each for each in found if each is not known)]
-    if shares.get("process", 0.0) < RESTARTS:
+    elif starting >= RESTARTS:
+        kinds, share = ("process", "loading", "wait"), 1.0 - shares.get("", 0.0)
+        title = "a DataLoader starts its workers again and again"
+        evidence = f"{starting:.0%} of the time is spent on starting them; the rest on waiting for them"
+        advice = "DataLoader(..., persistent_workers=True), and one loader for all passes over the data"
+    else:
         return found
-    whole = sum(shares.values()) * material.split.own
-    evidence = f"{shares['process']:.0%} of the time is spent on starting them; the rest on waiting for them"
-    one = Finding(
-        "process",
-        "a DataLoader starts its workers again and again",
-        evidence,
-        whole,
-        "DataLoader(..., persistent_workers=True), and one loader for all passes over the data",
-    )
-    return [one, *(each for each in found if each.kind not in ("process", "loading", "wait"))]
+    gain = max(share * material.split.own, *(each.gain for each in found if each.kind == kinds[0]), 0.0)
+    return [Finding(kinds[0], title, evidence, gain, advice), *(each for each in found if each.kind not in kinds)]
 
 
 def _kind(sample: Sample) -> str:

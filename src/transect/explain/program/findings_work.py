@@ -97,7 +97,7 @@ def backward_seconds(split: Split) -> float:
     """Return the seconds of the backward pass: on a host those of autograd's nodes, on a GPU those of the kernels that
     the nodes launched."""
     trace = split.trace
-    nodes = np.flatnonzero((trace.kind == OP) & trace.named(lambda name: name.startswith(NODES)))
+    nodes = np.flatnonzero((trace.kind == OP) & trace.having(lambda key: key.name.startswith(NODES)))
     if not split.on_gpu:
         whole = float(trace.dur[nodes].sum())
         return whole * split.own / split.wall if split.wall else 0.0

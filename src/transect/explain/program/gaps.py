@@ -136,7 +136,11 @@ def _communicating(split: Split, samples: StackSamples | None) -> Iterator[IdleG
     """Yield gaps of the main thread, split where it waits inside of torch while another thread communicates with other
     ranks."""
     trace, spans = split.trace, list[tuple[float, float, str]]()
-    chosen = np.isin(trace.kind, (OP, RANGE)) & trace.named(COMMUNICATION.search) & (trace.lane != split.lane)
+    chosen = (
+        np.isin(trace.kind, (OP, RANGE))
+        & trace.having(lambda key: COMMUNICATION.search(key.name))
+        & (trace.lane != split.lane)
+    )
     for index in np.flatnonzero(chosen).tolist():
         begin, end = float(trace.ts[index]), float(trace.ts[index] + trace.dur[index])
         begin = max(begin, spans[-1][1]) if spans else begin

@@ -239,7 +239,8 @@ class Split:
         """Return the driver calls whose names match a pattern, in the explained time."""
         trace = self.trace
         inside = (trace.ts + trace.dur > self.begin) & (trace.ts < self.begin + self.wall)
-        return np.flatnonzero((trace.kind == RUNTIME) & trace.named(re.compile(pattern).search) & inside)
+        chosen = trace.having(lambda key: re.search(pattern, key.name))
+        return np.flatnonzero((trace.kind == RUNTIME) & chosen & inside)
 
     def named(self, *names: str) -> list[OpStat]:
         """Return the operators with these names, and the kernels that they launched."""
@@ -306,7 +307,7 @@ def _window(trace: Trace) -> tuple[float, float, int]:
     lane = -1
     if len(ops):
         if trace.on_gpu:  # the backward pass of what is on a GPU has a thread of its own
-            engines = trace.named(lambda name: name.startswith("autograd::engine"))[ops]
+            engines = trace.having(lambda key: key.name.startswith("autograd::engine"))[ops]
             others = ops[~np.isin(trace.lane[ops], np.unique(trace.lane[ops[engines]]))]
             ops = others if len(others) else ops
         lanes, where = np.unique(trace.lane[ops], return_inverse=True)
@@ -322,7 +323,7 @@ def _host(
     ``adds``: seconds that profiling adds to an operator. The last result is the part of ``delayed`` between operators.
     """
     begin, end, lane = window
-    mine = np.flatnonzero((trace.kind == OP) & (trace.lane == lane)).tolist()
+    mine = trace.ops(lane).tolist()
     stats: dict[str, dict[int, OpStat]] = {"": {}, "loading": {}, "recompilation": {}}
     parts = dict.fromkeys(PARTS, 0.0)
     owners = stretches(trace, lane)

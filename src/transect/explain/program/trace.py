@@ -264,13 +264,17 @@ class Trace:
         """Return the indices of the events of a kind, sorted by start."""
         return np.flatnonzero(self.kind == kind)
 
-    def named(self, chosen: Callable[[str], Any]) -> np.ndarray:
-        """Return True for each event of whose name ``chosen`` is true."""
-        return np.array([bool(chosen(key.name)) for key in self.keys], bool)[self.key]
+    def having(self, chosen: Callable[[Key], Any]) -> np.ndarray:
+        """Return True for each event of whose identity ``chosen`` is true."""
+        return np.array([bool(chosen(key)) for key in self.keys], bool)[self.key]
+
+    def ops(self, lane: int) -> np.ndarray:
+        """Return the indices of a thread's operators, sorted by start."""
+        return np.flatnonzero((self.kind == OP) & (self.lane == lane))
 
     def outermost(self, lane: int) -> np.ndarray:
         """Return the indices of a thread's operators that are inside of no other, sorted by start."""
-        ops = np.flatnonzero((self.kind == OP) & (self.lane == lane))
+        ops = self.ops(lane)
         ends = np.maximum.accumulate(self.ts[ops] + self.dur[ops])
         return ops[self.ts[ops] >= np.append(-np.inf, ends[:-1])]
 
