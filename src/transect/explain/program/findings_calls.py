@@ -25,8 +25,6 @@ FOR_VALUES = {
     )
 }
 """Operators that programs call to read a single value."""
-RECURRENT = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
-"""Operators that call others for each element of a sequence."""
 FEW_ROWS, FEWEST_ROWS = 8, 2
 """Most rows of a product in a batch that is too small, and in one that is too small for training."""
 COMPILED_S = 110e-6
@@ -133,9 +131,6 @@ def launching(material: Material) -> Iterator[Finding]:
     seconds *= 1 - 1 / most.calls
     chained = bool(material.facts.get("chained"))
     fused = seconds * _fusible(split)
-    if chained and not split.on_gpu:  # a module for sequences makes them too, without the gaps between them
-        gaps = sum(gap.seconds for gap in split.gaps if gap.part == "launch")
-        fused *= 1.0 - _recurrent(split) * max(0.0, 1.0 - gaps / (split.parts["launch"] or 1.0))
     # The rest may be computing, or freeing memory.
     certain = 1.0 if split.on_gpu else min(1.0, _certain_calls(split) / (split.parts["launch"] or 1.0))
     if not split.on_gpu and not chained:  # on a GPU a graph replaces all calls
@@ -291,17 +286,6 @@ def _fusible(split: Split, of_modules: bool = False) -> float:
     alone = trace.having(lambda key: _is_product(key.name))[ops]
     left = alone | np.append(True, alone[:-1])
     return 1 - float(left.mean()) if len(ops) else 0.0
-
-
-def _recurrent(split: Split) -> float:
-    """Return the share of the calls that are inside of recurrent operators, which a module for sequences makes too."""
-    trace = split.trace
-    ops = trace.ops(split.lane)
-    spans = ops[trace.having(lambda key: key.name in RECURRENT)[ops]]
-    ops = ops[trace.having(lambda key: _computes(key.name) and "Backward" not in key.name)[ops]]
-    recorded = trace.having(lambda key: key.nodes)[ops]
-    ops = ops[recorded] if recorded.any() else ops
-    return float(trace.during(spans, trace.ts[ops]).mean()) if len(ops) else 0.0
 
 
 def _is_product(name: str) -> bool:
