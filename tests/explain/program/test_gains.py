@@ -1,6 +1,7 @@
 """Predicted gains refer to the time without profiling: what profiling adds, and what a loop or a statement is."""
 
 import gc
+import json
 import linecache
 import time
 import types
@@ -8,20 +9,24 @@ import types
 import numpy as np
 import pytest
 import torch
+from planted_faults import ceilings
 from torch import nn
 from undisturbed import undisturbed
 
 from transect.explain.program.doing import doing_of, loop_at, needs_itself, statement, whole_kind
+from transect.explain.program.explain import explain_trace
 from transect.explain.program.finding import Finding, Material, weighed
 from transect.explain.program.findings import EVICTED, WARMER, _warmed
 from transect.explain.program.gaps import COMPUTES, _find_python
 from transect.explain.program.libraries import fused_seconds, placed
 from transect.explain.program.overhead import LARGEST_S, IdleGap, segment_costs
 from transect.explain.program.recording import Recording, autograd_seconds
-from transect.explain.program.sampler import Frame, Sample, StackSamples
+from transect.explain.program.sampler import Frame, Sample, StackSamples, own_times
+from transect.explain.program.steady import Steps
 from transect.explain.program.steps import StepWatch
 from transect.explain.program.switches import SWITCHES
 from transect.explain.program.trace import OP
+from transect.explain.program.trace_file import read_trace
 
 SOURCE = """import json
 
@@ -80,6 +85,19 @@ def test_what_one_batch_replaces_is_one_finding(source, backward, kinds):
     assert merged[0].where.startswith("script.py:8 in work")
 
 
+def test_calls_of_a_loop_inside_of_a_step_are_one_finding_with_its_python(tmp_path):
+    """Most samples show the loop of training, which a batch does not replace."""
+    path = tmp_path / "train.py"
+    path.write_text("for x in batches:\n    for row in x:\n        make(row)\n    y.backward()\n    opt.step()\n")
+    step, backward = Frame("/x/torch/optim/sgd.py", "step", 1), Frame("graph.py", "_engine_run_backward", 1)
+    stacks = [(*inner, Frame(str(path), "train", line)) for inner, line in (((), 3), ((backward,), 4), ((step,), 5))]
+    samples = [Sample(0.002 * i, stack, 0) for i, stack in enumerate(stacks * 40)]
+    found = [Finding("launch", "calls", "", 0.4, "", share=0.4), Finding("python", "Python", "", 0.2, "", share=0.2)]
+    (merged,) = placed(found, Material(None, None, plain_samples=StackSamples(samples=samples)))
+    assert merged.kind == "launch" and merged.share == pytest.approx(0.6)
+    assert merged.where.startswith("train.py:3")
+
+
 @pytest.mark.parametrize(
     ("kind", "place", "words"),
     [
@@ -126,6 +144,41 @@ def test_gaps_between_the_same_operators_have_one_cause(source):
     samples = StackSamples(samples=[Sample(gaps[i].begin + 0.0001, stacks[i % 2], 0) for i in range(10)])
     _find_python(types.SimpleNamespace(gaps=gaps), samples, [python, calls])
     assert {gap.label for gap in python} == {COMPUTES} and {gap.label for gap in calls} == {""}
+
+
+def test_own_time_leaves_out_waits_for_a_core():
+    """The thread waits from 2 to 6; the system says so when the wait has ended."""
+    times, delays = [0.0, 1.0, 2.5, 4.0, 6.5, 7.5], [1.0, 1.0, 1.0, 1.0, 5.0, 5.0]
+    assert own_times(times, delays) == [-1.0, 0.0, 1.5, 1.5, 1.5, 2.5]
+
+
+@pytest.mark.parametrize(("waits", "share"), [((3.0, 3.0, 3.0), 0.0), ((3.0, 1e6, 1e6), 1.0)])
+def test_a_recording_knows_how_long_its_thread_waited_for_a_core(monkeypatch, waits, share):
+    seconds = iter(waits)
+    monkeypatch.setattr("transect.explain.program.recording.delayed_seconds", lambda: next(seconds))
+    recording = Recording(stacks=False)
+    recording.start()
+    own = recording.own_seconds
+    recording.stop()
+    recording.finish()
+    assert recording.delayed == share and (own > 0) is (share < 1)
+
+
+@pytest.mark.parametrize(("delayed", "python"), [(0.0, True), (0.75, False)])
+def test_waits_for_a_core_are_no_python(tmp_path, source, delayed, python):
+    """One of 400 gaps lasts 300 of 400 ms, with samples in it: the thread waited for a core if the system says so."""
+    at, events, every = 0.0, [], {"ph": "X", "cat": "cpu_op", "name": "aten::neg", "dur": 200, "pid": 1, "tid": 1}
+    for i in range(400):
+        events.append(every | {"ts": at, "args": {"Input Dims": [[4, 4]], "Input type": ["float"]}})
+        at += 250.0 if i != 200 else 300_000.0
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    samples = StackSamples(samples=[Sample(0.05 + 0.005 * i, (Frame(source, "work", 8),), 0) for i in range(70)])
+    steps = Steps("optimizer step", 20, 10, 0.01, 0.01, 0.0, 0.0, 1.0)
+    found = explain_trace(read_trace(path), ceilings(), samples, facts={"delayed": delayed}, steps=steps)
+    assert (found.split.share("host") > 0.5) is python
+    assert found.split.own == pytest.approx((1 - delayed) * found.split.wall)
+    assert sum(found.split.parts.values()) == pytest.approx(found.split.wall)
 
 
 def test_samples_have_the_clock_of_the_trace():

@@ -65,7 +65,7 @@ def test_steps_are_found_and_timed_plain(tmp_path, body, kind):
     assert steps is not None and steps.kind == kind and steps.count > steps.explained >= 1
     assert steps.plain_s > 0 and found.split.measured
     assert sum(found.split.parts.values()) == pytest.approx(found.split.wall)
-    assert found.split.own == pytest.approx(found.split.wall * steps.plain_share)
+    assert found.split.own == pytest.approx(found.split.wall * (1 - found.facts["delayed"]) * steps.plain_share)
     assert all(each.gain <= found.split.own for each in found.findings)
     assert f"each a {kind}" in str(found) and "plain" in str(found)
 

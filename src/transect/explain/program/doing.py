@@ -13,7 +13,6 @@ import itertools
 import linecache
 import re
 import sysconfig
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -155,6 +154,11 @@ def user_stack(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     return tuple(f for f in itertools.takewhile(lambda f: not f.file.endswith(RUNS), stack) if OURS not in f.file)
 
 
+def is_users(frame: Frame) -> bool:
+    """Return True if a line is in no library."""
+    return not any(part in frame.file for part in LIBRARY)
+
+
 def in_loader(stack: tuple[Frame, ...]) -> bool:
     """Return True if a stack is in a ``DataLoader``."""
     return any(each.function == "__next__" and each.file.endswith("/utils/data/dataloader.py") for each in stack)
@@ -163,7 +167,7 @@ def in_loader(stack: tuple[Frame, ...]) -> bool:
 @functools.lru_cache(maxsize=10_000)
 def calls_itself(stack: tuple[Frame, ...]) -> bool:
     """Return True if the user's line calls operators itself, not through a model, an optimizer or a backward pass."""
-    inner = itertools.takewhile(lambda frame: any(part in frame.file for part in LIBRARY), stack)
+    inner = itertools.takewhile(lambda frame: not is_users(frame), stack)
     elsewhere = "_engine_run_backward", "synchronize"
     return not any(MODELS.search(frame.file) or frame.function in elsewhere for frame in inner)
 
@@ -173,7 +177,7 @@ def in_hook(stack: tuple[Frame, ...]) -> bool:
     for index in range(1, len(stack)):
         inner, caller = stack[index - 1], stack[index]
         if caller.function in ("_call_impl", "inner") and caller.file.endswith("/torch/nn/modules/module.py"):
-            if any(part in inner.file for part in LIBRARY) or inner.function == "forward":
+            if not is_users(inner) or inner.function == "forward":
                 continue
             return all(frame.function != "forward" or frame.file != inner.file for frame in stack[:index])
     return False
@@ -188,7 +192,7 @@ def waits_for_gpu(stack: tuple[Frame, ...]) -> bool:
 def doing_of(stack: tuple[Frame, ...]) -> Doing:
     """Classify a stack, given innermost frame first."""
     stack = tuple(itertools.takewhile(lambda frame: not frame.file.endswith(RUNS), stack))
-    user = next((frame for frame in stack if not any(part in frame.file for part in LIBRARY)), None)
+    user = next(filter(is_users, stack), None)
     if stack and NATIVE in stack[0].file:
         return Doing("unrated", "native", user)
     inner = list(stack) if user is None else list(stack[: stack.index(user)])
@@ -262,15 +266,19 @@ def statement(file: str, line: int) -> str:
 
 
 @functools.lru_cache(maxsize=200)
+def _nodes(file: str) -> list[ast.AST]:
+    """Return the nodes of a file's syntax; none if it is no Python."""
+    try:
+        return list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
+    except (SyntaxError, ValueError):
+        return []
+
+
+@functools.lru_cache(maxsize=200)
 def _statements(file: str) -> dict[int, str]:
     """Return the text of the statement at each line of a file that has statements of several lines."""
-    lines = linecache.getlines(file)
-    try:
-        tree = ast.parse("".join(lines))
-    except (SyntaxError, ValueError):
-        return {}
-    found: dict[int, str] = {}
-    for node in ast.walk(tree):
+    lines, found = linecache.getlines(file), dict[int, str]()
+    for node in _nodes(file):
         if isinstance(node, ast.stmt) and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             body = getattr(node, "body", None)
             last = body[0].lineno - 1 if body else node.end_lineno or node.lineno
@@ -281,16 +289,12 @@ def _statements(file: str) -> dict[int, str]:
 
 
 @functools.lru_cache(maxsize=200)
-def _loops(file: str) -> list[tuple[int, int]]:
-    """Return (first line, last line) of the loops and comprehensions of a file, inner ones last. A loop that calls what
-    it goes over, such as layers, is none: nothing can compute them at once."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return []
+def _loops(file: str) -> list[tuple[int, int, ast.AST]]:
+    """Return (first line, last line, node) of the loops and comprehensions of a file, inner ones last. A loop that
+    calls what it goes over, such as layers, is none: nothing can compute them at once."""
     kinds = ast.For, ast.While, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp
-    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds) and not _over_layers(node)]
-    spans = [(node.lineno, node.end_lineno or node.lineno) for node in nodes]
+    nodes = [node for node in _nodes(file) if isinstance(node, kinds) and not _over_layers(node)]
+    spans = [(node.lineno, node.end_lineno or node.lineno, node) for node in nodes]
     return sorted(spans, key=lambda span: span[0] - span[1])
 
 
@@ -303,26 +307,16 @@ def _over_layers(node: ast.AST) -> bool:
 
 def loop_around(stack: tuple[Frame, ...]) -> tuple[str, int]:
     """Return file and first line of the innermost loop of the user that a stack is in; ("", 0) if there is none."""
-    mine = (frame for frame in user_stack(stack) if not any(part in frame.file for part in LIBRARY))
+    mine = filter(is_users, user_stack(stack))
     return next((loop for frame in mine if (loop := loop_at(frame))[0]), ("", 0))
-
-
-def loop_text(loop: tuple[str, int]) -> str:
-    """Return the source of a loop, given its file and first line."""
-    file, first = loop
-    last = next((last for begin, last in _loops(file) if begin == first), first) if file else 0
-    return "".join(linecache.getlines(file)[first - 1 : last]) if file else ""
 
 
 @functools.lru_cache(maxsize=200)
 def needs_itself(loop: tuple[str, int]) -> bool:
     """Return True if a loop computes a variable from its value of the iteration before."""
-    try:
-        nodes = list(ast.walk(ast.parse(textwrap.dedent(loop_text(loop)))))
-    except (SyntaxError, ValueError):
-        return False
+    file, line = loop
     carried, fresh = set[str](), set[str]()
-    for node in nodes:
+    for node in itertools.chain.from_iterable(ast.walk(node) for first, _, node in _loops(file) if first == line):
         if isinstance(node, ast.Assign):
             targets = {each.id for each in node.targets if isinstance(each, ast.Name)}
             used = {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
@@ -335,14 +329,14 @@ def needs_itself(loop: tuple[str, int]) -> bool:
 
 def loops_around(file: str, first: int) -> list[int]:
     """Return the first lines of the loops around the one that begins at a line."""
-    last = max((last for begin, last in _loops(file) if begin == first), default=first)
-    return [begin for begin, end in _loops(file) if begin < first and last <= end]
+    last = max((last for begin, last, _ in _loops(file) if begin == first), default=first)
+    return [begin for begin, end, _ in _loops(file) if begin < first and last <= end]
 
 
 def loop_at(frame: Frame | None) -> tuple[str, int]:
     """Return file and first line of the innermost loop around a line; ("", 0) if there is none."""
     spans = _loops(frame.file) if frame is not None else []
-    around = [first for first, last in spans if frame is not None and first <= frame.line <= last]
+    around = [first for first, last, _ in spans if frame is not None and first <= frame.line <= last]
     return (frame.file, around[-1]) if frame is not None and around else ("", 0)
 
 

@@ -132,6 +132,7 @@ class Explain:
             "unused": steady.watch.unused,
             "steps": steady.steps.explained if steady.steps is not None else 0,
             "memory": memory_share(trace.on_gpu),
+            "delayed": steady.recording.delayed,
             "fused": {},
         }
         if self._all_cores and steady.recording.idle_cores is not None:
@@ -228,10 +229,12 @@ def explain_trace(
     facts = dict(facts or {})
     facts.setdefault("backward", ran_backward(trace))
     padded = float(facts.get("padding", 0.0))
-    share = steps.plain_share if steps is not None and steps.plain_s else None
-    wall = trace_seconds(trace)
-    plain = min(wall, plain_s) if plain_s else None if share is None else wall * share
-    split = split_trace(trace, ceilings, profiler_s=profiler_s, padding=padded, plain=plain)
+    whole = trace_seconds(trace)
+    delayed = 0.0 if trace.on_gpu else whole * float(facts.get("delayed", 0.0))
+    share = min(1.0, plain_s / whole) if plain_s else steps.plain_share if steps is not None and steps.plain_s else None
+    wall = whole - delayed
+    plain = None if share is None else wall * share
+    split = split_trace(trace, ceilings, profiler_s=profiler_s, padding=padded, plain=plain, delayed=delayed)
     named = name_gaps(split, samples, steady=steps is not None)
     if steps_s:
         split.rate(steps_s)
@@ -265,10 +268,9 @@ def waiting_share(split: Split, samples: StackSamples | None, plain: StackSample
         return f"{sample.stack[0].file}:{sample.stack[0].function}"
 
     trace, calls = split.trace, split.calls(WAITS)
-    begins, ends = trace.ts[calls], np.maximum.accumulate(trace.ts[calls] + trace.dur[calls])
     profiled = samples.samples if samples is not None else []
-    before = np.searchsorted(begins, [each.at for each in profiled], side="right") - 1
-    works = [each for each, i in zip(profiled, before.tolist(), strict=True) if i < 0 or ends[i] < each.at]
+    waiting = trace.during(calls, np.array([each.at for each in profiled]))
+    works = [each for each, waits in zip(profiled, waiting.tolist(), strict=True) if not waits]
     usual = Counter(map(name, works))
     shares = weighed(plain.samples, name)
     waits = {f"{each.stack[0].file}:{each.stack[0].function}" for each in plain.samples if waits_for_gpu(each.stack)}

@@ -64,9 +64,20 @@ class Material:
     ``autograd_s`` (seconds that recording adds to an operator), ``forgetting_s`` (those of them in which its record is
     destroyed), ``prefix`` (mean length of sequences that grow by one element a call), ``unused`` (share of gradients
     that no optimizer uses, and True if their parameters come before all others), ``memory`` (largest used share of the
-    device's memory), ``steps`` (number of explained steps; 0 if none were found)."""
+    device's memory), ``steps`` (number of explained steps; 0 if none were found), ``delayed`` (share of the profiled
+    time in which the main thread waited for a core)."""
     plain_samples: StackSamples | None = None
     """Samples of steps without profiling."""
+
+    @property
+    def trains(self) -> bool:
+        """True if a backward pass ran."""
+        return bool(self.facts.get("backward", True))
+
+    @property
+    def steps(self) -> int:
+        """Number of explained steps; 1 if none were found."""
+        return int(self.facts.get("steps") or 1)
 
     @property
     def stacks(self) -> list[Sample]:

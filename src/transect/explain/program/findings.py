@@ -14,10 +14,11 @@ from dataclasses import replace
 from ...hardware.cores import usable_cores
 from .doing import calls_itself, doing_of, in_loader
 from .finding import MANY, SURE, Finding, Material, weighed
-from .findings_calls import launching, runtime_calls, small_batch, synchronisation
+from .findings_calls import launching, small_batch, synchronisation
 from .findings_host import (
     EVERYWHERE,
     IDLE,
+    IDLE_CORE,
     SAMPLED,
     collector,
     crowded,
@@ -40,7 +41,7 @@ from .findings_work import (
 )
 from .libraries import attention, placed
 from .op_floor import SIZES, cost
-from .split import BLOCKED_S, COPIES, OpStat, of_number, on_the_host
+from .split import ALLOCATES, BLOCKED_S, COPIES, OpStat, of_number, on_the_host
 from .stretches import stretches
 from .trace import Key
 
@@ -55,8 +56,6 @@ FOREIGN = {*EVERYWHERE, "python", "loading", "stacks", "printing", "saving", "co
 EVICTED, WARMER = 0.1, 0.3
 """Time that such code adds to the calls after it, as a share of its own, and the largest share of theirs
 (docs/lab-notes/explain.md)."""
-IDLE_CORE = 0.7
-"""Share of the time for which a core must be idle to count as free for workers."""
 LEAST_CALLED = 0.05
 """Least share of samples in which the user's lines call operators themselves."""
 ON_DEVICE = ("float32 products", "float64", "padding", "attention", "prefix", "broadcast")
@@ -100,7 +99,7 @@ def compiling(material: Material) -> Iterator[Finding]:
     """Find repeated compilation by torch.compile."""
     split = material.split
     again = [each for each in stretches(split.trace, split.lane) if each[2] == "recompilation"]
-    needed = 2 if material.facts.get("backward", True) else 1  # a backward pass is compiled when it first runs
+    needed = 2 if material.trains else 1  # a backward pass is compiled when it first runs
     steps = int(material.facts.get("steps") or 0)
     needed = 0 if len(again) >= steps > 1 else needed
     if len(again) <= needed:
@@ -214,8 +213,8 @@ def loading(material: Material) -> Iterator[Finding]:
     if plain:  # beside a GPU it may take less than it seems, where that has work
         shown = plain.get("loading", 0.0) * split.own
         seconds = min(seconds, shown) if split.on_gpu else shown
-    workers = max(1, usable_cores() - 1)
     cores = int(material.facts.get("cores") or usable_cores())
+    workers = max(1, cores - 1)
     free = min(cores - 1, float(material.facts.get("idle_cores", cores - 1)))
     rest = split.own - seconds
     beside = any("MultiProcessingDataLoader" in key.name for key in split.trace.keys)
@@ -240,7 +239,7 @@ def loading(material: Material) -> Iterator[Finding]:
         f"{1e3 * seconds:.1f} ms in DataLoader.__next__",
         seconds - kept,
         advice,
-        apply="" if beside or usable_cores() < 2 else "loader workers",
+        apply="" if beside or cores < 2 else "loader workers",
         gains={"loader workers": seconds - left},
     )
 
@@ -262,7 +261,7 @@ def transfers(material: Material) -> Iterator[Finding]:
         seconds = sum(op.seconds * (1 - 1 / op.calls) for op in again)
         evidence = f"{again[0].calls} copies of {again[0].key.bytes} bytes each"
         advice = "upload once what stays the same; new batches in a stream of their own, beside the computing"
-        yield Finding("upload", "as many bytes go to the GPU again and again", evidence, seconds, advice)
+        yield Finding("upload", "copies of the same size go to the GPU again and again", evidence, seconds, advice)
 
 
 def _to_host(op: OpStat) -> bool:
@@ -273,11 +272,11 @@ def _to_host(op: OpStat) -> bool:
 def allocation(material: Material) -> Iterator[Finding]:
     """Find allocation and freeing of the GPU's memory in the loop."""
     split = material.split
-    calls = runtime_calls(split, r"Malloc$|Free$|HostAlloc")
+    calls = split.calls(ALLOCATES)
     if len(calls) >= MANY:
-        seconds = min(float(sum(split.trace.dur[i] for i in calls)), max(0.0, split.own - split.busy))
+        seconds = min(float(split.trace.dur[calls].sum()), split.idle)
         advice = "remove torch.cuda.empty_cache(); keep shapes alike; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        title, evidence = "the allocator asks the driver", f"{len(calls)} calls"
+        title, evidence = "the driver allocates and frees GPU memory in the loop", f"{len(calls)} calls"
         yield Finding("allocation", title, evidence, seconds, advice, apply="no empty_cache")
 
 
@@ -288,11 +287,13 @@ def fallback(material: Material) -> Iterator[Finding]:
         return
     slow = on_the_host(split.trace)
     if slow:
-        seconds = min(float(sum(split.trace.dur[i] for i in slow)), max(0.0, split.own - split.busy))
+        seconds = min(float(split.trace.dur[slow].sum()), split.idle)
         names = sorted({split.trace.key_of(i).name for i in slow})
         seconds += sum(op.seconds for op in split.ops if _to_host(op))  # their inputs
         advice = "move their inputs to the GPU, or use an operator that has a kernel there"
-        yield Finding("fallback", "operators compute on the host", ", ".join(names[:5]), seconds, advice)
+        yield Finding(
+            "fallback", "operators compute on the CPU between GPU kernels", ", ".join(names[:5]), seconds, advice
+        )
 
 
 DETECTORS: tuple[Callable[[Material], Iterator[Finding]], ...] = (

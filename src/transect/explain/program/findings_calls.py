@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,41 +9,26 @@ import numpy as np
 
 from .doing import WHOLE, doing_of, in_loader, loop_around, loops_around, whole_kind
 from .finding import MANY, Finding, Material, weighed
-from .findings_work import NODES, REACHED
+from .findings_work import NODES, REACHED, rows_of, with_rows
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, floor
 from .sampler import Frame, Sample
 from .split import COPIES, LAUNCH_S, PLUMBING, SLOW_CALL_S, SMALL_S, SYNC, WAITS, Split
-from .trace import COPY, KERNEL, OP, RUNTIME, Key
+from .trace import COPY, KERNEL
 
 FOR_VALUES = {
     f"aten::{name}"
     for name in (
         *("item", "_local_scalar_dense", "is_nonzero", "select", "unbind", "as_strided", "_to_copy", "to", "copy_"),
         *("max", "min", "amax", "amin", "sum", "mean", "norm", "linalg_vector_norm", "argmax", "argmin", "any", "all"),
-        *(
-            "eq",
-            "ne",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-            "isnan",
-            "isfinite",
-            "isinf",
-            "equal",
-            "empty",
-            "empty_strided",
-            "detach",
-        ),
+        *("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isfinite", "isinf", "equal"),
+        *("empty", "empty_strided", "detach"),
     )
 }
 """Operators that programs call to read a single value."""
-RECURRENT = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
-"""Operators that call others for each element of a sequence."""
 FEW_ROWS, FEWEST_ROWS = 8, 2
 """Most rows of a product in a batch that is too small, and in one that is too small for training."""
-COMPILED_S, TRAINED_S = 15e-6, 110e-6
-"""Seconds that a call of a compiled module takes beside its operators, without a backward pass and with it."""
+COMPILED_S = 110e-6
+"""Seconds that a step of training of a compiled module takes beside its operators."""
 LARGE_WORK = 0.7
 """Share of the time in operators, apart from calling them, from which their inputs count as large."""
 REACHED_ALONE = 0.3
@@ -59,15 +43,14 @@ def synchronisation(material: Material) -> Iterator[Finding]:
     if split.on_gpu:
         trace = split.trace
         last = max((float(trace.ts[i]) for kind in (KERNEL, COPY) for i in trace.where(kind)), default=0.0)
-        waits = [i for i in runtime_calls(split, WAITS) if trace.ts[i] + trace.dur[i] <= last]  # not those at the end
-        waited = float(sum(trace.dur[i] for i in waits))
+        waits = [i for i in split.calls(WAITS) if trace.ts[i] + trace.dur[i] <= last]  # not those at the end
         values = [op for op in split.ops if op.key.name.startswith("Memcpy DtoH") and op.key.bytes <= VALUE_BYTES]
         read = sum(op.seconds for op in values if op.calls >= MANY)
         yield Finding(
             "sync",
             "the program waits for the GPU",
             f"{len(waits)} times, after each of which the GPU is idle until the host issues new work",
-            max(_read_seconds(material), split.own - max(split.busy - read, split.issuing)) if waited else 0.0,
+            max(_read_seconds(material), split.own - max(split.busy - read, split.issuing)) if waits else 0.0,
             "keep values in tensors and read them once, after the loop (.item(), .cpu() and print() wait)",
         )
         return
@@ -86,7 +69,7 @@ def synchronisation(material: Material) -> Iterator[Finding]:
 def _read_seconds(material: Material) -> float:
     """Return the seconds in loops that only read values; on a GPU those in which it is idle."""
     split, seconds = material.split, _value_loops(material)[0] * material.split.own
-    return min(seconds, max(0.0, split.own - split.busy)) if split.on_gpu else seconds
+    return min(seconds, split.idle) if split.on_gpu else seconds
 
 
 def _value_loops(material: Material) -> tuple[float, frozenset[tuple[str, int]]]:
@@ -95,11 +78,10 @@ def _value_loops(material: Material) -> tuple[float, frozenset[tuple[str, int]]]
     All of their operators make values, and they contain neither a backward pass nor an optimizer.
     """
     split, samples = material.split, material.stacks
-    numbers = [number for number, key in enumerate(split.trace.keys) if key.name == "aten::item"]
-    count = int(np.isin(split.trace.key, numbers).sum())
+    count = int(split.trace.having(lambda key: key.name == "aten::item").sum())
     often = {op.name for op in split.ops if 2 * op.calls >= count and not op.name.startswith("Memcpy")}
     others = often - FOR_VALUES - SYNC
-    if count < MANY * max(1, int(material.facts.get("steps") or 1)) or others or not samples:
+    if count < MANY * material.steps or others or not samples:
         return 0.0, frozenset()
     loops = {loop_around(sample.stack) for sample in samples} - training_loops(material)
     reading = frozenset(loop for loop in loops if loop[0])
@@ -118,9 +100,7 @@ def _sync_launch(split: Split, calls: int) -> float:
     if calls < MANY or not made:
         return 0.0
     trace, names = split.trace, {op.name for op in made}
-    ops = np.flatnonzero((trace.kind == OP) & (trace.lane == split.lane))
-    ends = np.maximum.accumulate(trace.ts[ops] + trace.dur[ops])
-    outer = ops[trace.ts[ops] >= np.append(-np.inf, ends[:-1])]
+    outer = trace.outermost(split.lane)
     gaps = [gap for gap in split.gaps if gap.part == "launch"]
     following = np.searchsorted(trace.ts[outer], [gap.begin for gap in gaps], side="left")
     before = sum(
@@ -140,7 +120,7 @@ def launching(material: Material) -> Iterator[Finding]:
     if most is None or sum(op.calls for op in split.ops if op.name == most.name) < MANY:
         return
     if split.on_gpu:  # beside what the GPU computes calls cost nothing
-        seconds = min(split.parts["launch"], max(0.0, split.issuing - split.busy))
+        seconds = min(split.parts["launch"], split.uncovered)
         seconds = max(0.0, seconds - _read_seconds(material))
     else:
         waits = sum(op.calls for op in split.named("aten::item"))
@@ -151,9 +131,6 @@ def launching(material: Material) -> Iterator[Finding]:
     seconds *= 1 - 1 / most.calls
     chained = bool(material.facts.get("chained"))
     fused = seconds * _fusible(split)
-    if chained and not split.on_gpu:  # a module for sequences makes them too, without the gaps between them
-        gaps = sum(gap.seconds for gap in split.gaps if gap.part == "launch")
-        fused *= 1.0 - _recurrent(split) * max(0.0, 1.0 - gaps / (split.parts["launch"] or 1.0))
     # The rest may be computing, or freeing memory.
     certain = 1.0 if split.on_gpu else min(1.0, _certain_calls(split) / (split.parts["launch"] or 1.0))
     if not split.on_gpu and not chained:  # on a GPU a graph replaces all calls
@@ -208,12 +185,11 @@ def _compiled(material: Material, fused: float, share: float, certain: float) ->
         share: share of these calls that is in modules.
         certain: share of the time of calls that is certain.
     """
-    each = TRAINED_S if material.facts.get("backward", True) else COMPILED_S
-    gain = max(0.0, share * fused - each * int(material.facts.get("steps") or 1))
+    gain = max(0.0, share * fused - COMPILED_S * material.steps)
     return Finding(
         "eager",
         "modules call small operators one by one",
-        f"{share:.0%} of the calls are in modules, or in their backward passes",
+        f"{share:.0%} of the calls of operators are in modules, or in their backward passes",
         gain,
         "torch.compile(model), or a larger batch: it makes the same calls for more rows",
         apply="compile",
@@ -245,8 +221,8 @@ def looped_share(material: Material) -> tuple[float, float]:
     Without a backward pass a batch replaces a loop and all that it calls. While a module trains, a batch replaces calls
     in loops inside of a step, and the same share of the backward pass.
     """
-    samples, steps = material.stacks, max(1, int(material.facts.get("steps") or 1))
-    if not samples or not material.facts.get("backward", True):
+    samples = material.stacks
+    if not samples or not material.trains:
         return 1.0, 0.0
     calling = [sample for sample in samples if doing_of(sample.stack).kind in ("python", "calls")]
     training = training_loops(material) | _value_loops(material)[1]
@@ -259,7 +235,7 @@ def looped_share(material: Material) -> tuple[float, float]:
 
     times = weighed(calling, name)
     loop, once = times.get("loop", 0.0), times.get("", 0.0) + times.get("module", 0.0)
-    if all(op.calls < MANY * steps for op in material.split.ops):
+    if all(op.calls < MANY * material.steps for op in material.split.ops):
         loop = 0.0
     counted = [op for op in material.split.ops if _computes(op.name)]
     most = max((op.calls for op in counted), default=0)
@@ -298,42 +274,18 @@ def _fusible(split: Split, of_modules: bool = False) -> float:
     """
     trace = split.trace
     if split.on_gpu:
-        launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
-        called = [launcher[link] for i in trace.where(KERNEL) if (link := int(trace.link[i])) in launcher]
+        launcher = trace.launchers
+        links = trace.link[trace.where(KERNEL)].tolist()
+        ops = np.array([launcher[link] for link in links if link in launcher], dtype=int)
     else:
-        ops = np.flatnonzero((trace.kind == OP) & (trace.lane == split.lane))
-        nodes = ops[np.isin(trace.key[ops], [i for i, key in enumerate(trace.keys) if key.name.startswith(NODES)])]
+        ops = trace.ops(split.lane)
+        nodes = ops[trace.having(lambda key: key.name.startswith(NODES))[ops]]
         if of_modules and len(nodes):
-            recorded = np.array([bool(key.nodes) for key in trace.keys])[trace.key[ops]]
-            before = np.searchsorted(trace.ts[nodes], trace.ts[ops], side="right") - 1
-            ends = trace.ts[nodes] + trace.dur[nodes]
-            ops = ops[recorded | ((before >= 0) & (ends[before] >= trace.ts[ops]))]
-        called = ops.tolist()
-    products = [_is_product(key.name) for key in trace.keys]
-    counted = [key.name not in FREE | SYNC for key in trace.keys]
-    numbers = [number for i in called if counted[number := int(trace.key[i])]]
-    alone = [products[number] for number in numbers]
-    left = sum(each or before for before, each in zip([True, *alone], alone, strict=False))
-    return 1 - left / len(numbers) if numbers else 0.0
-
-
-def _recurrent(split: Split) -> float:
-    """Return the share of the calls that are inside of recurrent operators, which a module for sequences makes too."""
-    trace = split.trace
-    ops = np.flatnonzero((trace.kind == OP) & (trace.lane == split.lane))
-    counted = np.array([_computes(key.name) for key in trace.keys], bool)
-    recurrent = [number for number, key in enumerate(trace.keys) if key.name in RECURRENT]
-    spans = ops[np.isin(trace.key[ops], recurrent)]
-    if not len(spans):
-        return 0.0
-    backward = np.array(["Backward" in key.name for key in trace.keys], bool)
-    ops = ops[counted[trace.key[ops]] & ~backward[trace.key[ops]]]
-    recorded = np.array([bool(key.nodes) for key in trace.keys], bool)
-    ops = ops[recorded[trace.key[ops]]] if recorded[trace.key[ops]].any() else ops
-    before = np.searchsorted(trace.ts[spans], trace.ts[ops], side="right") - 1
-    ends = trace.ts[spans] + trace.dur[spans]
-    inside = (before >= 0) & (ends[before] >= trace.ts[ops])
-    return float(inside.mean()) if len(ops) else 0.0
+            ops = ops[trace.having(lambda key: key.nodes)[ops] | trace.during(nodes, trace.ts[ops])]
+    ops = ops[trace.having(lambda key: key.name not in FREE | SYNC)[ops]]
+    alone = trace.having(lambda key: _is_product(key.name))[ops]
+    left = alone | np.append(True, alone[:-1])
+    return 1 - float(left.mean()) if len(ops) else 0.0
 
 
 def _is_product(name: str) -> bool:
@@ -342,7 +294,7 @@ def _is_product(name: str) -> bool:
 
 def _fewer_calls(material: Material, chained: bool) -> str:
     """Return the changes that reduce calls of operators and can be made from outside."""
-    if material.facts.get("backward", True):
+    if material.trains:
         return "compile"
     graph = "CUDA graph, " if material.split.on_gpu else ""
     return f"{'' if chained else 'batching, '}{graph}compile"
@@ -356,8 +308,8 @@ def small_batch(material: Material) -> Iterator[Finding]:
         seconds = material.split.parts["launch"] + material.split.parts["host"]
         yield Finding(
             "small batch",
-            "the batches that train are too small",
-            f"products have {most} rows at most, while calls of operators take as long for {MANY} times as many",
+            "the batches of training are too small",
+            f"matrix products have {most} rows at most; {MANY} times as many rows take about as long",
             seconds * (1 - 1 / MANY),
             f"batch_size={MANY * most} or more: calls, Python and the optimizer's step are then needed once for all",
         )
@@ -367,17 +319,17 @@ def small_batch(material: Material) -> Iterator[Finding]:
     reached = replace(material.ceilings, flops_per_second=rates)
     for op in material.split.ops:
         key = replace(op.key, name=op.name)
-        rows = _rows(key)
+        rows = rows_of(key)
         waits = op.tiny and op.seconds > op.calls * SLOW_CALL_S  # for threads, which ``crowded`` finds
         few = rows is not None and rows <= FEW_ROWS
         if op.name not in PRODUCTS or op.calls < MANY or not few or not op.floor or waits or op.tiny:
             continue
         count = min(op.calls, 256)
-        batched = floor(_with_rows(key, (rows or 1) * count), reached)
+        batched = floor(with_rows(key, (rows or 1) * count), reached)
         if batched is None:
             continue
         efficiency = min(1.0, op.calls * op.floor / max(op.seconds, 1e-12))
-        seconds = op.seconds - op.calls / count * batched / max(efficiency, 0.3)
+        seconds = op.seconds - op.calls / count * batched / max(efficiency, REACHED_ALONE)
         gain += max(0.0, seconds)
         if seconds > worst:
             worst = seconds
@@ -389,36 +341,14 @@ def small_batch(material: Material) -> Iterator[Finding]:
             evidence,
             gain,
             f"compute {MANY} or more of them together: the weights are then read once for all",
-            apply="" if material.facts.get("backward", True) else "batching",
+            apply="" if material.trains else "batching",
         )
 
 
 def _most_rows(material: Material) -> int:
     """Return the most rows of a product in the forward pass of steps that train; 0 if other operators need the rows."""
-    if material.split.on_gpu or not material.facts.get("steps") or not material.facts.get("backward", True):
+    if material.split.on_gpu or not material.facts.get("steps") or not material.trains:
         return 0
     products = [op for op in material.split.ops if _is_product(op.name)]
-    rows = [_rows(op.key) for op in products if op.key.nodes or op.name not in PRODUCTS]
+    rows = [rows_of(op.key) for op in products if op.key.nodes or op.name not in PRODUCTS]
     return max((each for each in rows if each is not None), default=0) if None not in rows else 0
-
-
-def _rows(key: Key) -> int | None:
-    shapes = key.shapes
-    if not isinstance(shapes, list) or len(shapes) < 2:
-        return None
-    left = shapes[1] if key.name == "aten::addmm" else shapes[0]
-    return left[0] if key.name in ("aten::mm", "aten::addmm") and isinstance(left, list) and len(left) == 2 else None
-
-
-def _with_rows(key: Key, rows: int) -> Key:
-    shapes = [list(each) for each in key.shapes]
-    shapes[1 if key.name == "aten::addmm" else 0][0] = rows
-    return replace(key, shapes=shapes)
-
-
-def runtime_calls(split: Split, pattern: str) -> list[int]:
-    """Return the driver calls in the explained time whose names match the pattern."""
-    trace, end = split.trace, split.begin + split.wall
-    calls = trace.where(RUNTIME)
-    inside = calls[(trace.ts[calls] >= split.begin) & (trace.ts[calls] < end)]
-    return [int(i) for i in inside if re.search(pattern, trace.key_of(int(i)).name)]

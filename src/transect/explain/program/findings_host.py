@@ -29,8 +29,8 @@ HOST_ADVICE = {
     ),
     "process": ("processes are started", "start them once and keep them: a pool, DataLoader(persistent_workers=True)"),
     "stacks": (
-        "a Python stack is written down for each operator",
-        "switch autograd's anomaly detection off: set_detect_anomaly(False)",
+        "anomaly detection records the Python stack of each operator",
+        "switch it off: torch.autograd.set_detect_anomaly(False)",
     ),
     "printing": ("tensors are printed in the loop", "print a few numbers every N steps, not whole tensors"),
     "saving": (
@@ -38,20 +38,20 @@ HOST_ADVICE = {
         "save every N steps, or copy the data and write it in a thread",
     ),
     "building": ("models are built or loaded in the loop", "build and load them once, before the loop"),
-    "copying": ("objects are copied deep in the loop", "keep one copy and write into it: tensor.copy_()"),
+    "copying": ("objects are deep-copied in the loop", "keep one copy and write into it: tensor.copy_()"),
     "optimizer": (
-        "the optimizer goes from parameter to parameter",
+        "the optimizer updates one parameter at a time",
         "fused=True, or foreach=True, and one group for all parameters with the same options",
     ),
     "hooks": (
-        "hooks of modules compute beside the model",
-        "remove them (handle.remove()), or let them return at once but for every N steps",
+        "hooks of modules compute in each call of the model",
+        "remove them (handle.remove()), or compute only every N steps",
     ),
     "preparing": (
         "inputs are prepared in the training loop",
         "prepare them once before the loop, or in the workers of a DataLoader",
     ),
-    "adapters": ("adapters compute beside the weights", "merge them: model.merge_and_unload() for inference"),
+    "adapters": ("adapters are not merged into the weights", "model.merge_and_unload() for inference"),
     "evaluation": (
         "the model is evaluated every few steps of training",
         "evaluate once an epoch or every N steps (eval_steps=500, val_check_interval)",
@@ -77,6 +77,8 @@ RARELY = 4
 """Steps for each evaluation from which evaluation is rare enough."""
 UPDATES = ("addcdiv_", "addcmul_", "lerp_", "mul_", "add_", "sqrt", "div_")
 """Operators of an optimizer update."""
+IDLE_CORE = 0.7
+"""Share of the time for which a core must be idle to count as free."""
 IDLE = ("wait", "sleep")
 """Kinds in which the main thread has nothing to do."""
 
@@ -87,28 +89,26 @@ def host(material: Material) -> Iterator[Finding]:
     for each in material.named:
         totals.setdefault(each.doing.kind, []).append(each)
     plain, split = material.shares(_kind), material.split
-    for kind in dict.fromkeys([*totals, *(each for each in plain if each in EVERYWHERE or each == "python")]):
+    for kind, (title, advice) in HOST_ADVICE.items():
+        if kind in WHOLE:
+            continue  # ``library`` has them
         every = totals.get(kind, [])
         seconds = sum(each.seconds for each in every)
         if plain and kind in EVERYWHERE:
             shown = plain.get(kind, 0.0) * split.own
             # A GPU may compute meanwhile: the rest of its time is needed in any case.
-            seconds = max(seconds, min(shown, split.own - split.busy)) if split.on_gpu else shown
+            seconds = max(seconds, min(shown, split.idle)) if split.on_gpu else shown
         where = max(every, key=lambda each: each.seconds).doing.frame if every else None
         place = f"in {where}" if where else "outside of its own lines"
         evidence = f"{1e3 * seconds:.1f} ms between operators, most of it {place}"
         if not every:
             evidence = f"{plain.get(kind, 0.0):.0%} of the samples without profiling"
-        if kind == "compile" or kind in WHOLE:
-            continue  # other detectors have them
-        if kind in HOST_ADVICE:
-            title, advice = HOST_ADVICE[kind]
-            # Beside a thread that holds the lock it is unknown how long the same Python would take.
-            alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
-            apply = "no collection" if kind == "collection" else ""
-            # Samples show Python too seldom: what they show is certain.
-            least = plain.get(kind, 0.0) * split.own if plain and kind == "python" else math.inf
-            yield Finding(kind, title, evidence, seconds * alone, advice, apply, least=least)
+        # Beside a thread that holds the lock it is unknown how long the same Python would take.
+        alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
+        apply = "no collection" if kind == "collection" else ""
+        # Samples show Python too seldom: what they show is certain.
+        least = plain.get(kind, 0.0) * split.own if plain and kind == "python" else math.inf
+        yield Finding(kind, title, evidence, seconds * alone, advice, apply, least=least)
 
 
 def restarted(found: list[Finding], material: Material) -> list[Finding]:
@@ -121,26 +121,21 @@ def restarted(found: list[Finding], material: Material) -> list[Finding]:
         return "order" if order else doing_of(sample.stack).kind if inside else ""
 
     shares = weighed(material.stacks, name)
-    shares.pop("", None)
-    if (order := shares.get("order", 0.0)) >= RESTARTS:
-        known = next((each for each in found if each.kind == "loading"), None)
+    order, starting = shares.get("order", 0.0), shares.get("process", 0.0)
+    kinds: tuple[str, ...] = ("loading",)
+    if order >= RESTARTS:
+        share, title = order, "a DataLoader starts again and again"
         evidence = f"{order:.0%} of the time is spent on the order of all samples, which an epoch needs once"
-        gain = max(order * material.split.own, known.gain if known is not None else 0.0)
         advice = "keep the iterator of a DataLoader for an epoch: for batch in loader, not next(iter(loader))"
-        one = Finding("loading", "a DataLoader starts again and again", evidence, gain, advice)
-        return [one, *(each for each in found if each is not known)]
-    if shares.get("process", 0.0) < RESTARTS:
+    elif starting >= RESTARTS:
+        kinds, share = ("process", "loading", "wait"), 1.0 - shares.get("", 0.0)
+        title = "a DataLoader starts its workers again and again"
+        evidence = f"{starting:.0%} of the time is spent on starting them; the rest on waiting for them"
+        advice = "DataLoader(..., persistent_workers=True), and one loader for all passes over the data"
+    else:
         return found
-    whole = sum(shares.values()) * material.split.own
-    evidence = f"{shares['process']:.0%} of the time is spent on starting them; the rest on waiting for them"
-    one = Finding(
-        "process",
-        "a DataLoader starts its workers again and again",
-        evidence,
-        whole,
-        "DataLoader(..., persistent_workers=True), and one loader for all passes over the data",
-    )
-    return [one, *(each for each in found if each.kind not in ("process", "loading", "wait"))]
+    gain = max(share * material.split.own, *(each.gain for each in found if each.kind == kinds[0]), 0.0)
+    return [Finding(kinds[0], title, evidence, gain, advice), *(each for each in found if each.kind not in kinds)]
 
 
 def _kind(sample: Sample) -> str:
@@ -152,7 +147,7 @@ def library(material: Material) -> Iterator[Finding]:
     """Find work of library functions, including the operators that they call."""
     split = material.split
     for kind, (count, line) in whole_shares(material).items():
-        if kind == "adapters" and material.facts.get("backward", True):
+        if kind == "adapters" and material.trains:
             continue
         if kind == "building" and not material.facts.get("steps"):
             continue  # a program without steps builds its models once
@@ -164,7 +159,7 @@ def library(material: Material) -> Iterator[Finding]:
         elif kind == "optimizer":
             seconds -= _fused_update(split)
         if split.on_gpu:  # beside what the GPU computes it costs nothing
-            seconds = min(seconds, max(0.0, split.issuing - split.busy))
+            seconds = min(seconds, split.uncovered)
         title, advice = HOST_ADVICE[kind]
         apply = {"optimizer": "fused optimizer", "stacks": "no anomaly detection"}.get(kind, "")
         yield Finding(kind, title, f"{count:.0%} of the time, most of it in {line}", max(0.0, seconds), advice, apply)
@@ -181,7 +176,7 @@ def _fused_update(split: Split) -> float:
 
 def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
     """Return for each kind in ``WHOLE`` its share of the samples, and the user's line that is most of them."""
-    samples, steps = material.stacks, max(1, int(material.facts.get("steps") or 1))
+    samples, steps = material.stacks, material.steps
     joined = sum(op.calls for op in material.split.ops if op.name.startswith(("aten::_foreach_", "aten::_fused_")))
 
     def name(sample: Sample) -> str:
@@ -200,7 +195,7 @@ def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
         lines.pop("stacks", None)  # other code wrote a stack down
     if RARELY * episodes(samples, "evaluation") < steps:
         lines.pop("evaluation", None)
-    if not material.facts.get("backward", True):
+    if not material.trains:
         lines.pop("preparing", None)  # a batch replaces it together with the calls of the model
     return {kind: (shares.get(kind, 0.0), seen.most_common(1)[0][0]) for kind, seen in lines.items()}
 
@@ -221,10 +216,10 @@ def other_threads(material: Material) -> Iterator[Finding]:
     python = max(0.0, parts["host"] - waited) + parts["launch"] + parts["sync"]
     yield Finding(
         "gil",
-        "another thread runs Python and holds the interpreter's lock",
-        f"it ran Python in {share:.0%} of the samples in which this one had work",
+        "another thread runs Python, and only one can at a time (the interpreter's lock, GIL)",
+        f"the other thread ran Python in {share:.0%} of the samples in which the main thread had work",
         python * share / 2,
-        "move it to another process",
+        "move its work to another process",
     )
 
 
@@ -246,10 +241,7 @@ def _operators_elsewhere(split: Split, moments: Sequence[float]) -> list[int]:
     ops = trace.where(OP)
     counts = np.zeros(len(moments), dtype=int)
     for lane in set(trace.lane[ops].tolist()) - {split.lane}:
-        mine = ops[trace.lane[ops] == lane]
-        ends = np.maximum.accumulate(trace.ts[mine] + trace.dur[mine])
-        before = np.searchsorted(trace.ts[mine], moments, side="right") - 1
-        counts += (before >= 0) & (ends[before] >= moments)
+        counts += trace.during(ops[trace.lane[ops] == lane], moments)
     return counts.tolist()
 
 
@@ -282,10 +274,10 @@ def threads(material: Material) -> Iterator[Finding]:
     if material.split.on_gpu or not used or not cores:
         return
     left = float(material.facts.get("idle_cores", cores))  # other programs may be using them
-    cores = min(cores, used + int(left + 0.3))
+    cores = min(cores, used + int(left + 1 - IDLE_CORE))
     if used >= cores:
         return
-    large = [op for op in material.split.ops if op.seconds / op.calls > 200e-6 and op.key.name not in SYNC]
+    large = [op for op in material.split.ops if op.seconds > op.calls * SLOW_CALL_S and op.key.name not in SYNC]
     seconds = sum(op.seconds for op in large)
     yield Finding(
         "threads",

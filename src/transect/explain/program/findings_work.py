@@ -51,7 +51,7 @@ def padding(material: Material) -> Iterator[Finding]:
 
 def gradients(material: Material) -> Iterator[Finding]:
     """Find recording by autograd whose gradients are never used."""
-    if material.facts.get("backward", True):
+    if material.trains:
         return
     split = material.split
     calls = recorded_calls(split)
@@ -59,7 +59,7 @@ def gradients(material: Material) -> Iterator[Finding]:
     seconds = calls * (float(material.facts.get("autograd_s", RECORDING_S)) - forgotten)
     seconds = min(seconds, (split.parts["launch"] + split.parts["inefficiency"]) / 2) + calls * forgotten
     if split.on_gpu:  # beside what the GPU computes recording costs nothing
-        seconds = min(seconds, max(0.0, split.issuing - split.busy))
+        seconds = min(seconds, split.uncovered)
     if calls >= MANY:
         yield Finding(
             "autograd",
@@ -97,27 +97,17 @@ def backward_seconds(split: Split) -> float:
     """Return the seconds of the backward pass: on a host those of autograd's nodes, on a GPU those of the kernels that
     the nodes launched."""
     trace = split.trace
-    numbers = [number for number, key in enumerate(trace.keys) if key.name.startswith(NODES)]
-    nodes = np.flatnonzero((trace.kind == OP) & np.isin(trace.key, numbers))
+    nodes = np.flatnonzero((trace.kind == OP) & trace.having(lambda key: key.name.startswith(NODES)))
     if not split.on_gpu:
         whole = float(trace.dur[nodes].sum())
         return whole * split.own / split.wall if split.wall else 0.0
+    launcher, kernels = trace.launchers, trace.where(KERNEL)
+    ops = np.array([launcher.get(link, -1) for link in trace.link[kernels].tolist()], dtype=int)
     seconds = 0.0
-    ops = trace.where(OP)
-    launcher = dict(zip(trace.link[ops].tolist(), ops.tolist(), strict=True))
-    spans = {
-        lane: (trace.ts[mine], trace.ts[mine] + trace.dur[mine])
-        for lane in set(trace.lane[nodes].tolist())
-        for mine in [nodes[trace.lane[nodes] == lane]]
-    }
-    for kernel in trace.where(KERNEL).tolist():
-        op = launcher.get(int(trace.link[kernel]))
-        if op is None or int(trace.lane[op]) not in spans:
-            continue
-        begins, ends = spans[int(trace.lane[op])]
-        index = int(np.searchsorted(begins, trace.ts[op], side="right")) - 1
-        if index >= 0 and ends[index] > trace.ts[op]:
-            seconds += float(trace.dur[kernel])
+    for lane in set(trace.lane[nodes].tolist()):
+        mine = (ops >= 0) & (trace.lane[ops] == lane)
+        inside = trace.during(nodes[trace.lane[nodes] == lane], trace.ts[ops[mine]])
+        seconds += float(trace.dur[kernels[mine]][inside].sum())
     return min(seconds, split.busy)
 
 
@@ -147,7 +137,7 @@ def dense_gradients(material: Material) -> Iterator[Finding]:
         largest = max(tables, key=math.prod)
         yield Finding(
             "dense gradients",
-            "gradients and updates of whole tables, of which a step reads a few rows",
+            "whole embedding tables get gradients and updates, though a step reads a few rows",
             f"{tables[largest]} of {largest[0]} rows of {largest[1]} numbers are read in a call",
             seconds,
             "nn.Embedding(..., sparse=True) with SGD or SparseAdam",
@@ -174,7 +164,7 @@ def recomputation(material: Material) -> Iterator[Finding]:
         first = sum(any(frame.function == "checkpoint" for frame in sample.stack) for sample in samples)
         forward = sum("backward" not in {frame.function for frame in sample.stack} for sample in samples)
         share = first / max(1, forward) * max(0.0, split.busy - backward_seconds(split)) / (split.own or 1.0)
-        if split.own - split.busy > IDLE * split.own:  # the host decides: it calls their operators again, too
+        if split.idle > IDLE * split.own:  # the host decides: it calls their operators again, too
             share = max(share, first / len(samples))
     if share:
         yield Finding(
@@ -196,12 +186,13 @@ def prefix(material: Material) -> Iterator[Finding]:
         key = replace(op.key, name=op.name)
         spent = op.seconds - (0.0 if op.operator else op.launch)
         needed = spent / length
-        if op.name in PRODUCTS and (least := _of_rows(key, length, material)) is not None:
-            needed = min(spent, max(needed, op.calls * least))
+        if (rows := rows_of(key)) is not None:
+            least = floor(with_rows(key, max(1, round(rows / length))), material.ceilings)
+            needed = min(spent, max(needed, op.calls * (least or 0.0)))
         seconds += spent - needed
     yield Finding(
         "prefix",
-        "each call computes the sequence of the call before again",
+        "each call computes the sequence of the previous call again",
         f"calls get one more element each, {length:.0f} on average",
         seconds,
         "keep keys and values of attention: use_cache=True and past_key_values, or generate(); only the new element is "
@@ -209,15 +200,20 @@ def prefix(material: Material) -> Iterator[Finding]:
     )
 
 
-def _of_rows(key: Key, length: float, material: Material) -> float | None:
-    """Return the least seconds of a product with one row in ``length``."""
-    shapes = shapes_of(key)
-    place = 1 if key.name in ("aten::addmm", "aten::baddbmm") else 0
-    if key.name not in ("aten::mm", "aten::addmm") or len(shapes) <= place:
+def rows_of(key: Key) -> int | None:
+    """Return the rows of a product's first factor; None for other operators."""
+    shapes = key.shapes
+    if not isinstance(shapes, list) or len(shapes) < 2:
         return None
+    left = shapes[1] if key.name == "aten::addmm" else shapes[0]
+    return left[0] if key.name in ("aten::mm", "aten::addmm") and isinstance(left, list) and len(left) == 2 else None
+
+
+def with_rows(key: Key, rows: int) -> Key:
+    """Return a product with another number of rows in its first factor."""
     shapes = [list(each) for each in key.shapes]
-    shapes[place][0] = max(1, round(shapes[place][0] / length))
-    return floor(replace(key, shapes=shapes), material.ceilings)
+    shapes[1 if key.name == "aten::addmm" else 0][0] = rows
+    return replace(key, shapes=shapes)
 
 
 def one_hot_products(material: Material) -> Iterator[Finding]:
@@ -268,7 +264,7 @@ def pairs(material: Material) -> Iterator[Finding]:
         needed = (floor(key, material.ceilings) or 0.0) / REACHED if cost(key) is not None else 0.0
         yield Finding(
             "broadcast",
-            "a tensor of all pairs is written, and summed",
+            "a tensor with an element for each pair of rows is written, and then summed",
             f"{op.name} makes {list(whole)} of {shapes_of(op.key)}, {op.calls} times: {1e3 * spent:.1f} ms in all",
             spent - op.calls * needed,
             "torch.cdist for distances, a matrix product for sums of products",

@@ -16,20 +16,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .doing import Doing, doing_of
-from .overhead import IdleGap
+from .overhead import IdleGap, idle_seconds
 from .sampler import Frame, StackSamples
-from .split import COMMUNICATION, INTERRUPTED, LONG_GAP_S, SHORT_GAP_S, Split, on_the_host
+from .split import ALLOCATES, COMMUNICATION, INTERRUPTED, LONG_GAP_S, SHORT_GAP_S, SYNC, WAITS, Split, on_the_host
 from .stretches import pieces, self_segments, stretches
 from .trace import OP, PYTHON, RANGE, RUNTIME, Trace
 
-WAITING = re.compile(
-    r"Synchronize|cudaMemcpy$|cudaMalloc$|cudaFree$|cudaHostAlloc|hipMalloc$|hipFree$|hipMemcpy(?:WithStream)?$"
-)
+WAITING = re.compile(f"{WAITS}|{ALLOCATES}")
 COMPUTED = " on the host"
 """End of the label of a gap in which an operator computed on the host."""
 COMPUTES = "Python computes"
 """Label of gaps in which samples show Python that calls no operators."""
-READS = ("aten::item", "aten::_local_scalar_dense")
 LIBRARIES = ("logging", "file", "tokenize")
 """Kinds that the stack itself attributes to a library, below the user's line."""
 RARE = 0.05
@@ -38,13 +35,10 @@ RARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Work of the host in gaps: seconds, and the number of samples that show it."""
+    """Work of the host in gaps, and its seconds."""
 
     doing: Doing
     seconds: float
-    samples: int
-    episodes: int = 1
-    """Contiguous stretches of samples."""
 
 
 def name_gaps(split: Split, samples: StackSamples | None = None, *, steady: bool = False) -> list[Named]:
@@ -86,9 +80,7 @@ def name_gaps(split: Split, samples: StackSamples | None = None, *, steady: bool
 def _alike(split: Split) -> list[list[IdleGap]]:
     """Return the gaps between the same two operators, for each two."""
     trace = split.trace
-    ops = np.flatnonzero((trace.kind == OP) & (trace.lane == split.lane))
-    ends = np.maximum.accumulate(trace.ts[ops] + trace.dur[ops])
-    outer = ops[trace.ts[ops] >= np.append(-np.inf, ends[:-1])]
+    outer = trace.outermost(split.lane)
     after = np.searchsorted(trace.ts[outer], [gap.begin for gap in split.gaps], side="left").tolist()
     numbers = [-1, *trace.key[outer].tolist(), -1]
     groups: dict[tuple[int, int], list[IdleGap]] = {}
@@ -119,31 +111,36 @@ def _find_python(split: Split, samples: StackSamples | None, groups: list[list[I
 def _leave_interruptions_out(split: Split, samples: StackSamples | None, groups: list[list[IdleGap]]) -> None:
     """Count what other programs and the sampler add to gaps as cost of profiling.
 
-    Gaps between the same two operators are usually as long as their median. A longer one was interrupted, unless a
-    sample shows work that does not recur in each step, or it holds several samples.
+    Gaps between the same two operators are usually as long as their median. A longer one was interrupted, as far as the
+    system says that the thread waited for a core. Else it was interrupted unless a sample shows work that does not
+    recur in each step, or it holds several samples.
     """
     if samples is None:
         return
-    times = [sample.at for sample in samples.samples]
+    times, left, found = [sample.at for sample in samples.samples], split.delayed, list[tuple[float, IdleGap]]()
     for group in groups:
         usual = float(np.median([gap.seconds for gap in group]))
         long = [gap for gap in group if gap.seconds > INTERRUPTED * usual + SHORT_GAP_S]
-        for gap in long if len(long) <= len(group) / 3 else ():
-            inside = samples.samples[bisect_left(times, gap.begin) : bisect_right(times, gap.end)]
-            # In a longer gap there would be more samples, if the program had not waited for a core.
-            loose = ("calls", "python") if gap.seconds < 2.5 * samples.period else ("calls",)
-            if len(inside) < 2 and all(doing_of(sample.stack).kind in loose for sample in inside):
-                extra = gap.seconds - usual
-                gap.cost += extra
-                split.parts["profiler"] += extra
+        found += [(gap.seconds - usual, gap) for gap in long if len(long) <= len(group) / 3]
+    for extra, gap in sorted(found, key=lambda each: -each[0]):
+        inside = samples.samples[bisect_left(times, gap.begin) : bisect_right(times, gap.end)]
+        # In a longer gap there would be more samples, if the program had not waited for a core.
+        loose = ("calls", "python") if gap.seconds < 2.5 * samples.period else ("calls",)
+        if extra <= left or (len(inside) < 2 and all(doing_of(sample.stack).kind in loose for sample in inside)):
+            gap.cost += extra
+            split.parts["profiler"] += extra
+            left -= extra
 
 
 def _communicating(split: Split, samples: StackSamples | None) -> Iterator[IdleGap]:
     """Yield gaps of the main thread, split where it waits inside of torch while another thread communicates with other
     ranks."""
     trace, spans = split.trace, list[tuple[float, float, str]]()
-    numbers = [number for number, key in enumerate(trace.keys) if COMMUNICATION.search(key.name)]
-    chosen = np.isin(trace.kind, (OP, RANGE)) & np.isin(trace.key, numbers) & (trace.lane != split.lane)
+    chosen = (
+        np.isin(trace.kind, (OP, RANGE))
+        & trace.having(lambda key: COMMUNICATION.search(key.name))
+        & (trace.lane != split.lane)
+    )
     for index in np.flatnonzero(chosen).tolist():
         begin, end = float(trace.ts[index]), float(trace.ts[index] + trace.dur[index])
         begin = max(begin, spans[-1][1]) if spans else begin
@@ -180,8 +177,8 @@ def _inside_calls(split: Split, samples: StackSamples | None) -> list[Named]:
             counts[doing] += 1
     if sum(counts.values()) < RARE * total or not total:
         return []
-    seconds = min(sum(gap.seconds for gap in gaps), split.parts["launch"]) / total
-    named = [Named(doing, seconds * count, count) for doing, count in counts.most_common()]
+    seconds = min(idle_seconds(gaps), split.parts["launch"]) / total
+    named = [Named(doing, seconds * count) for doing, count in counts.most_common()]
     for each in named:
         split.parts["launch"] -= each.seconds
         split.parts[each.doing.part] += each.seconds
@@ -204,7 +201,7 @@ def _moved(split: Split, named: list[Named], steady: bool) -> list[Named]:
 def _named(split: Split, samples: StackSamples | None) -> list[Named]:
     """Name the work of the host in its gaps, without the profiler's own time."""
     found = _sampled(split, samples) if samples is not None and samples.samples else _called(split)
-    whole = sum(gap.seconds for gap in split.gaps if gap.part == "host")
+    whole = idle_seconds([gap for gap in split.gaps if gap.part == "host"])
     return [replace(each, seconds=each.seconds * split.parts["host"] / whole) for each in found]
 
 
@@ -217,24 +214,12 @@ def _sampled(split: Split, samples: StackSamples) -> list[Named]:
     host = _of_python(split)
     begins = [gap.begin for gap in host]
     counts: Counter[Doing] = Counter()
-    episodes: Counter[str] = Counter()
-    last = ""
     for sample in samples.samples:
         index = bisect_right(begins, sample.at) - 1
-        doing = doing_of(sample.stack)
-        if doing.kind != last:
-            episodes[doing.kind] += 1
-            last = doing.kind
         if index >= 0 and sample.at <= host[index].end:
-            counts[doing] += 1
-    total = sum(counts.values())
-    seconds = sum(gap.seconds for gap in host)
-    if not total:
-        return []
-    return [
-        Named(doing, seconds * count / total, count, max(1, episodes[doing.kind]))
-        for doing, count in counts.most_common()
-    ]
+            counts[doing_of(sample.stack)] += 1
+    each = idle_seconds(host) / (sum(counts.values()) or 1)
+    return [Named(doing, each * count) for doing, count in counts.most_common()]
 
 
 def _called(split: Split) -> list[Named]:
@@ -254,7 +239,7 @@ def _called(split: Split) -> list[Named]:
             inside = min(last, host[each].end) - max(first, host[each].begin)
             counts[trace.key_of(index).name] += int(1e9 * inside)
             each += 1
-    return [Named(_python(name), nanoseconds * 1e-9, 1) for name, nanoseconds in counts.most_common(50)]
+    return [Named(_python(name), nanoseconds * 1e-9) for name, nanoseconds in counts.most_common(50)]
 
 
 def _python(name: str) -> Doing:
@@ -285,7 +270,7 @@ def _cause(trace: Trace, gap: IdleGap, cache: Sequence[int], alone: set[int]) ->
     if short or issued:  # in a longer one without calls Python computes, whatever it waited for before
         for index in calls:
             name = trace.key_of(index).name
-            if (trace.kind[index] == RUNTIME and WAITING.search(name)) or name in READS:
+            if (trace.kind[index] == RUNTIME and WAITING.search(name)) or name in SYNC:
                 return "sync", name
     if gap.seconds <= SHORT_GAP_S or issued:
         return "launch", "the host was issuing work"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .doing import LIBRARY, doing_of, loop_around, needs_itself, user_stack, whole_kind
+from .doing import doing_of, is_users, loop_around, needs_itself, user_stack, whole_kind
 from .finding import Finding, Material
 from .findings_calls import training_loops
 from .findings_work import REACHED
@@ -116,13 +116,14 @@ def placed(found: Sequence[Finding], material: Material) -> Iterator[Finding]:
     rest: list[Finding] = []
     for each in found:
         chosen = [sample for sample in samples if _belongs(sample, each.kind)] or list(samples)
+        if each.kind == "launch" and material.trains:  # of loops inside of a step
+            chosen = [sample for sample in chosen if loop_around(sample.stack) not in training] or chosen
         words = next(_switches(each.kind, chosen), "")
         advice = f"{words}. Else: {each.advice}" if words else each.advice
         each = replace(each, where=_where(chosen), advice=advice)
         place = loop, _ = _loop(chosen)
-        trains = bool(material.facts.get("backward", True))
-        inside = bool(loop[0]) and (not trains or (bool(training) and loop not in training))
-        if each.kind not in (LOOPED[:2] if trains else LOOPED) or not inside or place in reading:
+        inside = bool(loop[0]) and (not material.trains or (bool(training) and loop not in training))
+        if each.kind not in (LOOPED[:2] if material.trains else LOOPED) or not inside or place in reading:
             rest.append(each)
         elif each.kind == "sync" and place not in loops and (needs_itself(loop) or not _called(found, each)):
             reading.add(place)  # the rest of the loop stays
@@ -184,7 +185,7 @@ def _where(samples: Sequence[Sample]) -> str:
     counts: Counter[tuple[Frame, Frame | None]] = Counter()
     for sample in samples:
         stack = user_stack(sample.stack)
-        index = next((i for i, frame in enumerate(stack) if not any(part in frame.file for part in LIBRARY)), None)
+        index = next((i for i, frame in enumerate(stack) if is_users(frame)), None)
         if index is not None:
             counts[stack[index], stack[index - 1] if index else None] += 1
     if not counts:
@@ -242,7 +243,7 @@ def attention(material: Material) -> Iterator[Finding]:
         advice = "from_pretrained(..., attn_implementation='sdpa'), or flash_attention_2 on a GPU"
     elif layer:
         advice = "need_weights=False in calls of nn.MultiheadAttention"
-    title = "attention writes all of its scores to memory"
+    title = "attention writes the scores of all pairs of tokens to memory"
     yield Finding("attention", title, evidence, seconds, advice, apply="fused attention" if eager else "")
 
 

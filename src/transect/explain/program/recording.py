@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .sampler import PERIOD_S, Sample, StackSampler, StackSamples
+from .sampler import PERIOD_S, Sample, StackSampler, StackSamples, delayed_seconds
 from .split import WINDOW
 from .trace import RANGE, Trace
 from .trace_file import read_trace
@@ -55,6 +55,8 @@ class Recording:
         """Start on ``time.perf_counter()``."""
         self.idle_cores: float | None = None
         """Idle cores of the machine meanwhile; None if the system does not report them."""
+        self.delayed = 0.0
+        """Share of it for which the recorded thread was ready to run, but other threads or programs had the cores."""
         self.children: list[dict[str, Any]] = []
         """Child processes at the end: ``pid``, ``name`` and ``busy``, the share of a core that each used."""
 
@@ -82,7 +84,7 @@ class Recording:
         if self._sampler is not None:
             self._sampler.__enter__()
         self._range = torch.profiler.record_function(WINDOW)
-        self._idle, self._children = _idle_seconds(), children()
+        self._idle, self._children, self._delayed = _idle_seconds(), children(), delayed_seconds()
         self.began = time.perf_counter()  # just before the mark: samples have this clock, the trace its own
         self._range.__enter__()
         self.span = [time.monotonic(), math.inf]
@@ -98,6 +100,7 @@ class Recording:
             torch.cuda.synchronize()
         self.span[1] = time.monotonic()
         idle, lasted = _idle_seconds(), self.span[1] - self.span[0]
+        self.delayed = min(1.0, (delayed_seconds() - self._delayed) / lasted) if lasted > 0 else 0.0
         for process, (name, seconds) in children().items() if lasted > 0.1 else ():
             busy = (seconds - self._children.get(process, ("", 0.0))[1]) / lasted
             self.children.append({"pid": process, "name": name, "busy": busy})
@@ -114,6 +117,11 @@ class Recording:
     def finish(self) -> None:
         """Make the profiler's events; a second call does nothing."""
         self._ended.close()
+
+    @property
+    def own_seconds(self) -> float:
+        """Seconds since the start, without those in which the recorded thread waited for a core."""
+        return time.perf_counter() - self.began - (delayed_seconds() - self._delayed)
 
     @property
     def sampled(self) -> list[Sample]:

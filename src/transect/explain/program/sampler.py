@@ -12,7 +12,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, islice, repeat, takewhile, tee
 from operator import attrgetter, itemgetter, methodcaller
@@ -51,7 +51,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A sample; ``at`` is its ``time.perf_counter()``, ``busy`` the number of other threads that ran Python."""
+    """A sample; ``at`` is its time in seconds, ``busy`` the number of other threads that ran Python."""
 
     at: float
     stack: tuple[Frame, ...]
@@ -85,9 +85,17 @@ class StackSamples:
 
 
 class StackSampler:
-    """Samples the thread that enters it, until it leaves."""
+    """Samples the thread that enters it, until it leaves.
 
-    def __init__(self, period: float = PERIOD_S) -> None:
+    Args:
+        period: mean seconds between two samples.
+        own_time: give samples the thread's own time (``own_times``), instead of ``time.perf_counter()``.
+    """
+
+    def __init__(self, period: float = PERIOD_S, *, own_time: bool = False) -> None:
+        self._own_time = own_time
+        self._delays: list[float] = []
+        """Seconds for which the thread had waited for a core at each sample, if ``own_time``."""
         self.found = StackSamples(period)
         self._stop = threading.Event()
         self._collecting = 0.0
@@ -96,7 +104,7 @@ class StackSampler:
         """Frames and stacks, each kept once, because a long run repeats them."""
 
     def __enter__(self) -> Self:
-        self._watched = threading.get_ident()
+        self._watched, self._native = threading.get_ident(), threading.get_native_id()
         self._thread = threading.Thread(target=self._run, daemon=True, name="transect-sampler")
         gc.callbacks.append(self._collection)
         self._interval = sys.getswitchinterval()
@@ -109,6 +117,10 @@ class StackSampler:
         self._thread.join()
         sys.setswitchinterval(self._interval)
         gc.callbacks.remove(self._collection)
+        if self._own_time:
+            own = own_times([each.at for each in self.found.samples], self._delays)
+            pairs = zip(self.found.samples, own, strict=True)
+            self.found.samples = [replace(sample, at=at) for sample, at in pairs]
 
     def _run(self) -> None:
         if sys.platform == "linux":
@@ -123,7 +135,8 @@ class StackSampler:
             places, running = _look(self._watched)
             others = {thread: place for thread, place in running if thread not in (own, self._watched)}
             busy = 0
-            now = {each.ident: _ran(each) for each in threading.enumerate() if each.ident in others}
+            known = [each for each in threading.enumerate() if each.ident in others]
+            now = {each.ident: _scheduled(each.native_id, 0) for each in known}
             for thread, place in others.items():
                 ran = now.get(thread)
                 # The system gives no processor time for some threads: these run if their instruction has changed.
@@ -137,6 +150,7 @@ class StackSampler:
             self.found.anomalies += _anomaly_detection()
             if places:
                 self.found.samples.append(Sample(at, self._stack(places), busy))
+                self._delays += [delayed_seconds(self._native)] * self._own_time
 
     def _stack(self, places: list[tuple[CodeType, int | None]]) -> tuple[Frame, ...]:
         found: list[Frame] = []
@@ -152,10 +166,11 @@ class StackSampler:
     def _collection(self, phase: str, info: dict[str, int]) -> None:
         if threading.get_ident() != self._watched:
             return  # samples are objects too
+        now = time.perf_counter() - (delayed_seconds(self._native) if self._own_time else 0.0)
         if phase == "start":
-            self._collecting = time.perf_counter()
+            self._collecting = now
         else:
-            self.found.collections.append((self._collecting, time.perf_counter()))
+            self.found.collections.append((self._collecting, now))
 
 
 def _anomaly_detection() -> bool:
@@ -197,10 +212,30 @@ def _instructions() -> Iterator[Any]:
     return zip(map(itemgetter(0), keys), map(attrgetter("f_code", "f_lasti"), map(itemgetter(1), values)), strict=True)
 
 
-def _ran(thread: threading.Thread) -> int | None:
-    """Return nanoseconds that a thread has run on a core; None if the system does not report them."""
+def own_times(times: Sequence[float], delays: Sequence[float]) -> list[float]:
+    """Return a thread's own time at these moments: without the time for which it waited for a core.
+
+    A moment of a wait counts as the wait's begin, because the system adds a wait to ``delays`` only when it ends.
+
+    Args:
+        times: seconds, rising.
+        delays: seconds for which the thread had waited, as the system gave them at these moments.
+    """
+    own = (at - delay for at, delay in zip(reversed(times), reversed(delays), strict=True))
+    return list(accumulate(own, min))[::-1]
+
+
+def delayed_seconds(native: int | None = None) -> float:
+    """Return the seconds for which a thread, by default this one, was ready to run while other threads or programs had
+    the cores; 0 if the system does not report them."""
+    return 1e-9 * (_scheduled(native or threading.get_native_id(), 1) or 0)
+
+
+def _scheduled(native: int | None, column: int) -> int | None:
+    """Return the nanoseconds that a thread has run on a core (column 0) or waited for one (column 1); None if the
+    system does not report them."""
     try:
-        with open(f"/proc/self/task/{thread.native_id}/schedstat") as file:
-            return int(file.read().split()[0])
+        with open(f"/proc/self/task/{native}/schedstat") as file:
+            return int(file.read().split()[column])
     except (OSError, ValueError, IndexError):
         return None

@@ -61,6 +61,8 @@ SYNC = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_no
 COPIES = {"aten::copy_", "aten::contiguous", "aten::clone", "aten::cat", "aten::_to_copy", "aten::stack", "aten::roll"}
 WAITS = r"Synchronize$|(?:cuda|hip)Memcpy$|hipMemcpyWithStream$"
 """Driver calls in which the host waits for the GPU."""
+ALLOCATES = r"Malloc$|Free$|HostAlloc"
+"""Driver calls that allocate or free memory."""
 IDLE = 0.1
 """Least idle share of a GPU that shows a host which issues too little."""
 BLOCKED_S = 100e-6
@@ -85,8 +87,6 @@ class OpStat:
     seconds: float = 0.0
     floor: float | None = None
     """Floor of one call, in seconds."""
-    first: float = 0.0
-    last: float = 0.0
     operator: str = ""
     """Operator that launched the kernel; empty for an operator."""
     usual: float = math.inf
@@ -163,6 +163,8 @@ class Split:
     notes: list[str] = field(default_factory=list)
     loading: list[OpStat] = field(default_factory=list)
     """Operators that a loader calls in the main thread of a host."""
+    delayed: float = 0.0
+    """Seconds between operators in which the main thread of a host waited for a core."""
     profiling: float = 0.0
     """Seconds that the profiler added to the main thread's driver calls and the operators around them."""
     recording: float = 0.0
@@ -203,6 +205,16 @@ class Split:
         return self.wall - idle_seconds(self.gaps) - self.held
 
     @property
+    def idle(self) -> float:
+        """Seconds of the program in which the GPU was idle."""
+        return max(0.0, self.own - self.busy)
+
+    @property
+    def uncovered(self) -> float:
+        """Seconds in which the host issued work, beyond those in which the GPU was busy."""
+        return max(0.0, self.issuing - self.busy)
+
+    @property
     def issuing(self) -> float:
         """Seconds in which the main thread did not wait for the GPU, without the cost of profiling."""
         return self.issued(math.inf)
@@ -217,7 +229,7 @@ class Split:
         launches = self.trace.dur[self.calls("Launch")]
         waited += float((launches[launches > blocked] - blocked).sum())
         seen = (1.0 - self.waiting) * self.own
-        if self.measured and self.own - self.busy > IDLE * self.own:
+        if self.measured and self.idle > IDLE * self.own:
             return min(max(0.0, self.own - waited), seen)
         profiling = max(self.profiling, self.recording) if self.measured else self.profiling
         issuing = max(0.0, self.wall - waited - profiling - self.held_host)
@@ -226,9 +238,9 @@ class Split:
     def calls(self, pattern: str) -> np.ndarray:
         """Return the driver calls whose names match a pattern, in the explained time."""
         trace = self.trace
-        numbers = [number for number, key in enumerate(trace.keys) if re.search(pattern, key.name)]
         inside = (trace.ts + trace.dur > self.begin) & (trace.ts < self.begin + self.wall)
-        return np.flatnonzero((trace.kind == RUNTIME) & np.isin(trace.key, numbers) & inside)
+        chosen = trace.having(lambda key: re.search(pattern, key.name))
+        return np.flatnonzero((trace.kind == RUNTIME) & chosen & inside)
 
     def named(self, *names: str) -> list[OpStat]:
         """Return the operators with these names, and the kernels that they launched."""
@@ -236,7 +248,13 @@ class Split:
 
 
 def split_trace(
-    trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, padding: float = 0.0, plain: float | None = None
+    trace: Trace,
+    ceilings: Ceilings,
+    *,
+    profiler_s: float = 0.0,
+    padding: float = 0.0,
+    plain: float | None = None,
+    delayed: float = 0.0,
 ) -> Split:
     """Split a trace; gaps are still all called "host" (``gaps.name_gaps`` says more).
 
@@ -245,8 +263,9 @@ def split_trace(
         profiler_s: seconds that the profiler adds to each operator, if known.
         padding: the share of tokens that are padding, if that is known.
         plain: seconds of the same work without profiling, if they are known.
+        delayed: seconds in which the main thread waited for a core.
     """
-    begin, end, lane = _window(trace)
+    begin, end, lane = window = _window(trace)
     loading: list[OpStat] = []
     if trace.on_gpu:
         ops, gaps, parts = _device(trace, ceilings, begin, end)
@@ -254,12 +273,12 @@ def split_trace(
         spans = sorted([*stopped, *late_start(trace, begin)])
         idle, gaps = idle_seconds(gaps), [piece for gap in gaps for piece in without(gap, spans)]
     else:
-        ops, loading, gaps, parts = _host(trace, ceilings, begin, end, lane, profiler_s, plain)
+        ops, loading, gaps, parts, delayed = _host(trace, ceilings, window, profiler_s, plain, delayed)
     computed = parts["floor"] + parts["inefficiency"]
     for part in ("floor", "inefficiency"):
         parts[part] -= parts[part] * padding
     parts["padding"] = computed * padding
-    split = Split(end - begin, begin, parts, ops, gaps, trace.on_gpu, lane, trace, loading=loading)
+    split = Split(end - begin, begin, parts, ops, gaps, trace.on_gpu, lane, trace, loading=loading, delayed=delayed)
     if trace.on_gpu:
         inside = (trace.ts >= begin) & (trace.ts < end)
         split.profiling = profiler_s * int((inside & (trace.kind == RUNTIME) & (trace.lane == lane)).sum())
@@ -288,8 +307,8 @@ def _window(trace: Trace) -> tuple[float, float, int]:
     lane = -1
     if len(ops):
         if trace.on_gpu:  # the backward pass of what is on a GPU has a thread of its own
-            engines = [number for number, key in enumerate(trace.keys) if key.name.startswith("autograd::engine")]
-            others = ops[~np.isin(trace.lane[ops], np.unique(trace.lane[ops[np.isin(trace.key[ops], engines)]]))]
+            engines = trace.having(lambda key: key.name.startswith("autograd::engine"))[ops]
+            others = ops[~np.isin(trace.lane[ops], np.unique(trace.lane[ops[engines]]))]
             ops = others if len(others) else ops
         lanes, where = np.unique(trace.lane[ops], return_inverse=True)
         lane = int(lanes[np.argmax(np.bincount(where, weights=trace.dur[ops]))])
@@ -297,10 +316,14 @@ def _window(trace: Trace) -> tuple[float, float, int]:
 
 
 def _host(
-    trace: Trace, ceilings: Ceilings, begin: float, end: float, lane: int, profiler_s: float, plain: float | None
-) -> tuple[list[OpStat], list[OpStat], list[IdleGap], dict[str, float]]:
-    """Split the time of the main thread, if no kernel ran on a GPU. Operators of a loader are listed apart."""
-    mine = np.flatnonzero((trace.kind == OP) & (trace.lane == lane)).tolist()
+    trace: Trace, ceilings: Ceilings, window: tuple[float, float, int], adds: float, plain: float | None, delayed: float
+) -> tuple[list[OpStat], list[OpStat], list[IdleGap], dict[str, float], float]:
+    """Split the time of the main thread, if no kernel ran on a GPU. Operators of a loader are listed apart.
+
+    ``adds``: seconds that profiling adds to an operator. The last result is the part of ``delayed`` between operators.
+    """
+    begin, end, lane = window
+    mine = trace.ops(lane).tolist()
     stats: dict[str, dict[int, OpStat]] = {"": {}, "loading": {}, "recompilation": {}}
     parts = dict.fromkeys(PARTS, 0.0)
     owners = stretches(trace, lane)
@@ -319,15 +342,16 @@ def _host(
         stat = stats[owner].get(number)
         if stat is None:
             known = None if least[index] != least[index] else 0.0
-            stat = stats[owner][number] = OpStat(trace.keys[number], first=first, floor=known)
+            stat = stats[owner][number] = OpStat(trace.keys[number], floor=known)
         subjects.append((owner, stat))
-        stat.last = last
         if index not in seen:
             seen.add(index)
             stat.calls += 1
             stat.floor = stat.floor + least[index] if stat.floor is not None else None
     lost = _interrupted(subjects, np.array(lengths))
-    costs = (lost + segment_costs(np.array(lengths) - lost, profiler_s / 2, plain)).tolist()
+    delayed = max(0.0, delayed - float(lost.sum()))
+    plain = None if plain is None else plain + delayed  # waiting for a core is no cost of profiling
+    costs = (lost + segment_costs(np.array(lengths) - lost, adds / 2, plain)).tolist()
     own: dict[int, list[float]] = defaultdict(list)
     for (owner, subject), length, cost in zip(subjects, lengths, costs, strict=True):
         parts["profiler"] += cost
@@ -344,7 +368,7 @@ def _host(
         stat.floor = stat.floor / (stat.calls or 1) if stat.floor is not None else None
     for stat in stats[""].values():
         _add_op(parts, stat)
-    return list(stats[""].values()), list(stats["loading"].values()), gaps, parts
+    return list(stats[""].values()), list(stats["loading"].values()), gaps, parts, delayed
 
 
 def _interrupted(subjects: Sequence[tuple[str, OpStat | IdleGap]], lengths: np.ndarray) -> np.ndarray:
@@ -395,7 +419,7 @@ def _device(
     A kernel's shapes are those of the operator that launched it. If an operator launched several kernels, its floor is
     divided between them in proportion to their times.
     """
-    launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
+    launcher = trace.launchers
     alike = {int(trace.key[i]): op for i in trace.where(KERNEL) if (op := launcher.get(int(trace.link[i]))) is not None}
     marks: list[tuple[float, int, int]] = []
     for kind in (KERNEL, COPY, SET):
@@ -437,13 +461,12 @@ def _device(
         if stat is None:
             key = trace.key_of(op) if op is not None and rank == 0 else trace.key_of(index)
             key = replace(key, name=name, bytes=trace.key_of(index).bytes)
-            stat = stats[mark] = OpStat(key, first=float(trace.ts[index]))
+            stat = stats[mark] = OpStat(key)
             if op is not None and rank == 0:
                 stat.operator = trace.key_of(op).name
                 stat.floor = floor(trace.key_of(op), ceilings, name)
         stat.calls += 1
         stat.seconds += seconds
-        stat.last = float(trace.ts[index])
         if op is not None:
             ops_seen[mark[1]].add(op if int(trace.link[index]) in launcher else -index)
             if rank == 0:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .doing import IMPORTS, user_stack
+from .finding import ENOUGH
 from .recording import Recording, resident_bytes, total_memory
 from .sampler import StackSampler, StackSamples
 from .steps import KINDS, LOOKS, REPEATS, Mark, StepWatch, UnprofiledSteps
@@ -203,14 +204,16 @@ class Steady:
             spent, steps = now - self._inside[0], len(self._inside) - 1
             enough = steps >= SOME or (steps > 2 and spent > LEAST_S) or spent > max(LEAST_S, 10 * self._window_s)
             slower = spent - steps * self._before.median > COST * (now - self._began)
-            if spent >= self._window_s / (1 if steps < SOME else 10 if slower else 3) and enough:
-                assert self._window is not None
+            least = self._window_s / (1 if steps < SOME else 10 if slower else 3)
+            assert self._window is not None
+            if enough and spent >= least and self._window.own_seconds >= least:
                 self._window.stop()
                 self._sample()
         elif self._state == "sampled":
             assert self._sampler is not None
             spent = time.perf_counter() - self._sampling
-            if len(self._sampler.found.samples) >= SAMPLES or spent >= max(1.0, self._window_s):
+            found = len(self._sampler.found.samples)
+            if found >= SAMPLES or (spent >= max(1.0, self._window_s) and found >= ENOUGH):
                 self._stop_sampling()
                 self._after.restart()
         elif len(self._after.seconds) < MOST_AFTER:
@@ -244,7 +247,7 @@ class Steady:
         self._state = "sampled" if self._stacks else "after"
         if self._stacks:
             self._sampling = time.perf_counter()
-            self._sampler = StackSampler()
+            self._sampler = StackSampler(own_time=True)
             self._sampler.__enter__()
         self._after.restart()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -262,6 +263,30 @@ class Trace:
     def where(self, kind: int) -> np.ndarray:
         """Return the indices of the events of a kind, sorted by start."""
         return np.flatnonzero(self.kind == kind)
+
+    def having(self, chosen: Callable[[Key], Any]) -> np.ndarray:
+        """Return True for each event of whose identity ``chosen`` is true."""
+        return np.array([bool(chosen(key)) for key in self.keys], bool)[self.key]
+
+    def ops(self, lane: int) -> np.ndarray:
+        """Return the indices of a thread's operators, sorted by start."""
+        return np.flatnonzero((self.kind == OP) & (self.lane == lane))
+
+    def outermost(self, lane: int) -> np.ndarray:
+        """Return the indices of a thread's operators that are inside of no other, sorted by start."""
+        ops = self.ops(lane)
+        ends = np.maximum.accumulate(self.ts[ops] + self.dur[ops])
+        return ops[self.ts[ops] >= np.append(-np.inf, ends[:-1])]
+
+    def during(self, spans: np.ndarray, moments: Sequence[float] | np.ndarray) -> np.ndarray:
+        """Return True for each of these times at which one of the events ``spans``, sorted by start, is in progress."""
+        ends = np.append(-np.inf, np.maximum.accumulate(self.ts[spans] + self.dur[spans]))
+        return ends[np.searchsorted(self.ts[spans], moments, side="right")] >= moments
+
+    @property
+    def launchers(self) -> dict[int, int]:
+        """Operator of each number that ties kernels to it."""
+        return {int(self.link[i]): int(i) for i in self.where(OP) if self.link[i] >= 0}
 
     def key_of(self, index: int) -> Key:
         """Return the identity of an event."""
