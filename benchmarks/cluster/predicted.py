@@ -47,8 +47,9 @@ from transect.bench.traces.asked import Asked
 from transect.bench.traces.mix import Mix
 from transect.cluster import ray_cluster
 from transect.cluster.settings import FleetSettings
+from transect.engine.frontends.looks import WATCH_S
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
-from transect.plan.drills import DRILLS, WATCH_S, Effect, FleetTimes, percentile, predict
+from transect.plan.drills import DRILLS, Effect, FleetTimes, percentile, predict
 from transect.plan.fleet import EngineModel
 
 sys.path.append(str(HELPERS))

@@ -38,10 +38,11 @@ from transect.bench.levels import Result
 from transect.bench.target import Target, served_model
 from transect.bench.traces.asked import Asked
 from transect.cli.plan_calibrate import server
+from transect.engine.frontends.looks import WATCH_S
 from transect.explain.engine.calibration import known_steps
 from transect.explain.engine.log import DecisionRunLog, load
 from transect.plan.capacity import MixLoad, highest_rate
-from transect.plan.drills import WATCH_S, Effect, FleetTimes, percentile, predict
+from transect.plan.drills import Effect, FleetTimes, percentile, predict
 from transect.plan.fleet import EngineModel
 from transect.plan.profile import Loads, Profile
 from transect.plan.target import LatencyTarget

@@ -118,8 +118,9 @@ def test_scored_tokens_fill_a_step_sooner():
         work = work._replace(scored=rng.choice((0, work.tokens // 2)))
         times.learn(work, device(work) + 30e-6 * work.scored)
     beside = StepLoad(16, 16_000)
-    plain, scored = (times.most_tokens(30e-3, beside, 0, 4000, scored=each) for each in (False, True))
-    assert scored == pytest.approx(plain / 2.5, rel=0.15)
+    plain, all_scored, late = (times.most_tokens(30e-3, beside, 0, 4000, unscored=each) for each in (math.inf, 0, 400))
+    assert all_scored == pytest.approx(plain / 2.5, rel=0.15)
+    assert late == pytest.approx(all_scored + 400 * 1.5 / 2.5, rel=0.15), "400 tokens cost no logits"
 
 
 def test_the_work_of_a_batch():

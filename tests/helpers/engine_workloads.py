@@ -95,7 +95,9 @@ def _arrivals(storm: bool, crowd: bool) -> st.SearchStrategy[Arrival]:
     """Prompts begin with a piece of one of two documents, so that prefixes are shared; in a storm outputs are long and
     all come at once, in a crowd some prompts are long."""
 
-    def build(step, document, head, tail, n, max_tokens, min_tokens, stop, bits, priority, client, seed, fail, grammar):  # type: ignore[no-untyped-def]
+    def build(  # type: ignore[no-untyped-def]
+        step, document, head, tail, n, max_tokens, min_tokens, stop, bits, score, priority, client, seed, fail, grammar
+    ):
         prompt = _DOCUMENTS[document][:head] + tuple(tail)
         params = SamplingParams(
             n=n,
@@ -105,6 +107,7 @@ def _arrivals(storm: bool, crowd: bool) -> st.SearchStrategy[Arrival]:
             ignore_eos=bool(bits & 1) or storm,
             logprobs=1 if bits & 2 else None,
             prompt_logprobs=0 if bits & 12 == 12 else None,
+            prompt_logprobs_start=score * len(prompt) // 6 if bits & 12 == 12 else 0,
             seed=seed,
         )
         if grammar is not None:  # min_tokens would hide the end where the grammar allows nothing else
@@ -122,6 +125,7 @@ def _arrivals(storm: bool, crowd: bool) -> st.SearchStrategy[Arrival]:
         st.just(0) if storm else st.integers(0, 3),
         st.just([]) if storm else st.lists(st.integers(0, VOCAB - 1), max_size=1),
         st.integers(0, 15),
+        st.integers(0, 5),
         st.integers(-1, 1),
         st.sampled_from((0, 0, 1, 2)),
         st.integers(0, 2),
@@ -442,7 +446,8 @@ class Run:
             self.prompt_logprobs[name] = output.prompt_logprobs
         cached = output.num_cached_tokens
         check(cached < len(arrival.prompt) and cached % self.workload.config.block_size == 0, "cached tokens")
-        check(cached == 0 or params.prompt_logprobs is None, "prompt logprobs need every prompt token computed")
+        most = max(params.prompt_logprobs_start - 1, 0)
+        check(cached <= most or params.prompt_logprobs is None, "a token was cached whose logits are needed")
         first = bool(output.new_token_ids) and len(record.tokens) == record.begun + len(output.new_token_ids)
         notable = first or output.finish_reason is not None
         check(notable == (output.times is not None), "times belong to the first and the last output")
@@ -529,7 +534,8 @@ class Run:
             self._check_tokens(name, index, record, record.end)
         for name, entries in self.prompt_logprobs.items():
             arrival = self.arrival_of[name]
-            want = [None, *((token, -float(i)) for i, token in enumerate(arrival.prompt) if i)]
+            first = max(arrival.params.prompt_logprobs_start, 1)
+            want = [(token, -float(i)) if i >= first else None for i, token in enumerate(arrival.prompt)]
             check([e and (e.token_id, e.logprob) for e in entries] == want, f"prompt logprobs of {name}")
         stats = self.scheduler.stats()
         check(stats.kv_blocks_used == 0, f"{stats.kv_blocks_used} blocks leaked")

@@ -348,7 +348,7 @@ class CheckingExecutor:
     def _draw(self, row: ScheduledRow, result: StepResult) -> None:
         if row.prompt_logprobs is not None:
             result.prompt_logprobs[row.seq_id] = tuple(
-                TokenLogprobs(token, -float(row.start + 1 + i), 1) for i, token in enumerate(row.next_prompt_token_ids)
+                TokenLogprobs(row.prompt_token_ids[position], -float(position), 1) for position in row.scored
             )
         if not row.draws and (error := self.fails(row.seq_id, row.end - 1)) is not None:
             result.errors[row.seq_id] = error

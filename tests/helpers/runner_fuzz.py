@@ -99,6 +99,8 @@ def random_arrivals(rng: random.Random, vocab: int, count: int, longest_prompt: 
         if grammar is not None:
             grammar.forcing = grammar.seed % 3 * 3
         params = random_params(rng, vocab)
+        if params.prompt_logprobs is not None and (start := random.Random(params.seed).randrange(-9, len(prompt))) > 0:
+            params = params.with_(prompt_logprobs_start=start)
         pooling = {1: "last", 2: "mean"}.get(hash(prompt) % 9)
         request = Request(str(index), prompt, params, eos_token_ids=(eos,), constraint=grammar, pooling=pooling)
         abort_after = rng.randint(1, 10) if rng.random() < 0.15 else None

@@ -243,6 +243,22 @@ def test_second_turn_finds_the_first_in_the_prefix_cache(server):
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 16
 
 
+def test_scores_of_a_second_query_find_the_document_in_the_prefix_cache(server):
+    document = "The harbour was rebuilt by the guild of the bakers after the flood. " * 12
+    queries = ["Who rebuilt the harbour?", "What came before the guild?"]
+    read = "transect_prefix_cache_hit_tokens_total"
+    before = server.metric(read)
+
+    def scores(*asked):
+        body = {"model": "m", "text_1": list(asked), "text_2": [document] * len(asked)}
+        answer = httpx.post(f"{server.url}/v1/score", json=body, timeout=PATIENCE_S).json()
+        return [each["score"] for each in answer["data"]], answer["usage"]["prompt_tokens"]
+
+    first, tokens = zip(*map(scores, queries), strict=True)
+    assert server.metric(read) - before > tokens[1] - 32
+    assert scores(*queries)[0] == [score for each in first for score in each], "the cache does not change a bit"
+
+
 def test_the_bill_of_an_answer_adds_up(server):
     """The parts of its time, from the engine's own log; the header says the same in three parts."""
 

@@ -1,6 +1,5 @@
 // What the page knows of an engine: its steps of the last minutes, its requests, its KV blocks.
 
-import { type Sight, runsBefore } from './past'
 import type { Changes, LiveBill, LiveRequest, LiveStep, Route, State } from './protocol'
 
 export const FREE = -1
@@ -67,6 +66,16 @@ export interface TimeParts {
   host: number
   underWay: number
   idle: number
+}
+
+/** A snapshot that came: the queue of then, and the runs of blocks as they were before it. */
+export interface Sight {
+  at: number
+  waiting: [number, boolean][]
+  stats: Record<string, number>
+  /** First block, blocks, owner and users of each run that changed, as before. */
+  undo: number[]
+  evicted: number[]
 }
 
 export class EngineModel {
@@ -316,6 +325,21 @@ export class EngineModel {
     }
     for (const [block, at] of this.evicted) if (at < this.now - 3) this.evicted.delete(block)
   }
+}
+
+/** List what runs of blocks hold now, in runs, before they change. */
+function runsBefore(runs: number[], owners: Int32Array, users: Uint16Array): number[] {
+  const found: number[] = []
+  for (let i = 0; i < runs.length; i += 4) {
+    let begin = runs[i]!
+    const end = begin + runs[i + 1]!
+    for (let block = begin + 1; block <= end; block++) {
+      if (block < end && owners[block] === owners[begin] && users[block] === users[begin]) continue
+      found.push(begin, block - begin, owners[begin]!, users[begin]!)
+      begin = block
+    }
+  }
+  return found
 }
 
 /** The smallest value that a share of all values does not exceed; null for none. */

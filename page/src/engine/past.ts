@@ -2,33 +2,8 @@
 
 import type { EngineModel, Request } from './model'
 
-/** A snapshot that came: the queue of then, and the runs of blocks as they were before it. */
-export interface Sight {
-  at: number
-  waiting: [number, boolean][]
-  stats: Record<string, number>
-  /** First block, blocks, owner and users of each run that changed, as before. */
-  undo: number[]
-  evicted: number[]
-}
-
 /** A step that begins this little before a moment belongs to the time after it: times are rounded. */
 const SAME_S = 1e-4
-
-/** List what runs of blocks hold now, in runs, before they change. */
-export function runsBefore(runs: number[], owners: Int32Array, users: Uint16Array): number[] {
-  const found: number[] = []
-  for (let i = 0; i < runs.length; i += 4) {
-    let begin = runs[i]!
-    const end = begin + runs[i + 1]!
-    for (let block = begin + 1; block <= end; block++) {
-      if (block < end && owners[block] === owners[begin] && users[block] === users[begin]) continue
-      found.push(begin, block - begin, owners[begin]!, users[begin]!)
-      begin = block
-    }
-  }
-  return found
-}
 
 /** Return the model with the state of an earlier time: the same methods, over the blocks, queue and requests of then. */
 export function modelAt(model: EngineModel, time: number): EngineModel {

@@ -19,6 +19,7 @@ from typing import Any
 from ..checkpoints.resolve import resolve
 from ..engine.executors.pooling import default_pooling
 from ..engine.frontends.async_engine import AsyncEngine
+from ..engine.frontends.looks import looks
 from ..engine.frontends.replicas import Replicas
 from ..engine.frontends.streams import EngineDeadError, EngineHealth, OutputStream
 from ..engine.scheduling.outputs import SchedulerStats
@@ -35,8 +36,6 @@ from .settings import FleetSettings
 
 log = logging.getLogger(__name__)
 
-WATCH_S = 0.1
-"""Seconds between two checks of the links."""
 MEET_S = 60.0
 """Seconds for the engine of an accepted replica to answer."""
 REPORT_S = 1.0
@@ -248,15 +247,9 @@ class RemoteReplicas(Replicas):
 
     async def _watch(self) -> None:
         """Cut links that are silent for too long, and let waiting requests know when there is no hope."""
-        loop = asyncio.get_running_loop()
-        before = loop.time()
         quiet: dict[AsyncEngine, tuple[float, float]] = {}
         known: set[AsyncEngine] = set()
-        while True:
-            await asyncio.sleep(WATCH_S)
-            now = loop.time()
-            # A pause of this process is not silence of the replicas: their frames wait in the socket.
-            passed, before = min(now - before, 2 * WATCH_S), now
+        async for passed in looks():
             for engine in self.engines:
                 if engine.death is None and isinstance(engine, RemoteEngine):
                     heard, silent = quiet.get(engine, (engine.link.heard, 0.0))

@@ -91,11 +91,12 @@ class StepTimes:
         little data may be negative, and then counts as zero."""
         return self._seconds(load[0], load[1], load[2], load.scored, load.context)
 
-    def with_chunk(self, beside: StepLoad, tokens: int, context: int = 0, *, scored: bool = False) -> float:
+    def with_chunk(self, beside: StepLoad, tokens: int, context: int = 0, *, unscored: float = math.inf) -> float:
         """Predict the seconds of a step like ``beside`` with ``tokens`` in all; arguments as of ``most_tokens``."""
         more = tokens - beside.tokens
         pairs = beside.pairs + more * context + more * (more + 1) // 2
-        return self._seconds(tokens, beside.keys, pairs, more if scored else 0, beside.context + context + more)
+        scored = int(max(0, more - unscored))
+        return self._seconds(tokens, beside.keys, pairs, scored, beside.context + context + more)
 
     def read(self, context: int) -> float:
         """Predict the seconds in which a chunk's context is read, however few tokens attend to it: at most what
@@ -171,19 +172,21 @@ class StepTimes:
             setattr(self, name, deepcopy(state[name]))
         self._sum_up()
 
-    def most_tokens(self, seconds: float, beside: StepLoad, context: int, limit: int, *, scored: bool = False) -> int:
+    def most_tokens(
+        self, seconds: float, beside: StepLoad, context: int, limit: int, *, unscored: float = math.inf
+    ) -> int:
         """Return the most tokens that a step may have to end within ``seconds``.
 
         Args:
             beside: the part of the step that is fixed; its tokens are part of the answer.
             context: positions before the tokens beyond those, all of which each of them attends to.
             limit: the largest answer.
-            scored: tokens beyond those of ``beside`` may be of prompts whose log-probabilities are requested.
+            unscored: tokens beyond those of ``beside`` that certainly need no log-probabilities; all others may.
         """
         least = beside.tokens
 
         def fits(tokens: int) -> bool:
-            return self.with_chunk(beside, tokens, context, scored=scored) <= seconds
+            return self.with_chunk(beside, tokens, context, unscored=unscored) <= seconds
 
         low, high = least, max(limit, least)
         if fits(high):

@@ -70,13 +70,13 @@ def live_scheduler(make: Callable[[int, int, int, int], Any]) -> type[Scheduler]
                 self._prompt_tokens += seq.prompt_len
             self._preemptions += start == 0 and seq.scheduled > 0
             draws = seq.draws if end == seq.length else ()
-            asked = (None, None) if state.prompt_done else (state.spec.params.prompt_logprobs, state.spec.pooling)
+            asked = state.asked(end)
             seq.block_ids, seq.scheduled, seq.last_step = blocks, end, self._step
             if draws:
                 state.prompt_done = True
                 seq.length = end + 1
-            tokens = seq.prompt_token_ids, seq.output_token_ids
-            return ScheduledRow(seq.seq_id, start, count, *tokens, blocks, draws, *asked, adapter=seq.adapter)
+            prompt, output = seq.prompt_token_ids, seq.output_token_ids
+            return ScheduledRow(seq.seq_id, start, count, prompt, output, blocks, draws, *asked, adapter=seq.adapter)
 
         def commit(self, batch: ScheduledBatch, result: StepResult) -> list[EngineOutput]:
             outputs = super().commit(batch, result)

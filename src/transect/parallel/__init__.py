@@ -20,8 +20,8 @@ A model on several ranks:
 Training on several ranks:
 
 * ``parallelize.py``: ``parallelize(model, mesh, plan)``, the entry point; ``plan.py``: ``ParallelPlan``
-* ``replicas.py``: data parallelism with ZeRO 1 and 2, gradients summed in buckets; ``table_rows.py``: the gradient of a
-  table that embedding and head share
+* ``replicas.py``: data parallelism with ZeRO 1 and 2, gradients summed in buckets; ``gradient_sums.py``: sums over
+  micro-batches; ``table_rows.py``: the gradient of a table that embedding and head share
 * ``sharded.py``: ZeRO 3, weights gathered layer by layer; ``sharded_unit.py``: the unit that is gathered; ``tiled.py``:
   matrices gathered in tiles
 * ``pipeline.py``: runs a pipeline schedule; ``differentiable.py``: collectives with gradients; ``split_loss.py``: cross

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ..costs.memory.sizes import BUCKET_BYTES
 from ..spec.layouts.ranks import owners
+from .gradient_sums import collect, collected
 from .group import Group
 from .table_rows import TableRows
 
@@ -113,19 +114,12 @@ class GradientReplicas:
 
     def collect(self) -> None:
         """Collect the gradients of a micro-batch that is not the last. Those in 16 bits are accumulated in float32."""
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None and parameter.dtype != torch.float32:
-                if name in self._sums:
-                    self._sums[name].add_(parameter.grad)
-                else:
-                    self._sums[name] = parameter.grad.float()
-                parameter.grad = None
+        collect(self.parameters, self._sums)
 
     def local(self) -> dict[str, Tensor]:
         """Return this rank's own gradients of a step, if none was sent."""
         self.collect()
-        found = {name: self._sums.get(name, parameter.grad) for name, parameter in self.parameters.items()}
-        return {name: gradient for name, gradient in found.items() if gradient is not None}
+        return collected(self.parameters, self._sums)
 
     def gradient_of(self, name: str) -> Tensor | None:
         """Return this rank's gradient so far, without a copy."""

@@ -27,20 +27,18 @@ from torch import Tensor, nn
 from ..models.decoder import Decoder
 from ..models.embedding import Embedding
 from ..models.staging import Staging
+from ..models.weights.as_stored import WeightAround
 from ..models.weights.dense import Dense
-from ..models.weights.weight import Kinds, Product, TrainingPart, Ungathered, Unsummed, Values, Weight, WeightKind
+from ..models.weights.weight import Kinds, Product, Ungathered, Unsummed, Values, Weight, WeightKind
 from ..ops.opset import OpSet
 from ..spec.layouts.shards import Shard, vocabulary_share
 from ..spec.numbers.layouts import MatrixLayout
-from ..spec.numbers.number_format import WeightFormat
 from .differentiable import scattered, summed
 from .group import Group
 
 
-class ShardKind(Weight):
-    """Common base of the kinds around a shard; values, memory and format are those of ``inner``."""
-
-    inner: Weight
+class ShardKind(WeightAround):
+    """Common base of the kinds around a shard."""
 
     @property
     def batch_invariant(self) -> bool:  # type: ignore[override]
@@ -51,24 +49,6 @@ class ShardKind(Weight):
 
     def takes(self, layout: MatrixLayout) -> bool:
         return self.inner.takes(layout)
-
-    def dense(self) -> Tensor:
-        return self.inner.dense()
-
-    def training_part(self) -> TrainingPart:
-        return self.inner.training_part()
-
-    @property
-    def nbytes(self) -> int:
-        return self.inner.nbytes
-
-    @property
-    def workspace(self) -> int:
-        return self.inner.workspace
-
-    @property
-    def format(self) -> WeightFormat:
-        return self.inner.format
 
     def forward(self, x_TI: Tensor) -> Tensor:
         return self._after(self.inner(x_TI))

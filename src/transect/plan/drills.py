@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..bench.traces.asked import Asked
+from ..engine.frontends.looks import WATCH_S
 from .disturbances import Disturbance, HangUp, Kill, Leave, Roll, RouterDeath
 from .fleet import EngineModel, Fleet, FleetRun
-
-WATCH_S = 0.1
-"""Seconds between two looks of a supervisor or router at its replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

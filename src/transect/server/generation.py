@@ -45,10 +45,12 @@ GROUP = 64
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as text (None if it came as token ids) and as token ids."""
+    """A prompt as text (None if it came as token ids) and as token ids. ``prompt_logprobs_start``: see
+    ``SamplingParams``, of which it is the only field that may differ between the prompts of a ``Generation``."""
 
     text: str | None
     token_ids: list[int]
+    prompt_logprobs_start: int = 0
 
 
 @dataclass(slots=True)
@@ -241,12 +243,14 @@ class Generation:
     async def _updates(self, adapter: AdapterFiles | None, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
         """Yield the updates of one engine request. Errors of the engine are raised as ``ApiError``."""
         params = self.params
+        if prompt.prompt_logprobs_start:
+            params = params.with_(prompt_logprobs_start=prompt.prompt_logprobs_start)
         timer = RequestTimer(
             self._serving.metrics, time.monotonic(), len(prompt.token_ids), params.n, params.max_tokens
         )
         stream = self._serving.engine.stream(
             prompt.token_ids,
-            self.params,
+            params,
             f"{self.id}-{index}",
             prompt=prompt.text,
             priority=self._priority,

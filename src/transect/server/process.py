@@ -38,7 +38,7 @@ from .serving import Engine, Serving
 
 log = logging.getLogger("transect.server")
 
-WATCH_S = 0.5
+HEALTH_CHECK_S = 0.5
 """Seconds between checks that the engine process is alive."""
 SETTLE_S = 5.0
 """Seconds for the last answers to be sent after the engine has ended."""
@@ -377,7 +377,7 @@ async def _serve(
 async def _death(engine: Engine) -> str | None:
     """Wait for the end of the engine process, and return the known cause."""
     while (health := await engine.health()).state != "dead":
-        await asyncio.sleep(WATCH_S)
+        await asyncio.sleep(HEALTH_CHECK_S)
     return health.detail
 
 

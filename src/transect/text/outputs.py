@@ -70,8 +70,8 @@ class RequestOutput:
     """A request and all its choices, cumulative.
 
     ``prompt`` is None when the request came as token ids. ``prompt_logprobs`` (None when not asked for) has one entry
-    for each prompt token; the first is None because nothing predicts it. ``num_cached_tokens`` counts the prompt tokens
-    whose KV came from the prefix cache.
+    for each prompt token; the first is None because nothing predicts it, and so are those before
+    ``prompt_logprobs_start``. ``num_cached_tokens`` counts the prompt tokens whose KV came from the prefix cache.
     """
 
     request_id: str

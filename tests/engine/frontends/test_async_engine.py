@@ -138,7 +138,7 @@ async def state_becomes(engine, state):
 async def test_concurrent_streams_give_what_llm_gives(engine, tiny):
     params = [
         endless(max_tokens=20, logprobs=2, prompt_logprobs=1),
-        SamplingParams(seed=2**64 - 1, max_tokens=20, logit_bias={7: -5.0}),
+        SamplingParams(seed=2**64 - 1, max_tokens=20, logit_bias={7: -5.0}, prompt_logprobs=0, prompt_logprobs_start=9),
         SamplingParams(seed=-3, n=3, max_tokens=15, top_p=0.9),
         endless(max_tokens=25, stop_token_ids=[4], min_tokens=5),
     ]
@@ -150,6 +150,7 @@ async def test_concurrent_streams_give_what_llm_gives(engine, tiny):
         assert [choice.token_ids for choice in ours.outputs] == [choice.token_ids for choice in theirs.outputs]
         assert [choice.text for choice in ours.outputs] == [choice.text for choice in theirs.outputs]
         assert ours.finished and ours.prompt_token_ids == theirs.prompt_token_ids
+    assert together[1].prompt_logprobs[:9] == [None] * 9 and together[1].prompt_logprobs == expected[1].prompt_logprobs
     assert len(together[0].prompt_logprobs) == len(PROMPTS[0]) and len(together[0].outputs[0].logprobs) == 20
     await assert_idle(engine)
 

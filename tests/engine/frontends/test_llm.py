@@ -148,6 +148,45 @@ def test_prompt_logprobs_survive_chunks_and_the_prefix_cache(tiny, llm):
             assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        {"num_kv_blocks": 10, "max_num_batched_tokens": 24},
+        {"async_scheduling": True},
+    ],
+    ids=["in one piece", "in chunks", "preempted", "async"],
+)
+def test_prompt_logprobs_from_a_position_are_those_of_the_whole_prompt(tiny, settings):
+    """Also beside others, which preempt each other where there is little memory."""
+    engine = make(tiny, **settings)
+    prompt = PROMPTS[1]
+    (whole,) = engine.generate([prompt], greedy(1, prompt_logprobs=2))
+    starts = [1, 2, 17, 18, 33, 49]
+    params = [greedy(40, prompt_logprobs=2, prompt_logprobs_start=start) for start in starts]
+    for start, result in zip(starts, engine.generate([prompt] * len(starts), params), strict=True):
+        assert result.prompt_logprobs[:start] == [None] * start
+        assert result.num_cached_tokens <= start - 1
+        for one, other in zip(result.prompt_logprobs[start:], whole.prompt_logprobs[start:], strict=True):
+            assert one.keys() == other.keys()
+            values = [[entry.logprob for entry in entries.values()] for entries in (one, other)]
+            assert values[0] == pytest.approx(values[1], abs=1e-4)
+    (late,) = engine.generate([prompt], params[-1])
+    assert late.num_cached_tokens == 48
+    if "num_kv_blocks" in settings:
+        assert engine._core.scheduler.stats().preemptions
+
+
+def test_a_first_scored_position_needs_log_probabilities_and_a_longer_prompt(llm):
+    with pytest.raises(ValueError, match="prompt_logprobs_start is 4: set prompt_logprobs too"):
+        greedy(1, prompt_logprobs_start=4)
+    with pytest.raises(ValueError, match="prompt_logprobs_start must be at least 0"):
+        greedy(1, prompt_logprobs=0, prompt_logprobs_start=-1)
+    with pytest.raises(ValueError, match="prompt_logprobs_start is 3, but the prompt has 3 tokens: give at most 2"):
+        llm.generate([[5, 6, 7]], greedy(1, prompt_logprobs=0, prompt_logprobs_start=3))
+
+
 # Where it ends ------------------------------------------------------------------------------------------------------
 
 

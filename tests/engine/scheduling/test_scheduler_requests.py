@@ -296,12 +296,43 @@ class TestPrefixCache:
         rows = [row for batch in batches for row in batch.rows]
         assert rows[0].start == 0
         assert [row.prompt_logprobs for row in rows[:3]] == [2, 2, None]
-        assert [len(row.next_prompt_token_ids) for row in rows[:2]] == [16, 13]
+        assert [row.scored for row in rows[:2]] == [range(1, 17), range(17, 30)]
         carried = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
         assert len(carried) == 1
         assert carried[0][0] is None
         prompt = request("b", prompt=30).prompt_token_ids
         assert [entry.token_id for entry in carried[0][1:] if entry is not None] == list(prompt[1:])
+
+    @pytest.mark.parametrize(("start", "cached"), [(0, 0), (4, 0), (5, 4), (24, 20), (25, 24), (29, 28)])
+    def test_tokens_before_the_first_scored_one_may_be_cached(self, start, cached):
+        """The token before it is computed, because it predicts it."""
+        core = make()
+        core.add(request("a", prompt=30))
+        recorded_batches(core)
+        core.add(request("b", prompt=30, prompt_logprobs=0, prompt_logprobs_start=start))
+        batches, outputs = recorded_batches(core)
+        rows = [row for batch in batches for row in batch.rows]
+        assert rows[0].start == outputs[0].num_cached_tokens == cached
+        assert sum(batch.scored for batch in batches) == 30 - max(start, 1)
+        prompt, entries = request("b", prompt=30).prompt_token_ids, outputs[0].prompt_logprobs
+        assert [entry and entry.token_id for entry in entries] == [
+            token if at >= max(start, 1) else None for at, token in enumerate(prompt)
+        ]
+
+    def test_chunks_before_the_first_scored_token_request_nothing(self):
+        core = make()
+        core.add(request("a", prompt=40, prompt_logprobs=1, prompt_logprobs_start=33))
+        rows = [row for batch in recorded_batches(core)[0] for row in batch.rows]
+        assert [(row.end, row.prompt_logprobs, row.scored) for row in rows[:3]] == [
+            (16, None, range(0)),
+            (32, None, range(0)),
+            (40, 1, range(33, 40)),
+        ]
+
+    def test_a_first_scored_position_beyond_the_prompt_is_refused(self):
+        request("a", prompt=30, prompt_logprobs=0, prompt_logprobs_start=29)
+        with pytest.raises(ValueError, match="prompt_logprobs_start is 30, but the prompt has 30 tokens: give at most"):
+            request("a", prompt=30, prompt_logprobs=0, prompt_logprobs_start=30)
 
     def test_nothing_is_cached_when_it_is_off(self):
         core = make(enable_prefix_caching=False)

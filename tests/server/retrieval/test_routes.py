@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
+from transect.engine.frontends.scoring import document_text
 from transect.engine.scheduling.policies.admission import QueueFull
 from transect.server.app import create_app
 from transect.server.options import ServerOptions
@@ -115,6 +116,8 @@ async def test_scores_and_ranks(client, engine):
         assert answer["object"] == "list" and answer["usage"]["prompt_tokens"] > 0
     (_, params, _) = engine.seen[-1]
     assert params.prompt_logprobs == 0
+    before = [engine.tokenizer.encode(document_text(text), add_special_tokens=True) for text in ("a", "bb")]
+    assert [params.prompt_logprobs_start for _, params, _ in engine.seen] == 2 * [len(each) for each in before]
     for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
         body = {"query": "why", "documents": ["a", {"text": "b"}, "c"], "top_n": 2}
         results = (await client.post(path, json=body)).json()["results"]

@@ -28,15 +28,16 @@ def prompt_results(
     """
     result = StepResult({}, pooled=_pooled(rows, starts, hidden_TD))
     for row, start in zip(rows, starts, strict=True):
-        if row.prompt_logprobs is not None and row.next_prompt_token_ids:
-            part = hidden_TD[start : start + row.num_tokens]
+        if scored := row.scored:
+            first = start + scored.start - 1 - row.start
+            part = hidden_TD[first : first + len(scored)]
             result.prompt_logprobs[row.seq_id] = _prompt_logprobs(model, row, part)
     return result
 
 
 def _prompt_logprobs(model: Decoder, row: ScheduledRow, hidden_TD: Tensor) -> tuple[TokenLogprobs, ...]:
-    """Return one entry for each prompt token that the row's tokens predict."""
-    following = row.next_prompt_token_ids
+    """Return one entry for each position of ``row.scored``, from the hidden states that predict them."""
+    following = row.prompt_token_ids[row.scored.start : row.scored.stop]
     entries: list[TokenLogprobs] = []
     for first in range(0, len(following), LOGPROB_ROWS):
         part = following[first : first + LOGPROB_ROWS]

@@ -10,5 +10,6 @@
 * ``streams``: a request and its answer so far, which another engine can continue. ``client``: ``EngineClient``, text
   and embeddings on top of a stream.
 * ``replicas``: several engines behind one interface. ``supervisor``: watches, restarts and replaces them.
+  ``looks``: the times at which replicas are looked at.
 * ``beam_search``: beam search over requests of one token. ``scoring``: query likelihood of a document.
 """

@@ -290,8 +290,9 @@ class LLM:
         """
         encoded = [pair_token_ids(query, text, self.tokenizer.encode) for query, text in pairs(text_1, text_2)]
         inputs = [(None, ids) for ids, _ in encoded]
+        params = [SCORE.with_(prompt_logprobs_start=len(ids) - tokens) for ids, tokens in encoded]
         adapters = self._adapters_for(len(inputs), lora_request)
-        results = self._run(inputs, [SCORE] * len(inputs), use_tqdm, priority, adapters=adapters)
+        results = self._run(inputs, params, use_tqdm, priority, adapters=adapters)
         return [
             ScoringOutput(Score(score(result, tokens)), result.prompt_token_ids)
             for result, (_, tokens) in zip(results, encoded, strict=True)

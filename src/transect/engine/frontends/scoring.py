@@ -18,7 +18,8 @@ from ..scheduling.sampling_params import SamplingParams
 
 BEFORE, AFTER = "Passage: ", "\nPlease write a question based on this passage.\nQuestion:"
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
-"""Sampling parameters of an engine request for a score."""
+"""Sampling parameters of an engine request for a score. ``prompt_logprobs_start`` is the number of tokens before the
+query: the prefix cache then serves a document that was read before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,6 @@ def score(result: RequestOutput, query_tokens: int) -> float:
     for token, position in zip(
         result.prompt_token_ids[-query_tokens:], result.prompt_logprobs[-query_tokens:], strict=True
     ):
-        assert position is not None, "a document has tokens"
+        assert position is not None, "log-probabilities are requested from the query on"
         total += position[token].logprob
     return math.exp(total / query_tokens)

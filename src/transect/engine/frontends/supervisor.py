@@ -9,12 +9,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from .async_engine import AsyncEngine
+from .looks import looks
 from .streams import EngineDeadError
 
 log = logging.getLogger(__name__)
 
-WATCH_S = 0.1
-"""Seconds between two checks of the replicas."""
 MOST_STARTS = 5
 """Consecutive attempts to start a replica before it is given up."""
 QUICK_S = 1.0
@@ -88,13 +87,7 @@ class Supervisor:
         return {index for index, task in self._tasks.items() if not task.done()}
 
     async def _watch(self, silence_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        before = loop.time()
-        while True:
-            await asyncio.sleep(WATCH_S)
-            now = loop.time()
-            # A pause of this process is not silence of the engines: their messages wait in the socket.
-            passed, before = min(now - before, 2 * WATCH_S), now
+        async for passed in looks():
             for index, engine in enumerate(self._engines):
                 if engine.death is None:
                     self._check_silence(engine, passed, silence_s)

@@ -87,7 +87,9 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     """Draws of the row: none for a prefill chunk that is not the last; several when the prompt of a request with n > 1
     completes, all from the logits of the row's last token."""
     prompt_logprobs: int | None = None
-    """Requested alternatives for each of ``next_prompt_token_ids``; None if no log-probabilities are requested."""
+    """Requested alternatives for each position of ``scored``; None if there are none."""
+    scored_from: int = 1
+    """First position of the prompt whose log-probabilities are requested, if ``prompt_logprobs`` is set."""
     pooling: str | None = None
     """Requested vector of the prompt: "mean" sums this row's hidden states, "last" takes its last one if the row draws.
     None for no vector."""
@@ -125,9 +127,12 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
         return tokens
 
     @property
-    def next_prompt_token_ids(self) -> tuple[int, ...]:
-        """Prompt tokens that this row's tokens 0, 1, ... predict; may be fewer than ``num_tokens``."""
-        return self.prompt_token_ids[self.start + 1 : self.end + 1]
+    def scored(self) -> range:
+        """Positions of the prompt that this row's tokens predict, and whose log-probabilities are requested. The token
+        at position p predicts position p + 1."""
+        if self.prompt_logprobs is None:
+            return range(0)
+        return range(max(self.start + 1, self.scored_from), min(self.end + 1, len(self.prompt_token_ids)))
 
     def num_blocks(self, block_size: int) -> int:
         """Return the number of ``block_ids`` that this row reads or writes."""
@@ -154,7 +159,7 @@ class ScheduledBatch:
     @property
     def scored(self) -> int:
         """Prompt tokens whose log-probabilities are requested."""
-        return sum(row.num_tokens for row in self.rows if row.prompt_logprobs is not None)
+        return sum(len(row.scored) for row in self.rows)
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """Yield (first position, tokens) of each row as an executor computes it: drafts are rows of one token."""
@@ -190,7 +195,7 @@ class StepResult:
     tokens: dict[int, int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    """By the row's seq_id: one entry for each of ``next_prompt_token_ids``."""
+    """By the row's seq_id: one entry for each position of ``ScheduledRow.scored``."""
     pooled: dict[int, Any] = field(default_factory=dict)
     """By the row's seq_id: numpy, float64 ``[D]``, for ``ScheduledRow.pooling``."""
     errors: dict[int, str] = field(default_factory=dict)

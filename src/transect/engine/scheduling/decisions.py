@@ -64,7 +64,7 @@ class Added(msgspec.Struct, tag="a", array_like=True):
     arrival: float
     grammar: bool
     prompt_logprobs: bool
-    """True if every token of the prompt must be computed, for log-probabilities or for another reason."""
+    """True if log-probabilities of the prompt are requested."""
     client: str = ""
     weight: float = 1.0
     pooling: str | None = None
@@ -73,6 +73,8 @@ class Added(msgspec.Struct, tag="a", array_like=True):
     adapter: str = ""
     given: bool = False
     """See ``Request``."""
+    prompt_logprobs_start: int = 0
+    """See ``SamplingParams``."""
 
 
 class Aborted(msgspec.Struct, tag="x", array_like=True):
@@ -388,13 +390,14 @@ def added_record(state: RequestState, at: float) -> Added:
         request.priority,
         state.arrival,
         request.constraint is not None,
-        request.whole_prompt,
+        params.prompt_logprobs is not None,
         request.client,
         request.weight,
         request.pooling,
         None if given is None else [-1 if tokens is None else len(tokens) for tokens in given],
         request.adapter,
         request.given,
+        params.prompt_logprobs_start,
     )
 
 

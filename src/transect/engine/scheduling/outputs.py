@@ -35,8 +35,8 @@ class EngineOutput(msgspec.Struct, omit_defaults=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     """Log-probabilities, one entry for each of ``new_token_ids``, if requested."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Log-probabilities of the prompt, if requested: one entry per prompt token, None for the first. Set once per
-    request, on the first output of any of its choices that carries a token."""
+    """Log-probabilities of the prompt, if requested: one entry per prompt token, None before
+    ``Request.scored_from``. Set once per request, on the first output of any of its choices that carries a token."""
     pooled: bytes | None = None
     """Pooled vector, float64 ``[D]``, set with the first token of a request with ``pooling``."""
     finish_reason: str | None = None

@@ -43,7 +43,8 @@ class Plan:
         """Give a prompt the tokens that it may take, one to ``most``. Returns how many."""
         count, client = seq.length - seq.scheduled, seq.request.spec.client
         taken = max(1, min(self.allows(count, client), most))
-        load = StepLoad.of([(seq.scheduled, taken)], taken if seq.request.scored else 0)
+        scored = int(max(0, taken - seq.request.unscored(seq.scheduled)))
+        load = StepLoad.of([(seq.scheduled, taken)], scored)
         self.taken[client] = joined(self.taken[client], load) if client in self.taken else load
         if client in self.rooms:
             self.rooms[client] = max(0, self.rooms[client] - taken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from typing import Any
 
@@ -87,9 +88,16 @@ class Request(msgspec.Struct, frozen=True):
         return BYTES + NUMBER_BYTES * numbers + form
 
     @property
-    def whole_prompt(self) -> bool:
-        """True if every token of the prompt must be computed, so that the prefix cache cannot be used."""
-        return self.params.prompt_logprobs is not None or self.pooling == "mean"
+    def scored_from(self) -> int | None:
+        """First position of the prompt whose log-probability is requested; None if none is."""
+        return None if self.params.prompt_logprobs is None else max(self.params.prompt_logprobs_start, 1)
+
+    @property
+    def cacheable(self) -> int:
+        """Leading tokens of the prompt whose results are not requested, so that the prefix cache may serve them."""
+        if self.pooling == "mean":
+            return 0
+        return len(self.prompt_token_ids) if self.scored_from is None else self.scored_from - 1
 
     def new_constraint(self) -> Constraint | None:
         """Build the constraint of one more choice, before its first token; None if any token may come."""
@@ -110,6 +118,11 @@ class Request(msgspec.Struct, frozen=True):
             raise ValueError(f"priority must be a whole number (lower runs earlier), got {self.priority!r}")
         if not 0 < self.weight < float("inf"):
             raise ValueError(f"weight must be a number above 0, got {self.weight!r}")
+        if self.params.prompt_logprobs_start >= max(len(prompt), 2):
+            raise ValueError(
+                f"prompt_logprobs_start is {self.params.prompt_logprobs_start}, but the prompt has {len(prompt)} "
+                f"tokens: give at most {len(prompt) - 1}"
+            )
         msgspec.structs.force_setattr(self, "prompt_token_ids", prompt)
         msgspec.structs.force_setattr(self, "eos_token_ids", tuple(self.eos_token_ids))
         if self.output_token_ids is not None:
@@ -307,14 +320,25 @@ class RequestState:
         self.pooled: Any = None
         """Partial result for ``Request.pooling``."""
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        """Log-probabilities of the prompt by position, beginning with None; None if not requested or already sent."""
+        """Log-probabilities of the prompt by position, None before ``Request.scored_from``; None if not requested or
+        already sent."""
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(spec.prompt_token_ids)
 
-    @property
-    def scored(self) -> bool:
-        """True while the prompt has tokens whose log-probabilities are to be computed."""
-        return self.spec.params.prompt_logprobs is not None and not self.prompt_done
+    def asked(self, end: int) -> tuple[int | None, int, str | None]:
+        """Return ``prompt_logprobs``, ``scored_from`` and ``pooling`` of a row of the prompt that ends at ``end``."""
+        first = self.spec.scored_from
+        if self.prompt_done:
+            return None, 1, None
+        if first is None or end < first:
+            return None, 1, self.spec.pooling
+        return self.spec.params.prompt_logprobs, first, self.spec.pooling
+
+    def unscored(self, start: int) -> float:
+        """Return the number of tokens from position ``start`` on, to the first whose logits are needed for a
+        log-probability of the prompt; infinity if none are."""
+        first = self.spec.scored_from
+        return math.inf if first is None or self.prompt_done else max(0, first - 1 - start)
 
     @property
     def computed_tokens(self) -> int:
@@ -355,9 +379,9 @@ class RequestState:
 
     def take_prompt(self, row: ScheduledRow, result: StepResult) -> None:
         """Keep a step's results for the prompt: logprobs of its tokens, a part of its vector."""
-        if row.prompt_logprobs is not None and self.prompt_logprobs is not None and row.next_prompt_token_ids:
+        if self.prompt_logprobs is not None and (scored := row.scored):
             entries = result.prompt_logprobs.get(row.seq_id, ())
-            self.prompt_logprobs[row.start + 1 : row.start + 1 + len(entries)] = entries
+            self.prompt_logprobs[scored.start : scored.start + len(entries)] = entries
         part = result.pooled.get(row.seq_id)
         if part is not None:  # a preempted prompt restarts
             begins = row.pooling == "last" or row.start == 0

@@ -55,6 +55,8 @@ class SamplingParams:
         ignore_eos: continue past the model's end-of-sequence token.
         logprobs: return the chosen token's logprob and this many likeliest alternatives (0 to 20).
         prompt_logprobs: the same for every prompt token but the first.
+        prompt_logprobs_start: first position of the prompt (after truncation) with log-probabilities; the prefix cache
+            can serve the tokens before it. 0 and 1 are the same.
         truncate_prompt_tokens: number of last prompt tokens to keep; -1 for as many as leave room for ``max_tokens``
             (or one token) in the context.
         skip_special_tokens: leave special tokens out of the text.
@@ -85,6 +87,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -127,6 +130,9 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0, None)
         _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+        _integer("prompt_logprobs_start", self.prompt_logprobs_start, 0, None)
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise ValueError(f"prompt_logprobs_start is {self.prompt_logprobs_start}: set prompt_logprobs too")
         _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, None, optional=True)
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for what the context holds, got 0")

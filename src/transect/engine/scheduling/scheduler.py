@@ -240,11 +240,10 @@ class Scheduler(Bookkeeping):
     def _plan_row(self, seq: Sequence, end: int, plan: Plan) -> None:
         """Add ``seq`` to the step up to position ``end``, with a draw if that completes it."""
         state = seq.request
-        spec = state.spec
         start = seq.scheduled
         seq.scheduled = end
         seq.last_step = plan.step
-        asked = (None, None) if state.prompt_done else (spec.params.prompt_logprobs, spec.pooling)
+        asked = state.asked(end)
         block_ids = seq.block_ids
         draws: tuple[Draw, ...] = ()
         if end == seq.length:
@@ -432,7 +431,6 @@ class Scheduler(Bookkeeping):
         if (barrier := self._barrier(seq, others)) is not None:
             self.held_back = barrier
             return None
-        computes_all = not state.prompt_done and state.spec.whole_prompt
         cached = blocks.find_prefix(seq)
         needed = blocks.blocks_for(seq.length) - len(cached) + self.cache.count_unused(cached)
         needed += 0 if passed is None else blocks.blocks_for(passed.length)
@@ -449,7 +447,7 @@ class Scheduler(Bookkeeping):
             state.first_scheduled = self.clock.now()
             state.num_cached_tokens = seq.scheduled
             self._prompt_tokens += seq.prompt_len
-            if self.config.enable_prefix_caching and not computes_all:
+            if self.config.enable_prefix_caching and (state.prompt_done or state.spec.cacheable):
                 self._prefix_query_tokens += seq.prompt_len
                 self._prefix_hit_tokens += seq.scheduled
         take = plan.take(seq, spare) if spare > 0 else 0

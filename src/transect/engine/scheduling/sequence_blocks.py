@@ -57,10 +57,12 @@ class SequenceBlocks:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, seq: Sequence) -> list[int]:
-        """Find cached blocks that begin ``seq``, without taking them; at least its last token is left to compute."""
-        if not self.cache.enable_prefix_caching or (seq.request.spec.whole_prompt and not seq.request.prompt_done):
+        """Find cached blocks that begin ``seq``, without taking them; at least its last token is left to compute, and
+        those of a prompt whose results are requested."""
+        if not self.cache.enable_prefix_caching:
             return []
-        full = (seq.length - 1) // self.block_size
+        most = seq.length - 1 if seq.request.prompt_done else min(seq.length - 1, seq.request.spec.cacheable)
+        full = most // self.block_size
         self._extend_hashes(seq, full)
         return self.cache.match(seq.block_hashes[:full])
 

@@ -72,7 +72,8 @@ class ReplayScript:
             ignore_eos=True,
             stop_token_ids=stops,
             seed=0,
-            prompt_logprobs=0 if added.prompt_logprobs and added.pooling != "mean" else None,
+            prompt_logprobs=0 if added.prompt_logprobs else None,
+            prompt_logprobs_start=added.prompt_logprobs_start,
         )
         grammar = _AnyAnswer() if added.grammar else None
         given = None

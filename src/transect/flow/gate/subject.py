@@ -106,14 +106,14 @@ class AdaptedSubject:
                 except ValueError as error:
                     raise ValueError(f"{where}: {error}") from None
         most = llm.max_model_len - 1
-        kept = [(ids[:most], mask) for ids, mask in documents if len(ids) > 1]
-        scored = scored_tokens(llm, [ids for ids, _ in kept], self._adapter)
+        kept = [(ids[:most], ([True] * len(ids) if mask is None else mask)[:most]) for ids, mask in documents]
+        kept = [(ids, trained) for ids, trained in kept if any(trained[1:])]
+        starts = [trained.index(True, 1) for _, trained in kept]
+        scored = scored_tokens(llm, [ids for ids, _ in kept], starts, self._adapter)
         found = []
-        for (_, mask), values in zip(kept, scored, strict=True):
-            trained = [True] * len(values) if mask is None else mask[1 : len(values) + 1]
-            own = [value for (value, _), wanted in zip(values, trained, strict=True) if wanted]
-            if own:
-                found.append((-sum(own), len(own)))
+        for start, (_, trained), values in zip(starts, kept, scored, strict=True):
+            own = [value for (value, _), wanted in zip(values, trained[start:], strict=True) if wanted]
+            found.append((-sum(own), len(own)))
         return found
 
     def generate_seconds(self, prompt_tokens: int, new_tokens: int, batch: int, seed: int) -> float:

@@ -2,6 +2,7 @@
 
 It stands around a weight of the layout that is expected. If the file's is another one, such as plain numbers in a layer
 that was left out of quantization, it makes another weight when it is loaded. All else is asked of that weight.
+``WeightAround`` is the base of this and other weights around a weight.
 """
 
 from __future__ import annotations
@@ -23,13 +24,35 @@ if TYPE_CHECKING:
     from ...ops.linear.stream_products import StreamProducts
 
 
-class AsStored(Weight):
+class WeightAround(Weight):
+    """A weight around ``inner``, which has its values, memory and format."""
+
+    inner: Weight
+
+    def dense(self) -> Tensor:
+        return self.inner.dense()
+
+    def training_part(self) -> TrainingPart:
+        return self.inner.training_part()
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+    @property
+    def workspace(self) -> int:
+        return self.inner.workspace
+
+    @property
+    def format(self) -> WeightFormat:
+        return self.inner.format
+
+
+class AsStored(WeightAround):
     """A weight around ``make(layout, outputs, inputs, bias, ops=, device=, dtype=)``.
 
     ``layout`` is the expected one, None if plain numbers are.
     """
-
-    inner: Weight
 
     def __init__(
         self,
@@ -78,21 +101,6 @@ class AsStored(Weight):
     def forward(self, x_TI: Tensor) -> Tensor:
         return self.inner(x_TI)  # type: ignore[no-any-return]
 
-    def dense(self) -> Tensor:
-        return self.inner.dense()
-
-    @property
-    def nbytes(self) -> int:
-        return self.inner.nbytes
-
-    @property
-    def workspace(self) -> int:
-        return self.inner.workspace
-
-    @property
-    def format(self) -> WeightFormat:
-        return self.inner.format
-
     def shard(self, dim: Dimension, rank: int, n: int) -> Weight:
         return self._around(self.inner.shard(dim, rank, n), self)
 
@@ -114,9 +122,6 @@ class AsStored(Weight):
     def join_with(self, others: Sequence[Weight], *, gated: bool = False) -> Weight | None:
         inner = [other.inner if isinstance(other, AsStored) else other for other in others]
         return self.inner.join_with(inner, gated=gated)
-
-    def training_part(self) -> TrainingPart:
-        return self.inner.training_part()
 
     def held(self) -> Tensor | None:
         return self.inner.held()

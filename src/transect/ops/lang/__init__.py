@@ -7,6 +7,6 @@
 * ``cuda_build.py``  builds the ``.cu`` files with nvcc; ``cuda.py`` calls them through ctypes
 * ``collecting.py``  finds the Triton kernels that some work needs without launching one
 * ``parts.cuh``      compiles a source in parts; ``hopper.cuh``: Hopper's copies and barriers; ``wgmma.cuh``: its
-  products; ``few_rows.cuh``: what the kernels of a decode step share;
-  ``meeting.cuh``: blocks that wait for each other
+  products; ``tensor_map.cuh``: descriptions of matrices for the copy engine; ``few_rows.cuh``: what the kernels of a
+  decode step share; ``meeting.cuh``: blocks that wait for each other
 """

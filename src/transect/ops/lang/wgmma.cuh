@@ -5,10 +5,11 @@
 
 #pragma once
 
-#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
+
+#include "tensor_map.cuh"
 
 namespace hopper {
 
@@ -108,21 +109,8 @@ __device__ __forceinline__ void hold(int (&c)[RM][COUNT]) {
 template <typename Number = __nv_bfloat16>
 inline int describe(CUtensorMap* map, const void* address, int rows, int columns, long long stride, int box,
                     bool both = false) {
-  typedef CUresult (*Encode)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                             const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                             CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  static Encode encode = nullptr;
-  if (!encode) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult status;
-#if CUDART_VERSION >= 12050
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status);
-#else
-    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &status);
-#endif
-    if (!found) return 1;
-    encode = (Encode)found;
-  }
+  const EncodeTiled encode = encode_tiled();
+  if (!encode) return 1;
   const cuuint64_t row = (cuuint64_t)stride * sizeof(Number), width = (cuuint64_t)columns;
   const cuuint64_t plain[2] = {width, (cuuint64_t)rows}, plain_strides[1] = {row};
   const cuuint64_t paired[4] = {width, 8, 2, (cuuint64_t)rows / 16}, paired_strides[3] = {row, rows / 2 * row, 8 * row};

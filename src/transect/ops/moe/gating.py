@@ -20,6 +20,7 @@ Bound by bytes, and small: some tens of FLOPs for each of T E logits, read once;
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -234,7 +235,9 @@ def _examples() -> Sequence[dict[str, Any]]:
     ]
 
 
-def _cases() -> Sequence[Case]:
+def cases(*counts: int) -> Sequence[Case]:
+    """Return a case for each count of tokens."""
+
     def case(tokens: int) -> Case:
         def make(device: torch.device, seed: int) -> Mapping[str, Any]:
             generator = torch.Generator(device).manual_seed(seed)
@@ -242,7 +245,7 @@ def _cases() -> Sequence[Case]:
 
         return Case(f"qwen3-30b-a3b, {tokens} tokens", make, dtype="float32")
 
-    return [case(tokens) for tokens in (1, 64, 8192)]
+    return [case(tokens) for tokens in counts]
 
 
 def _kernels() -> Sequence[Kernel]:
@@ -269,7 +272,7 @@ register(
         peers={"torch": reference},
         differentiable=("logits",),
         keeps_dtype=("logits", "bias"),
-        cases=_cases,
+        cases=partial(cases, 1, 64, 8192),
         kernels=_kernels,
     )
 )

@@ -14,6 +14,7 @@ Bound by the launch: some kilobytes are read and written.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from ...costs.work import Cost
 from ..lang.jit import in_triton, kernel, next_power_of_2, require, rows_of, tl
 from ..numerics import sample
-from ..registry import Case, Kernel, Op, in_torch, register
+from ..registry import Kernel, Op, in_torch, register
 from . import gating, ordering
 
 MOST = 1024
@@ -185,17 +186,6 @@ def _examples() -> Sequence[dict[str, Any]]:
     ]
 
 
-def _cases() -> Sequence[Case]:
-    def case(tokens: int) -> Case:
-        def make(device: torch.device, seed: int) -> Mapping[str, Any]:
-            generator = torch.Generator(device).manual_seed(seed)
-            return {"logits": torch.randn(tokens, 128, device=device, generator=generator), "bias": None, "k": 8}
-
-        return Case(f"qwen3-30b-a3b, {tokens} tokens", make, dtype="float32")
-
-    return [case(tokens) for tokens in (1, 16, 64, 8192)]
-
-
 def _kernels() -> Sequence[Kernel]:
     types = {"logits": "*fp32", "bias": "*fp32", "weights": "*fp32"}
     types |= dict.fromkeys(("experts", "order", "places", "starts"), "*i32")
@@ -218,7 +208,7 @@ register(
         examples=_examples,
         peers={"torch": reference},
         keeps_dtype=("logits", "bias"),
-        cases=_cases,
+        cases=partial(gating.cases, 1, 16, 64, 8192),
         kernels=_kernels,
     )
 )

@@ -19,7 +19,8 @@ Bound by bytes: at most 2 or 4 V read and 4 V written a row, 6 V more read where
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,12 +174,18 @@ def _examples() -> Sequence[dict[str, Any]]:
     return [_inputs(4 * sample(*shape), shape[0] + 2, 1) for shape in ((1, 300), (5, 1000), (3, 17), (0, 5))]
 
 
-def _cases() -> Sequence[Case]:
+def cases(inputs: Callable[[Tensor, int, int], Mapping[str, Any]]) -> Sequence[Case]:
+    """Return the cases of an operator on whole logits: decode steps of two models.
+
+    Args:
+        inputs: makes the operator's arguments from logits ``[R, V]``, R and a seed.
+    """
+
     def case(model: shapes.ModelShape, rows: int) -> Case:
         def make(device: torch.device, seed: int) -> Mapping[str, Any]:
             generator = torch.Generator(device).manual_seed(seed)
             options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": generator}
-            return _inputs(4 * torch.randn(rows, model.vocab_size, **options), rows, seed)
+            return inputs(4 * torch.randn(rows, model.vocab_size, **options), rows, seed)
 
         return Case(f"{model.name}, {rows} rows", make)
 
@@ -209,7 +216,7 @@ register(
         examples=_examples,
         peers={"torch": reference},
         keeps_dtype=("bias", "repetition", "frequency", "presence"),
-        cases=_cases,
+        cases=partial(cases, _inputs),
         kernels=_kernels,
     )
 )

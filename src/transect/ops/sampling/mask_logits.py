@@ -16,17 +16,18 @@ tight. With ``sound`` the logits are read too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...costs.work import Cost
-from .. import shapes
 from ..lang.jit import INTERPRETED, in_triton, kernel, require, tl
 from ..numerics import sample
-from ..registry import Case, Kernel, Op, in_torch, register
+from ..registry import Kernel, Op, in_torch, register
+from .adjust_logits import cases
 
 
 def reference(logits: Tensor, mask: Tensor, index: Tensor, sound: Tensor | None = None) -> None:
@@ -99,18 +100,6 @@ def _examples() -> Sequence[dict[str, Any]]:
     return [_inputs(4 * sample(*shape), shape[0] + 2, 1) for shape in ((1, 300), (5, 1000), (3, 17), (0, 5), (2, 64))]
 
 
-def _cases() -> Sequence[Case]:
-    def case(model: shapes.ModelShape, rows: int) -> Case:
-        def make(device: torch.device, seed: int) -> Mapping[str, Any]:
-            generator = torch.Generator(device).manual_seed(seed)
-            options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": generator}
-            return _inputs(4 * torch.randn(rows, model.vocab_size, **options), rows, seed)
-
-        return Case(f"{model.name}, {rows} rows", make)
-
-    return [case(model, rows) for model in (shapes.LLAMA_8B, shapes.QWEN3_0_6B) for rows in shapes.DECODE_ROWS]
-
-
 def _kernels() -> Sequence[Kernel]:
     types = {"logits": "*bf16", "mask": "*i32", "index": "*i32", "flags": "*i8"}
     types |= dict.fromkeys(("V", "row_stride", "mask_stride"), "i32")
@@ -133,7 +122,7 @@ register(
         examples=_examples,
         peers={"torch": reference},
         mutates=("logits",),
-        cases=_cases,
+        cases=partial(cases, _inputs),
         kernels=_kernels,
     )
 )

@@ -100,7 +100,7 @@ class _Work:
                 after = await encode(self.serving, scoring.query_text(asked), add_special=False, field=query)
                 await asyncio.sleep(0)  # many short texts are as much work as a long one
                 check_length(self.serving, before + after, document)
-                prompts.append(Prompt(None, before + after))
+                prompts.append(Prompt(None, before + after, prompt_logprobs_start=len(before)))
                 lengths.append(len(after))
         results = await self.run(prompts, scoring.PARAMS)
         return [scoring.score(result, length) for result, length in zip(results, lengths, strict=True)]

@@ -96,10 +96,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         cut = sum(len(tokens) > most for tokens in whole)
         if cut:
             log.warning("%d sequences are longer than the context of %d tokens: their beginning is cut", cut, most)
-        rows = scored_tokens(self.llm, [tokens[-most:] for tokens in whole])
+        kept = [tokens[-most:] for tokens in whole]
+        # Of a continuation longer than the context the end is scored; an empty one has no last token.
+        starts = [
+            max(1, len(tokens) - max(1, len(continuation)))
+            for tokens, (_, _, continuation) in zip(kept, requests, strict=True)
+        ]
+        rows = scored_tokens(self.llm, kept, starts)
         found = []
         for (key, _context, continuation), row in zip(requests, rows, strict=True):
-            last = row[max(0, len(row) - len(continuation)) :]  # of one longer than the context: its end
+            last = row if continuation else []
             answer = sum(value for value, _ in last), all(greedy for _, greedy in last)
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)

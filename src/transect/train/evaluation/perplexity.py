@@ -68,24 +68,27 @@ def windows(count: int, window: int, stride: int) -> list[tuple[int, int, int]]:
 
 
 def scored_tokens(
-    llm: LLM, sequences: Sequence[Sequence[int]], adapter: LoRARequest | None = None
+    llm: LLM, sequences: Sequence[Sequence[int]], starts: Sequence[int], adapter: LoRARequest | None = None
 ) -> list[list[tuple[float, bool]]]:
-    """Return, for each token of each sequence but its first, its log-probability, and True if it was the likeliest.
+    """Return, for each token of each sequence from its start on, its log-probability, and True if it was the likeliest.
 
     Args:
+        starts: position of each sequence's first scored token, at least 1. No logits are computed for those before,
+            and the prefix cache may serve them.
         adapter: as ``lora_request`` of ``LLM.generate``.
 
     Raises:
         ValueError: a sequence does not leave room for one more token in the context.
         RuntimeError: the engine could not compute one.
     """
-    outputs = llm.generate([list(sequence) for sequence in sequences], SCORE, lora_request=adapter)
+    params = [SCORE.with_(prompt_logprobs_start=start) for start in starts]
+    outputs = llm.generate([list(sequence) for sequence in sequences], params, lora_request=adapter)
     found = []
-    for sequence, output in zip(sequences, outputs, strict=True):
+    for sequence, start, output in zip(sequences, starts, outputs, strict=True):
         if output.prompt_logprobs is None:
             raise RuntimeError(f"the engine could not score a sequence: {output.outputs[0].error}")
         row = []
-        for token, position in zip(sequence[1:], output.prompt_logprobs[1:], strict=True):
+        for token, position in zip(sequence[start:], output.prompt_logprobs[start:], strict=True):
             assert position is not None
             row.append((position[token].logprob, position[token].rank == 1))
         found.append(row)
@@ -97,11 +100,9 @@ def score_tokens(llm: LLM, tokens: Sequence[int], size: int, *, window: int, str
     if len(tokens) < 2:
         raise ValueError(f"a text of {len(tokens)} tokens predicts nothing: give a longer one")
     spans = windows(len(tokens), window, stride)
-    rows = scored_tokens(llm, [tokens[first:last] for first, last, _ in spans])
-    found = []
-    for (first, _, start), row in zip(spans, rows, strict=True):
-        own = row[start - first - 1 :]
-        found.append((-math.fsum(value for value, _ in own), len(own)))
+    starts = [start - first for first, _, start in spans]
+    rows = scored_tokens(llm, [tokens[first:last] for first, last, _ in spans], starts)
+    found = [(-math.fsum(value for value, _ in row), len(row)) for row in rows]
     return TextScore(sum(nats for nats, _ in found), len(tokens) - 1, size, tuple(found))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.optim.rounding import WEIGHT, Draws, round_into
+from ...parallel.gradient_sums import collect, collected
 from ..config import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -85,20 +86,12 @@ class Optimizer:
             kept.copy_(wide)
 
     def gather(self) -> None:
-        """Add the gradients of a micro-batch in 16 bits to sums in float32, where later ones are not lost. Those in
-        float32 add up where they are."""
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None and parameter.dtype != torch.float32:
-                if name in self._sums:
-                    self._sums[name].add_(parameter.grad)
-                else:
-                    self._sums[name] = parameter.grad.float()
-                parameter.grad = None
+        """Collect the gradients of a micro-batch that is not the last. Those in 16 bits are accumulated in float32."""
+        collect(self.parameters, self._sums)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient of each parameter that has one."""
-        found = {name: self._sums.get(name, p.grad) for name, p in self.parameters.items()}
-        return {name: gradient for name, gradient in found.items() if gradient is not None}
+        return collected(self.parameters, self._sums)
 
     @property
     def skips(self) -> bool:

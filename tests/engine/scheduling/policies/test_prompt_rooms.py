@@ -158,17 +158,22 @@ def test_streams_beside_many_sequences_and_long_prompts_on_a_gpu():
     assert ended >= 3 and sum(len(batch.rows) for _, batch in later) > 15 * len(later)
 
 
-def test_scores_count_in_their_clients_part_with_all_their_work():
-    """Without the time of their log-probabilities each step took 2.5 times as long as its decodes."""
+@pytest.mark.parametrize("start", [0, 120])
+def test_scores_count_in_their_clients_part_with_all_their_work(start):
+    """Without the time of their log-probabilities each step took 2.5 times as long as its decodes; and tokens before
+    the first that is scored have none."""
     core = engine(device=Processor, itl_target=0.0, num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=256)
     core.add(of("stream", "stream", first=100, max_tokens=3000))
     for _ in range(200):
         core.step()
     for number in range(64):
-        core.add(of("heavy", f"heavy {number}", first=200 + number, prompt=160, max_tokens=1, prompt_logprobs=0))
+        scored = {"prompt_logprobs": 0, "prompt_logprobs_start": start}
+        core.add(of("heavy", f"heavy {number}", first=200 + number, prompt=160, max_tokens=1, **scored))
     ratios = []
     while len(core.scheduler.requests) > 1:
         core.step()
-        steps, tokens = len(core.executor.batches), core.executor.load.tokens
-        ratios.append(core.executor.seconds(tokens) / (9e-3 + 3.7e-6 * steps))
-    assert len(ratios) > 200 and statistics.mean(ratios[100:]) < 2.1, "half of the time is for each client"
+        length, tokens = len(core.executor.batches), core.executor.load.tokens
+        ratios.append(core.executor.seconds(tokens) / (9e-3 + 3.7e-6 * length))
+    assert statistics.mean(ratios[100:]) < 2.1, "half of the time is for each client"
+    work = 64 * (160 + 160 - start)  # a token, and its log-probability, take 1 ms each
+    assert len(ratios) == pytest.approx(work / 11.6, rel=0.1), "and the client gets its half"

@@ -285,11 +285,11 @@ class StepBudget:
         rows += len({client for client, _, _ in prompts if parts.get(client, 0.0) > 0.0})
         beside = decodes._replace(tokens=rows)
         context = max((done for _, done in here), default=0)
-        scored = _scored(running, waiting)
+        unscored = _unscored(running, waiting)
         waits, longest = _felt(felt, waiting)
         most = self._graph if waits < LARGE * self._graph else self._mixed
         if here and alone < seconds:
-            least = self.times.with_chunk(beside, rows + 1, context, scored=scored)
+            least = self.times.with_chunk(beside, rows + 1, context, unscored=unscored)
             read = (READS_BESIDE if self.rooms.charged else READS) * self.times.read(context)
             usual, seconds = seconds, max(seconds, least, alone + read)
             self._next = seconds - usual, max(usual - alone, (seconds - usual) / PAUSES)
@@ -297,25 +297,27 @@ class StepBudget:
                 return Budget(decodes.tokens, self._chunk, pause=True)
             if seconds > usual and self._lengthened % PROBE == 0:
                 most = min(most, rows + 1)
-        tokens = even(self.times.most_tokens(seconds, beside, context, most, scored=scored), rows)
+        tokens = even(self.times.most_tokens(seconds, beside, context, most, unscored=unscored), rows)
         if self._share > MANY:
-            cheap = self._cheap(tokens, beside, context, scored)
+            cheap = self._cheap(tokens, beside, context, unscored)
             tokens = cheap if waits <= SHORT * (cheap - rows) else tokens  # more that waits would wait too long
         usual = tokens - rows
         steps = (waits - longest) / max(usual, 1) * (1 - _share_of_one(running, waiting, self.recent))
         if steps > PATIENCE:
             longer = seconds * steps / PATIENCE
-            tokens = even(self.times.most_tokens(longer, beside, context, most, scored=scored), rows)
+            tokens = even(self.times.most_tokens(longer, beside, context, most, unscored=unscored), rows)
         if tokens <= rows:  # the decodes alone take longer than the target: prompts must not wait until they end
             tokens = max(rows, min(rows + max(-(-waits // PATIENCE), 1), most))
         room = tokens - rows
         long = LONG * (usual if usual > 0 else room)
         shares = self._shares(room, long, [count for count, _ in here], waiting, barred)
         contexts = {client: done for client, _, done in prompts}
-        rooms = {client: self._tokens_of(part, room, contexts.get(client, 0), scored) for client, part in parts.items()}
+        rooms = {
+            client: self._tokens_of(part, room, contexts.get(client, 0), unscored) for client, part in parts.items()
+        }
         return Budget(tokens, self._chunk, shares, rooms=rooms, held=len(running) - rows)
 
-    def _tokens_of(self, part: float, room: int, done: int, scored: bool) -> int:
+    def _tokens_of(self, part: float, room: int, done: int, unscored: float) -> int:
         """Return the prompt tokens for ``part`` of a step's ``room``, in time. A chunk also reads its context of
         ``done`` tokens, and weights: it has at least as many tokens as take the time of that, and its client then
         waits."""
@@ -323,12 +325,12 @@ class StepBudget:
             return 0
         decodes, seconds = self._room
         alone = self.times.predict(decodes)
-        read = self.times.with_chunk(decodes, decodes.tokens + 2, done, scored=scored) - alone
+        read = self.times.with_chunk(decodes, decodes.tokens + 2, done, unscored=unscored) - alone
         wanted = max(part * seconds, READS * read)
         if wanted >= seconds:
             return room
         most = decodes.tokens + room
-        return max(1, self.times.most_tokens(alone + wanted, decodes, done, most, scored=scored) - decodes.tokens)
+        return max(1, self.times.most_tokens(alone + wanted, decodes, done, most, unscored=unscored) - decodes.tokens)
 
     def _shares(
         self, room: int, long: int, prompts: Listed[int], waiting: WaitingQueue, barred: bool
@@ -367,13 +369,13 @@ class StepBudget:
             room, parts = room - tokens, parts - mine
         return tuple(shares) if len(shares) > 1 else ()
 
-    def _cheap(self, most: int, beside: StepLoad, context: int, scored: bool) -> int:
+    def _cheap(self, most: int, beside: StepLoad, context: int, unscored: float) -> int:
         """Return ``most``, or the largest smaller number of tokens at which each prompt token costs much less, its part
         of the read of the ``context`` included."""
         alone = self.times.predict(beside)
 
         def each(tokens: int) -> float:
-            whole = self.times.with_chunk(beside, tokens, context, scored=scored)
+            whole = self.times.with_chunk(beside, tokens, context, unscored=unscored)
             return (whole - alone) / (tokens - beside.tokens)
 
         sizes = [knot for knot in KNOTS if beside.tokens < knot < most]
@@ -426,12 +428,12 @@ def _weights(running: Listed[Sequence], waiting: WaitingQueue) -> dict[str, floa
     return weights
 
 
-def _scored(running: Listed[Sequence], waiting: WaitingQueue) -> bool:
-    """Return True if log-probabilities are requested of a prompt that may be part of the next step."""
+def _unscored(running: Listed[Sequence], waiting: WaitingQueue) -> float:
+    """Return the fewest tokens that any prompt of the next step has before one whose log-probabilities are requested;
+    infinity if none has any."""
     head = waiting.head()
-    if head is not None and head.request.spec.params.prompt_logprobs is not None:
-        return True
-    return any(seq.request.scored for seq in running)
+    first = math.inf if head is None else head.request.unscored(head.cached)
+    return min([first, *(seq.request.unscored(seq.scheduled) for seq in running)])
 
 
 def even(tokens: int, rows: int) -> int:

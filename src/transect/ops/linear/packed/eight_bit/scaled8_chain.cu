@@ -10,7 +10,7 @@
 #include "../chain.cuh"
 
 #if TRANSECT_BULK
-#include <cuda.h>
+#include "../../../lang/tensor_map.cuh"
 #endif
 
 #define TRANSECT_PARTS 3
@@ -244,21 +244,8 @@ struct Codes8 : Chunks128 {
 #if TRANSECT_BULK
 // Rows of ``k`` codes in boxes of 16 rows by 128 k. In shared memory 16 bytes of row r lie at piece ^ (r % 8).
 int describe(CUtensorMap* map, const void* codes, int n, int k) {
-  typedef CUresult (*Encode)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                             const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                             CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  static Encode encode = nullptr;
-  if (!encode) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult status;
-#if CUDART_VERSION >= 12050
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status);
-#else
-    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &status);
-#endif
-    if (!found) return 1;
-    encode = (Encode)found;
-  }
+  const hopper::EncodeTiled encode = hopper::encode_tiled();
+  if (!encode) return 1;
   const cuuint64_t sizes[2] = {(cuuint64_t)k, (cuuint64_t)n}, strides[1] = {(cuuint64_t)k};
   const cuuint32_t box[2] = {kSpan, 16}, steps[2] = {1, 1};
   return (int)encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, (void*)codes, sizes, strides, box, steps,
