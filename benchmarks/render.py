@@ -35,6 +35,7 @@ from benchmarks.engine import (
     jump_ahead,
     long_prompts,
     serving_steps,
+    shared_document,
     speculation,
     speculation_host,
     step_policy,
@@ -526,6 +527,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     ),
     "learn-map": map_page,
     **{f"learn-{road}": partial(chapters, road) for road in ROADS},
+    "shared-document": once_recorded(
+        "cpu/shared_document.json", "benchmarks/engine/shared_document.py", shared_document.table
+    ),
     "page-frames": lambda: page_tables.frames(_load("cpu/page_frames.json")),
     "page-probabilities": lambda: page_tables.probabilities(_load("cpu/token_probabilities.json")),
     "learn-alarms": once_recorded("cpu/ladder.json", "benchmarks/checks/ladder.py", rungs.alarms_table),
