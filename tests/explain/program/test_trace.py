@@ -17,7 +17,7 @@ from transect.explain.program.doing import doing_of
 from transect.explain.program.explain import explain_trace
 from transect.explain.program.report_html import page
 from transect.explain.program.sampler import Frame, Sample, StackSamples
-from transect.explain.program.split import kernel_name
+from transect.explain.program.trace import kernel_name
 from transect.explain.program.trace_file import PIECE, read_trace
 
 

@@ -267,7 +267,7 @@ def statement(file: str, line: int) -> str:
 
 @functools.lru_cache(maxsize=200)
 def _nodes(file: str) -> list[ast.AST]:
-    """Return the nodes of a file's syntax; none if it is no Python."""
+    """Return the nodes of a file's syntax; an empty list if it cannot be parsed."""
     try:
         return list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
     except (SyntaxError, ValueError):

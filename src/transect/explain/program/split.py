@@ -20,7 +20,7 @@ from ...costs.ceilings import Ceilings
 from .op_floor import FREE, floor, own_floors
 from .overhead import IdleGap, idle_seconds, late_start, own_overhead, segment_costs, without
 from .stretches import COMPILING, LOADING, pieces, self_segments, stretches
-from .trace import COPY, KERNEL, OP, RANGE, RUNTIME, SET, Key, Trace
+from .trace import COPY, KERNEL, OP, RANGE, RUNTIME, SET, Key, Trace, kernel_name
 
 WINDOW = "transect.explain"
 """Name of the range that marks the explained time; without one, the whole trace is explained."""
@@ -117,35 +117,6 @@ class OpStat:
             return max(0.0, min(self.seconds, INTERRUPTED * self.usual) - self.calls * floor)
         most = LAUNCH_S if floor > LAUNCH_S else SMALL_S
         return min(self.calls * most, max(0.0, self.seconds - self.calls * floor))
-
-
-def kernel_name(name: str, *, templates: bool = False) -> str:
-    """Return a kernel's name without its result, its namespaces and its parameters, and those of its template
-    unless ``templates``; names that are none of C++ stay as they are.
-
-    >>> kernel_name("void at::native::(anonymous namespace)::copy<float, 4>(int, f<float>)")
-    'copy'
-    """
-    if not name.endswith(")") or name.startswith("Mem"):
-        return name
-    name = name.replace("(anonymous namespace)::", "")
-    plain, depth = "", 0
-    for letter in name:
-        if letter == "(" and not depth:
-            break
-        depth += (letter == "<") - (letter == ">")
-        if not depth and letter != ">":
-            plain += letter
-    word = plain.split()[-1] if plain.split() else name
-    if not templates:
-        return word.rpartition("::")[2] if "::kernel" not in word else word
-    begin = name.find(word)
-    depth = 0
-    for end in range(begin, len(name)):
-        depth += (name[end] == "<") - (name[end] == ">")
-        if name[end] == "(" and not depth:
-            return name[begin:end]
-    return name
 
 
 @dataclass(slots=True)

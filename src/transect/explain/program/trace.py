@@ -298,6 +298,35 @@ class Trace:
         return bool((self.kind == KERNEL).any() or (self.kind == COPY).sum() >= COPIES)
 
 
+def kernel_name(name: str, *, templates: bool = False) -> str:
+    """Return a kernel's name without its result, its namespaces and its parameters, and those of its template
+    unless ``templates``; names that are none of C++ stay as they are.
+
+    >>> kernel_name("void at::native::(anonymous namespace)::copy<float, 4>(int, f<float>)")
+    'copy'
+    """
+    if not name.endswith(")") or name.startswith("Mem"):
+        return name
+    name = name.replace("(anonymous namespace)::", "")
+    plain, depth = "", 0
+    for letter in name:
+        if letter == "(" and not depth:
+            break
+        depth += (letter == "<") - (letter == ">")
+        if not depth and letter != ">":
+            plain += letter
+    word = plain.split()[-1] if plain.split() else name
+    if not templates:
+        return word.rpartition("::")[2] if "::kernel" not in word else word
+    begin = name.find(word)
+    depth = 0
+    for end in range(begin, len(name)):
+        depth += (name[end] == "<") - (name[end] == ">")
+        if name[end] == "(" and not depth:
+            return name[begin:end]
+    return name
+
+
 def _unusual(shapes: list[Any], strides: Any) -> bool:
     """Return True if a tensor, or one in a list of them, repeats elements or has no strides."""
     if not isinstance(strides, list):
