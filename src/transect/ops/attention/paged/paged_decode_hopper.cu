@@ -26,6 +26,9 @@
 
 #include "../../lang/few_rows.cuh"
 #include "../../lang/hopper.cuh"
+#include "../../lang/parts.cuh"
+
+#define TRANSECT_PARTS 3
 
 using namespace few_rows;
 using namespace hopper;
@@ -594,10 +597,11 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
     const int ring = STAGES * DIM * (FP8 ? 32 : 64);                                                                   \
     const int shared = warps * (ring + 768) + (warps > ranks ? warps : ranks) * G * DIM * 4 + counts;                  \
     if (shared > kMostShared - 2048) return -1;                                                                        \
-    return (int)launch(paged_decode<DIM, TILES, STAGES, FP8, SINKS>, ranks ? rows * K * ranks : blocks, warps * 32, shared,   \
+    return TRANSECT_HERE((int)launch(paged_decode<DIM, TILES, STAGES, FP8, SINKS>,                                     \
+                       ranks ? rows * K * ranks : blocks, warps * 32, shared,                                          \
                        ranks ? ranks : 1, dependent > 0, stream, (const __nv_bfloat16*)q, (const unsigned char*)keys,  \
                        (const unsigned char*)values, batch, (__nv_bfloat16*)out, (float*)parts, K, G, scale2, q_t,     \
-                       q_h, pieces, ranks, (int)(dependent > 1), late, (const __nv_bfloat16*)sinks);                   \
+                       q_h, pieces, ranks, (int)(dependent > 1), late, (const __nv_bfloat16*)sinks));                  \
   }
 
 // q [T, K G, d] with strides q_t and q_h, keys and values [blocks, K, 16, d],

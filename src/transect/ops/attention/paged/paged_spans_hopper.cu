@@ -19,6 +19,9 @@
 
 #include "../../lang/few_rows.cuh"
 #include "../../lang/hopper.cuh"
+#include "../../lang/parts.cuh"
+
+#define TRANSECT_PARTS 3
 
 using namespace few_rows;
 using namespace hopper;
@@ -759,27 +762,28 @@ __global__ void __launch_bounds__(kTiles * 32, 1)
 
 }  // namespace
 
-#define TRANSECT_TOGETHER(DIM, TILES)                                                                              \
-  if (together && d == DIM && (G <= 8) == (TILES == 1)) {                                                          \
-    const int sums = ranks * together * ((G + (ranks ? ranks : 1) - 1) / (ranks ? ranks : 1)) * (DIM + 4);         \
-    const int shared = kTiles * (4 * kPiece<DIM> + TILES * (512 + 8 * kPitch * 4 + 64)) + sums * 4;                \
-    if (!ranks || shared > kMostShared - 1024) return -1;                                                          \
-    return (int)launch(paged_spans_together<DIM, TILES>, rows * K * ranks, kTiles * 32, shared, ranks,             \
-                       dependent > 0, stream, (const __nv_bfloat16*)q, (const unsigned char*)keys,                 \
-                       (const unsigned char*)values, batch, (__nv_bfloat16*)out, K, G, scale2, q_t, q_h, pieces,   \
-                       ranks, (int)(dependent > 1), late);                                                         \
+#define TRANSECT_TOGETHER(DIM, TILES)                                                                                  \
+  if (together && d == DIM && (G <= 8) == (TILES == 1)) {                                                              \
+    const int sums = ranks * together * ((G + (ranks ? ranks : 1) - 1) / (ranks ? ranks : 1)) * (DIM + 4);             \
+    const int shared = kTiles * (4 * kPiece<DIM> + TILES * (512 + 8 * kPitch * 4 + 64)) + sums * 4;                    \
+    if (!ranks || shared > kMostShared - 1024) return -1;                                                              \
+    return TRANSECT_HERE((int)launch(paged_spans_together<DIM, TILES>, rows * K * ranks, kTiles * 32, shared, ranks,   \
+                       dependent > 0, stream, (const __nv_bfloat16*)q, (const unsigned char*)keys,                     \
+                       (const unsigned char*)values, batch, (__nv_bfloat16*)out, K, G, scale2, q_t, q_h, pieces,       \
+                       ranks, (int)(dependent > 1), late));                                                            \
   }
 
-#define TRANSECT_SPANS(DIM, TILES, BUFFERS)                                                                        \
-  if (d == DIM && (G <= 8) == (TILES == 1) && buffers == BUFFERS) {                                                \
-    const int sums = ranks * warps * ((G + ranks - 1) / (ranks ? ranks : 1)) * (DIM + 4);                          \
-    const int shared = warps * BUFFERS * DIM * kTile * 2 + (ranks ? sums : 2 * rows + 1) * 4;                      \
-    if (shared > kMostShared) return -1;                                                                           \
-    return (int)launch(paged_spans<DIM, TILES, BUFFERS>, ranks ? rows * K * ranks : blocks, warps * 32, shared,    \
-                       ranks ? ranks : 1, dependent > 0, stream,                                                   \
-                       (const __nv_bfloat16*)q, (const unsigned char*)keys, (const unsigned char*)values, batch,   \
-                       (__nv_bfloat16*)out, (float*)parts, (float*)parts_ml, (int*)arrivals, K, G, scale2, q_t, q_h,\
-                       pieces, ranks, whole_items, (int)(dependent > 1), late);                                    \
+#define TRANSECT_SPANS(DIM, TILES, BUFFERS)                                                                            \
+  if (d == DIM && (G <= 8) == (TILES == 1) && buffers == BUFFERS) {                                                    \
+    const int sums = ranks * warps * ((G + ranks - 1) / (ranks ? ranks : 1)) * (DIM + 4);                              \
+    const int shared = warps * BUFFERS * DIM * kTile * 2 + (ranks ? sums : 2 * rows + 1) * 4;                          \
+    if (shared > kMostShared) return -1;                                                                               \
+    return TRANSECT_HERE((int)launch(paged_spans<DIM, TILES, BUFFERS>,                                                 \
+                       ranks ? rows * K * ranks : blocks, warps * 32, shared,                                          \
+                       ranks ? ranks : 1, dependent > 0, stream,                                                       \
+                       (const __nv_bfloat16*)q, (const unsigned char*)keys, (const unsigned char*)values, batch,       \
+                       (__nv_bfloat16*)out, (float*)parts, (float*)parts_ml, (int*)arrivals, K, G, scale2, q_t, q_h,   \
+                       pieces, ranks, whole_items, (int)(dependent > 1), late));                                       \
   }
 
 // q [T, K G, d] with strides q_t and q_h, keys and values [blocks, K, 16, d] bfloat16: block b of key head h begins at
