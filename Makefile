@@ -15,9 +15,10 @@ DEV    := $(VENV)/.installed-dev
 BUILT  := $(VENV)/.built
 READY  := $(VENV)/.imported
 
-.PHONY: setup setup-dev demo browser test prove test-triton lint types resolve bench pretrain clean
+.PHONY: setup setup-dev install-dev demo browser test prove test-triton lint types resolve bench pretrain clean
 setup: $(RUN) $(BUILT)
-setup-dev: $(DEV) $(BUILT) $(READY)
+install-dev: $(DEV) $(BUILT)
+setup-dev: install-dev $(READY)
 
 $(TORCH): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Transect needs Python 3.11 or newer: set PYTHON=python3.11")'
@@ -70,16 +71,16 @@ test-triton: setup-dev
 	@PYTHONPATH=$(OTHER) $(BIN)/python -m pytest tests/ops -n $(WORKERS) --dist loadfile
 
 # Whether the constraints resolve from the public package index; reads metadata, installs nothing.
-resolve: setup-dev
+resolve: $(DEV)
 	@$(BIN)/python -m pytest tests/packaging/public_index.py -n 4 --dist load
 
-lint: setup-dev
+lint: $(DEV)
 	@$(BIN)/ruff check .ci src tests benchmarks examples recipes hatch_build.py
 	@$(BIN)/ruff format --check .ci src tests benchmarks examples recipes hatch_build.py
 	@$(BIN)/lint-imports
 
 # Tests that run at the same time go first: they take longer.
-types: setup-dev
+types: $(DEV)
 	@nice -n 19 $(BIN)/mypy
 
 bench: setup
