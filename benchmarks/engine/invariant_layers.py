@@ -98,7 +98,7 @@ def clusters(replays: int) -> Iterator[dict[str, Any]]:
         ways = [decode_spans.SpansHopperTiling()]
         for ranks in (2, 4, 8):
             if ranks < 2 * spans and (warps := -(-spans // ranks)) <= decode_spans.MOST_WARPS:
-                ways += [decode_spans.SpansHopperTiling(ranks, warps, 16 if warps == 1 else 6)]
+                ways += [decode_spans.SpansHopperTiling(ranks, warps)]
             if ranks < 2 * spans or ranks == 2:
                 ways += [decode_spans.SpansHopperTiling(ranks, 1, together=True)]
         whole = kernel(*inputs)

@@ -49,11 +49,10 @@ def test_bits_do_not_depend_on_who_sums_which_spans(monkeypatch, group, d):
     )
     exact = reference(q[present].double(), *(cache.double() for cache in caches), some, d**-0.5)
     whole = None
-    even, shared, alone = (8, 12, 12) if d == 64 else (4, 6, 16)
-    ways = [(units, room, Tiling(0, warps, even)) for units, warps, room in ((1, 1, 0), (5, 1, 0), (2, 3, 0))]
-    ways += [(units, 1 << 24, Tiling(0, warps, even)) for units, warps in ((1, 1), (1, 4), (3, 1), (2, 3), (25, 4))]
-    ways += [(1, 1 << 24, Tiling(ranks, 4 // ranks, shared)) for ranks in (2, 4)]
-    ways += [(1, 1 << 24, Tiling(8, 1, alone))]
+    ways = [(units, room, Tiling(0, warps)) for units, warps, room in ((1, 1, 0), (5, 1, 0), (2, 3, 0))]
+    ways += [(units, 1 << 24, Tiling(0, warps)) for units, warps in ((1, 1), (1, 4), (3, 1), (2, 3), (25, 4))]
+    ways += [(1, 1 << 24, Tiling(ranks, 4 // ranks)) for ranks in (2, 4)]
+    ways += [(1, 1 << 24, Tiling(8, 1))]
     ways += [(1, 1 << 24, Tiling(ranks, together=True)) for ranks in (2, 4, 8)]
     for number, (units, room, tiling) in enumerate(ways):
         run = kernel(monkeypatch, units)
@@ -75,14 +74,14 @@ def test_rows_of_several_queries_are_left_alone(monkeypatch):
     batch = batch_of(lengths, 40, queries=5)
     q = torch.randn(7, 8, 64).bfloat16()
     exact = reference(q.double(), *(cache.double() for cache in caches), batch, 0.125)
-    for tiling in (Tiling(0, 2, 8), Tiling(2, 1, 12), Tiling(2, together=True)):
+    for tiling in (Tiling(0, 2), Tiling(2, 1), Tiling(2, together=True)):
         out = torch.zeros_like(q)
         kernel(monkeypatch, 4)(q, *caches, batch, 0.125, out=out, beside=True, tiling=tiling)
         assert not out[:5].any()
         assert (out[5:].double() - exact[5:]).norm() < 0.01 * exact[5:].norm()
 
 
-@pytest.mark.parametrize("tiling", [Tiling(0, 1, 8), Tiling(2, 2, 12), Tiling(4, 1, 12), Tiling(2, together=True)])
+@pytest.mark.parametrize("tiling", [Tiling(0, 1), Tiling(2, 2), Tiling(4, 1), Tiling(2, together=True)])
 def test_keys_of_other_rows_are_read_when_the_kernel_before_has_written_them(monkeypatch, tiling):
     """A draft's row sees keys of this step beyond its own: here from 61 on, in the tile before its last too."""
     torch.manual_seed(0)
@@ -107,7 +106,7 @@ def test_keys_of_other_rows_are_read_when_the_kernel_before_has_written_them(mon
 
 def test_few_items_go_to_clusters_of_two_blocks_and_more():
     sizes = [(8, 4), (16, 4), (24, 4), (64, 4), (128, 4), (136, 4), (128, 8), (8, 1), (8, 8), (8, 16), (64, 2)]
-    found = [decode_spans.choose(*size, 128) for size in sizes]
+    found = [decode_spans.choose(*size) for size in sizes]
     assert [each.ranks for each in found] == [4, 4, 4, 2, 2, 0, 0, 2, 8, 8, 2]
     assert [each.together for each in found] == [True] * 3 + [False] * 4 + [True] * 2 + [False, True]
     assert [each.warps for each in found if each.ranks and not each.together] == [2, 2, 2]

@@ -260,13 +260,19 @@ class SpansHopperTiling:
     multiprocessor."""
     warps: int = MOST_WARPS
     """Warps of a block, each of which takes one span; of an even cut equally many, one after another."""
-    buffers: int = 4
-    """Buffers of a warp, of 32 keys or 32 values each; the numbers in ``choose`` are compiled."""
     together: bool = False
     """True if the warps of a block of a cluster share one span after another."""
 
+    def buffers(self, d: int) -> int:
+        """Return the number of a warp's buffers, of 32 keys or 32 values each; these are compiled."""
+        if not self.ranks:
+            return 4 if d == 128 else 8
+        if d < 128:
+            return 12
+        return 16 if self.warps == 1 else 6
 
-def choose(items: int, spans: int, d: int) -> SpansHopperTiling:
+
+def choose(items: int, spans: int) -> SpansHopperTiling:
     """Return a tiling for ``items`` rows times key heads of up to ``spans`` spans.
 
     A cluster takes an item where all clusters run at once, as in ``decode_hopper.choose``; of pairs of blocks with two
@@ -282,8 +288,8 @@ def choose(items: int, spans: int, d: int) -> SpansHopperTiling:
         warps = -(-spans // ranks)
         at_once = AT_ONCE[ranks] * (2 if ranks == 2 and warps <= 2 else 1)
         if items <= at_once and ranks < 2 * spans and warps <= MOST_WARPS:
-            return SpansHopperTiling(ranks, warps, 12 if d < 128 else 16 if warps == 1 else 6)
-    return SpansHopperTiling(buffers=8 if d < 128 else 4)
+            return SpansHopperTiling(ranks, warps)
+    return SpansHopperTiling()
 
 
 class PagedSpans:
@@ -327,7 +333,7 @@ class PagedSpans:
         if not rows:
             return out
         group, items, longest = heads // kv_heads, rows * kv_heads, -(-batch.max_seq_len // SPAN)
-        tiling = tiling or choose(items, longest, d)
+        tiling = tiling or choose(items, longest)
         whole = items * longest * group * d > self.ROOM
         kept = 0 if whole or tiling.ranks else items * longest
         parts = q.new_empty((kept, group, d), dtype=torch.float32)
@@ -339,7 +345,7 @@ class PagedSpans:
             out.data_ptr(), parts.data_ptr(), parts_ml.data_ptr(), batch.arrivals(items).data_ptr(), rows,
             tables.shape[1], tables.stride(0), kv_heads, group, d, q.stride(0), q.stride(1),
             k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, multiprocessors(q.device), tiling.warps,
-            tiling.buffers, tiling.ranks, -(-longest // tiling.ranks) if tiling.together else 0, int(whole),
+            tiling.buffers(d), tiling.ranks, -(-longest // tiling.ranks) if tiling.together else 0, int(whole),
             2 if dependent_launch and not batch.fresh else 1, int(beside),
             torch.cuda.current_stream(q.device).cuda_stream,
         )  # fmt: skip
